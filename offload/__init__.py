@@ -1,0 +1,35 @@
+"""offload: train models that do not fit, exactly as if they did.
+
+The names below are imported on first use, so that `import offload` and `--help` stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import Config as Config
+    from offload.engine.engine import Engine as Engine
+    from offload.optim.adamw import AdamW as AdamW
+    from offload.tiers.placement import Placement as Placement
+    from offload.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "offload.config",
+    "Engine": "offload.engine.engine",
+    "AdamW": "offload.optim.adamw",
+    "Placement": "offload.tiers.placement",
+    "Trainer": "offload.trainer",
+}
+__all__ = [*_HOMES, "native"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "native":
+        return importlib.import_module("offload.native")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'offload' has no attribute {name!r}")

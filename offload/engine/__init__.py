@@ -1,0 +1,1 @@
+"""One training step over streamed units."""

@@ -1,0 +1,115 @@
+"""From a batch to a loss: micro-batches, what the model's own loss counts, and how the parts add up to the mean over target tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, nearest
+
+IGNORED = -100
+Batch = Mapping[str, torch.Tensor]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What the recording pass found about the model's own loss, by trying it.
+
+    `shifts`: position t is scored against label t + 1, so that the first label of a row is no target. `takes_count`: the loss divides by
+    `num_items_in_batch` when it is given.
+    """
+
+    shifts: bool = True
+    takes_count: bool = False
+
+    def targets(self, batch: Batch) -> int:
+        """Return how many tokens of a batch are scored; without labels, how many elements its first tensor has."""
+        labels = batch.get("labels")
+        if labels is None:
+            return next(iter(batch.values())).numel()
+        if self.shifts and labels.dim() > 1:
+            labels = labels[:, 1:]
+        return int((labels != IGNORED).sum())
+
+
+def check_batch(batch: Batch) -> int:
+    """Return the number of rows of a batch of tensors; ConfigError where it is no such thing."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise ConfigError(f"the batch is {type(batch).__name__}; a mapping from names to tensors [batch, ...] is wanted.")
+    rows = {}
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            raise ConfigError(f"batch[{key!r}] is {type(value).__name__}; a tensor [batch, ...] is wanted.")
+        rows[key] = value.shape[0]
+    if len(set(rows.values())) != 1 or not next(iter(rows.values())):
+        raise ConfigError(f"the tensors of the batch have {rows} rows; all need the same number, at least one.")
+    return next(iter(rows.values()))
+
+
+def split_rows(batch: Batch, rows: int | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches of at most `rows` rows; the last may be smaller."""
+    total = check_batch(batch)
+    step = rows or total
+    for start in range(0, total, step):
+        yield {key: value[start : start + step] for key, value in batch.items()}
+
+
+def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> dict[str, torch.Tensor]:
+    """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
+    signature = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+        return {k: v for k, v in batch.items() if k in signature or not (has_loss_function and k == "labels")}
+    unknown = [key for key in batch if key not in signature]
+    if unknown and not has_loss_function:
+        raise ConfigError(
+            f"the batch has {unknown[0]!r}, which {type(model).__name__}.forward does not take{nearest(unknown[0], signature)}; it "
+            f"takes {', '.join(signature)}."
+        )
+    return {key: value for key, value in batch.items() if key in signature}
+
+
+def find_loss(outputs: Any) -> torch.Tensor:
+    """Return the loss in a model's outputs: `.loss`, `["loss"]`, or a 0-dim tensor that comes first or alone."""
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if loss is None and isinstance(outputs, tuple) and outputs:
+        loss = outputs[0]
+    if loss is None and isinstance(outputs, torch.Tensor):
+        loss = outputs
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise ConfigError(
+            f"the model returned no loss ({type(outputs).__name__}): put labels into the batch, or give engine.step a loss_fn(outputs, "
+            f"batch) that returns a 0-dim tensor."
+        )
+    return loss
+
+
+def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any]) -> LossRule:
+    """Try the model's own loss on a few rows: does it shift the labels, and does it divide by `num_items_in_batch`?
+
+    A loss that shifts has no target left when only the first label of each row is kept. A signature does not tell: several families
+    take the argument and ignore it.
+    """
+    labels = batch.get("labels")
+    if labels is None or labels.dim() < 2 or labels.shape[1] < 2 or labels.is_floating_point():
+        return LossRule(shifts=labels is not None and labels.dim() > 1)
+    full = labels.masked_fill(labels == IGNORED, 0)
+    first = torch.full_like(labels, IGNORED)
+    first[:, 0] = full[:, 0]
+    alone = find_loss(run({**batch, "labels": first})).item()
+    shifts = alone != alone or alone == 0.0
+    rule = LossRule(shifts=shifts)
+    signature = inspect.signature(model.forward).parameters
+    if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+        count = rule.targets({"labels": full})
+        once = find_loss(run({**batch, "labels": full}, num_items_in_batch=count)).item()
+        twice = find_loss(run({**batch, "labels": full}, num_items_in_batch=2 * count)).item()
+        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-3 * abs(once))
+    return rule

@@ -1,0 +1,57 @@
+"""Every error a user can meet. Each message says what was given, why it cannot be, with numbers, and which key or flag to change.
+
+The commands print the message as one paragraph and leave with `exit_code`; a traceback is shown only under `--debug`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OffloadError(Exception):
+    """Base of the errors that are explained to the user instead of traced."""
+
+    exit_code = 1
+
+
+class ConfigError(OffloadError, ValueError):
+    """A setting, a file or an input is wrong or cannot be honoured (exit code 2)."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(OffloadError, MemoryError):
+    """A tier's budget is too small for what was asked (exit code 3)."""
+
+    exit_code = 3
+
+
+class NonFiniteError(OffloadError, ArithmeticError):
+    """A gradient, a loss or a weight is not finite (exit code 1)."""
+
+
+class TornError(OffloadError, RuntimeError):
+    """Some units of a step were updated and others were not: the states in memory belong to no step (exit code 1)."""
+
+
+class InterruptedRun(OffloadError):
+    """The user or the system asked the run to stop; the message says what was saved and where (exit code 130)."""
+
+    exit_code = 130
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
+    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size as people read it: exact below one KiB, else three digits in binary units."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

@@ -1,0 +1,1 @@
+"""How parameters lie in flat buffers, and which rank owns which range."""

@@ -1,0 +1,122 @@
+"""Flat regions: where each parameter lies in the buffers that travel. Pure: shapes in, offsets out (ZeRO, arXiv:1910.02054, section 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+PARAMETER_ALIGNMENT = 128
+"""Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it."""
+SHARD_MULTIPLE = 2048
+"""Elements. A shard of a 2-byte plane is then a multiple of 4096 bytes: a page, and a block of any disk."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of the model, tied names counted once. `index` is its place in torch's order."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    compute: str  # "bf16" or "fp32": the dtype in which the device uses it
+    bf16_source: bool  # the values came in bf16, so that a frozen parameter has no low half
+    lr_scale: float = 1.0
+    weight_decay: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One flat buffer of parameters that travel together and are updated alike.
+
+    `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-rate multiplier
+    and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that uses the region: more than one
+    where weights are tied.
+    """
+
+    index: int
+    name: str
+    compute: str
+    trainable: bool
+    has_low: bool
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numel: int
+    units: tuple[str, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """True where the master weights are two planes, `hi` and `lo`."""
+        return self.compute == "bf16"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the plane that goes to the device."""
+        return self.numel * (2 if self.is_split else 4)
+
+    def planes(self, keeps_gradients: bool, accumulates: bool) -> dict[str, int]:
+        """Return the bytes of each plane of states.
+
+        A trained bf16 parameter costs 2 (`hi`) + 2 (`lo`) + 4 + 4 = 12 bytes, and 2 more where gradients wait for the norm (4 where they
+        are summed over several backward passes); an fp32 parameter 4 + 4 + 4 = 12, and 4 more. A frozen one costs its weights.
+        """
+        planes = {"weights": self.weight_bytes}
+        if self.has_low:
+            planes["low"] = 2 * self.numel
+        if self.trainable:
+            planes["exp_avg"] = planes["exp_avg_sq"] = 4 * self.numel
+            if keeps_gradients:
+                planes["gradients"] = self.numel * (2 if self.is_split and not accumulates else 4)
+        return planes
+
+
+def align(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def build_regions(
+    parameters: Sequence[ParameterInfo], units: Mapping[str, Sequence[int]], world_size: int = 1
+) -> tuple[Region, ...]:
+    """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions.
+
+    Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored, alike.
+    """
+    users: dict[int, list[str]] = {}
+    for unit, indices in units.items():
+        for index in dict.fromkeys(indices):
+            users.setdefault(index, []).append(unit)
+    groups: dict[tuple, list[ParameterInfo]] = {}
+    for index, names in users.items():
+        info = parameters[index]
+        has_low = info.compute == "bf16" and (info.trainable or not info.bf16_source)
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low), []).append(info)
+    regions = []
+    for (names, compute, trainable, has_low), members in groups.items():
+        members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
+        offsets, end = [], 0
+        for info in members:
+            offsets.append(end)
+            end = align(end + info.numel, PARAMETER_ALIGNMENT)
+        suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
+        regions.append(
+            Region(
+                index=len(regions),
+                name=" = ".join(names) + suffix + ("" if trainable else " (frozen)"),
+                compute=compute,
+                trainable=trainable,
+                has_low=has_low,
+                parameters=tuple(info.index for info in members),
+                offsets=tuple(offsets),
+                sizes=tuple(info.numel for info in members),
+                numel=align(end, SHARD_MULTIPLE * world_size),
+                units=names,
+            )
+        )
+    return tuple(regions)

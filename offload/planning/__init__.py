@@ -1,0 +1,1 @@
+"""What will be needed, before anything is allocated."""

@@ -1,0 +1,111 @@
+"""The list of allocations: what each tier will hold, to the byte. The engine allocates from this very list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from offload.errors import DoesNotFitError, format_bytes
+from offload.partition.layout import Region
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`num_bytes` on `tier`, under a name that the plan, the errors and the report share."""
+
+    tier: str
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What a unit brings to the plan: its regions, and whether its weights stay on the device."""
+
+    name: str
+    regions: tuple[Region, ...]
+    resident: bool
+
+
+def transient_gradient_bytes(region: Region) -> int:
+    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters."""
+    return region.weight_bytes if region.trainable else 0
+
+
+def slot_bytes(unit: UnitPlan, resident: set[int]) -> int:
+    """Bytes of a unit's weights in a device slot, without the regions that are on the device anyway."""
+    return sum(region.weight_bytes for region in unit.regions if region.index not in resident)
+
+
+def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
+    """Return the indices of the regions that some unit keeps on the device."""
+    return {region.index for unit in units if unit.resident for region in unit.regions}
+
+
+def plan_memory(
+    units: Sequence[UnitPlan],
+    regions: Sequence[Region],
+    *,
+    parameters_tier: str,
+    optimizer_tier: str,
+    keeps_gradients: bool,
+    accumulates: bool,
+) -> list[Allocation]:
+    """Return every lasting allocation of a run, in the order in which they are made."""
+    states_tier = "device" if optimizer_tier == "device" else "cpu"
+    totals: dict[str, int] = {}
+    for region in regions:
+        for plane, num_bytes in region.planes(keeps_gradients, accumulates).items():
+            totals[plane] = totals.get(plane, 0) + num_bytes
+    plan = [Allocation(states_tier, plane.replace("_", " "), num_bytes) for plane, num_bytes in totals.items()]
+    if states_tier == "cpu" and not keeps_gradients:
+        plan.append(Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0)))
+    if states_tier == "cpu" and accumulates:
+        plan.append(Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0)))
+
+    resident = resident_regions(units)
+    if parameters_tier == "device":
+        resident = {region.index for region in regions}
+    if states_tier == "cpu":
+        kept = sum(region.weight_bytes for region in regions if region.index in resident)
+        plan.append(Allocation("device", "resident weights", kept))
+        largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+        plan.append(Allocation("device", f"unit slot (largest unit: {largest.name})", slot_bytes(largest, resident)))
+    lasting = [region for region in regions if region.trainable and _gradient_lasts(region, units)]
+    plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
+    transient = [unit for unit in units if not unit.resident]
+    plan.append(
+        Allocation(
+            "device",
+            "gradient buffer",
+            max((sum(transient_gradient_bytes(r) for r in u.regions if r not in lasting) for u in transient), default=0),
+        )
+    )
+    return [allocation for allocation in plan if allocation.num_bytes]
+
+
+def _gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:
+    return len(region.units) > 1 or any(unit.resident and region in unit.regions for unit in units)
+
+
+def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], floor: str) -> None:
+    """Refuse a plan that a tier's budget cannot hold: DoesNotFitError with every allocation and the shortfall.
+
+    `floor` says which unit is the largest and what it needs at least, for the device's message.
+    """
+    flags = {"device": "offload.device_memory", "cpu": "offload.host_memory"}
+    for tier, budget in budgets.items():
+        wanted = [allocation for allocation in plan if allocation.tier == tier]
+        total = sum(allocation.num_bytes for allocation in wanted)
+        if budget is None or total <= budget:
+            continue
+        table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
+        raise DoesNotFitError(
+            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} ({total} bytes), "
+            f"{format_bytes(total - budget)} ({total - budget} bytes) more: {table}. {floor if tier == 'device' else ''}"
+            f"Nothing was allocated. Raise --{flags[tier]} to {total}" + (_device_fix if tier == "device" else _host_fix)
+        )
+
+
+_device_fix = ", or place states lower with --offload.parameters cpu --offload.optimizer cpu."
+_host_fix = ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm 0 frees the waiting gradients)."

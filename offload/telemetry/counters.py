@@ -1,0 +1,47 @@
+"""Bytes moved and bytes held, by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), and the peaks so far.
+
+    What moves between two steps belongs to the later one: weights that stay on the device go up right after their update, for the next
+    step.
+    """
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    nvme_read_bytes: int = 0
+    nvme_write_bytes: int = 0
+    next_h2d_bytes: int = 0
+    peaks: Callable[[], tuple[int, int, int]] = field(default=lambda: (0, 0, 0), repr=False)
+
+    @property
+    def total(self) -> int:
+        """All bytes of the last step."""
+        return self.h2d_bytes + self.d2h_bytes + self.nvme_read_bytes + self.nvme_write_bytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Slots, gradient buffers, resident weights and unit inputs; on CUDA also the temporaries of operations."""
+        return self.peaks()[0]
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """States, waiting gradients and staging in host memory."""
+        return self.peaks()[1]
+
+    @property
+    def peak_pinned_bytes(self) -> int:
+        """Host memory that is registered with the device; 0 without one."""
+        return self.peaks()[2]
+
+    def begin_step(self) -> None:
+        """Start counting a step."""
+        self.h2d_bytes, self.next_h2d_bytes = self.next_h2d_bytes, 0
+        self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0

@@ -1,0 +1,45 @@
+"""What a tier holds, by name, against its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offload.errors import DoesNotFitError, format_bytes
+
+
+@dataclass
+class Ledger:
+    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of what is there."""
+
+    tier: str
+    budget_bytes: int | None = None
+    flag: str = ""
+    allocations: dict[str, int] = field(default_factory=dict)
+    current_bytes: int = 0
+    peak_bytes: int = 0
+
+    def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
+        """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
+        total = self.current_bytes + num_bytes
+        if self.budget_bytes is not None and total > self.budget_bytes:
+            raise DoesNotFitError(self._refusal(name, num_bytes, fix))
+        self.allocations[name] = self.allocations.get(name, 0) + num_bytes
+        self.current_bytes = total
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def release(self, name: str, num_bytes: int) -> None:
+        """Give back `num_bytes` that were reserved under `name`."""
+        self.allocations[name] -= num_bytes
+        self.current_bytes -= num_bytes
+        if not self.allocations[name]:
+            del self.allocations[name]
+
+    def _refusal(self, name: str, num_bytes: int, fix: str) -> str:
+        assert self.budget_bytes is not None
+        short = self.current_bytes + num_bytes - self.budget_bytes
+        held = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
+        return (
+            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and {name} needs "
+            f"{format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too little. "
+            f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'}"
+        )
