@@ -138,19 +138,15 @@ class Engine:
         self._check_usable()
         batch = self._bring(batch)
         rule = self._record_batch(batch, loss_fn)
-        modes = [(module, module.training) for module in self.model.modules()]
         counted = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         random = self._parts.device.random_state()
-        self.model.eval()
         try:
-            with torch.no_grad():
+            with self._in_eval_mode(), torch.no_grad():
                 total = torch.zeros((), dtype=torch.float32)
                 for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
                     total += part_loss.to("cpu", torch.float32)
                 return total
         finally:
-            for module, mode in modes:
-                module.training = mode
             for name, value in counted.items():
                 setattr(self.counters, name, value)
             self._parts.device.set_random_state(random)
@@ -312,10 +308,10 @@ class Engine:
     def _record_batch(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
         """Record on a few rows and tokens of the first batch; return what was found about the loss."""
         if self._rule is None:
-            sample = {key: value[:_RECORDING_ROWS] for key, value in batch.items()}
+            sample: dict[str, torch.Tensor] = {key: value[:_RECORDING_ROWS] for key, value in batch.items()}
             shapes = {tuple(value.shape) for value in batch.values()}
             if hasattr(self.model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
-                sample = {key: value[:, :_RECORDING_TOKENS] for key, value in sample.items()}
+                sample = {key: value[:, :_RECORDING_TOKENS].contiguous() for key, value in sample.items()}
 
             def run(inputs: Batch, **extra: Any) -> Any:
                 return self.model(**select_inputs(self.model, inputs, loss_fn is not None), **extra)
@@ -325,7 +321,7 @@ class Engine:
                 return loss_fn(outputs, sample) if loss_fn else find_loss(outputs)
 
             self._record(loss_of)
-            with self._unseen(), torch.no_grad():
+            with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparison
                 self._rule = probe_loss(self.model, sample, run) if loss_fn is None else LossRule()
         return self._rule
 
@@ -371,6 +367,16 @@ class Engine:
             yield
         finally:
             self._parts.stream.recording = None
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:

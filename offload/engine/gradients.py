@@ -98,7 +98,8 @@ class GradientFlow:
 
     def take(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # it went into a unit as an argument, and the unit did not use it
+            return
         region, position = self._places[index]
         gradient, parameter.grad = parameter.grad.view(-1), None
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])

@@ -187,7 +187,8 @@ class Call:
                     f"pass; use an out-of-place operation there."
                 )
         leaves = [t.detach().requires_grad_(need) for t, need in zip(self._inputs, self._needs, strict=True)]
-        inputs = [leaf.clone() if i in unit.mutated else leaf for i, leaf in enumerate(leaves)]
+        with torch.enable_grad():
+            inputs = [leaf.clone() if i in unit.mutated else leaf for i, leaf in enumerate(leaves)]
         after = stream.device.random_state()
         stream.enter(unit)
         try:

@@ -1,0 +1,179 @@
+"""The command line: YAML first, `--section.field VALUE` over it, and one way for every command to end.
+
+tyro reads the words and prints the help; the values stay text until pydantic sees them, so that a file and the command
+line are checked by the same code and complain in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic.fields import FieldInfo
+
+from offload.config import Config, all_keys, unknown_key
+from offload.errors import ConfigError, InterruptedRun, OffloadError, nearest
+
+_UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
+
+
+def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> typing.NoReturn:
+    """Run `main(argv)` and leave the process: 0 fine, 1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+
+    Errors are one paragraph on stderr; `--debug` (or --run.debug) adds the traceback.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, _interrupt)
+    debug = wants_debug(words)
+    try:
+        sys.exit(main(words) or 0)
+    except OffloadError as error:
+        _complain(error, str(error), debug)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        _complain(error, "interrupted; nothing was saved.", debug)
+        sys.exit(InterruptedRun.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        sys.exit(1)
+    except Exception as error:
+        hint = "" if debug else "; run with --debug for the traceback"
+        _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
+        sys.exit(1)
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _complain(error: BaseException, message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    print(f"offload: {' '.join(message.split())}", file=sys.stderr)
+
+
+def wants_debug(words: Sequence[str]) -> bool:
+    """Tell whether the command line asks for tracebacks, even if the rest of it is wrong."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--debug" or name == "--run.debug":
+            value = value or (words[index + 1] if index + 1 < len(words) else "true")
+            return value.lower() not in ("false", "no", "0")
+    return False
+
+
+def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
+    """Return the checked configuration of `train` and `plan` from their command line. Raises ConfigError; --help exits 0."""
+    words = _normalise(words)
+    parsed, unknown = tyro.cli(
+        _command_line(), args=words, prog=prog, description=description, return_unknown_args=True, use_underscores=True
+    )
+    if unknown:
+        raise ConfigError(_unknown_word(unknown))
+    overrides = {}
+    for key in all_keys():
+        section, field = key.split(".")
+        value = getattr(getattr(parsed, section), field)
+        if value not in (_UNSET, (_UNSET,)):
+            overrides[key] = list(value) if isinstance(value, tuple) else value
+    if parsed.debug != _UNSET:
+        overrides["run.debug"] = parsed.debug
+    path = None if parsed.config == _UNSET else Path(parsed.config)
+    return Config.load(path, overrides, origin="command line")
+
+
+def _normalise(words: Sequence[str]) -> list[str]:
+    """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
+    flags = {"debug"} | {key for key in all_keys() if _field(key).annotation is bool}
+    values = {"config"} | set(all_keys())
+    result: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--help" or word == "-h":
+            return ["--help"]
+        result.append(word)
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or "=" in word:
+            continue
+        follows = words[index + 1] if index + 1 < len(words) else "--"
+        if follows.startswith("--"):
+            if name in flags:
+                result.append("true")
+            elif name in values:
+                raise ConfigError(f"{word} is given without a value; write {word} VALUE.")
+    return result
+
+
+def _unknown_word(unknown: Sequence[str]) -> str:
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            close = nearest(key, ["config", "debug", "help"]) if "." not in key else ""
+            return f"unknown option {word}{close}; see --help." if close else unknown_key(key)
+    return f"{unknown[0]!r} is not an option; settings are given as --section.field VALUE, see --help."
+
+
+def _field(key: str) -> FieldInfo:
+    section, field = key.split(".")
+    return Config.SECTIONS[section].model_fields[field]
+
+
+def _metavar(field: FieldInfo) -> str:
+    """Return what the help shows as the value: the choices, or the kind."""
+    choices = [str(word) for part in _parts(field.annotation) if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    kinds = {typing.get_origin(part) or part for part in _parts(field.annotation)}
+    for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
+        if kind in kinds:
+            return "{auto,N}" if kinds >= {int, str} else name
+    return "VALUE"
+
+
+def _parts(annotation: Any) -> list[Any]:
+    return [annotation, *(part for inner in typing.get_args(annotation) for part in _parts(inner))]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
+    metavar = _metavar(field)
+    size = "none" in str(field.description) and name.endswith(("_memory", "_bytes"))
+    shown = tyro.conf.arg(
+        metavar="SIZE" if size else metavar,
+        help=field.description,
+        help_behavior_hint=f"(default: {_shown(field.get_default())})",
+    )
+    many = typing.get_origin(field.annotation) is tuple and metavar != "YAML" or name == "nvme_dir"
+    kind: Any = tuple[str, ...] if many else str
+    return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
+
+
+def _command_line() -> type:
+    """Build the class that tyro reads: the configuration's sections with every value as text."""
+    sections = []
+    for name, section in Config.SECTIONS.items():
+        mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
+        mirror.__doc__ = section.__doc__
+        sections.append((name, mirror, dataclasses.field(default_factory=mirror)))
+    file = tyro.conf.arg(metavar="FILE.yaml", help="Read settings from this file; the command line goes over it.", help_behavior_hint="")
+    debug = tyro.conf.arg(metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint="")
+    plain = [
+        ("config", Annotated[str, file], dataclasses.field(default=_UNSET)),
+        ("debug", Annotated[str, debug], dataclasses.field(default=_UNSET)),
+    ]
+    return dataclasses.make_dataclass("CommandLine", plain + sections)

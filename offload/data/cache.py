@@ -1,0 +1,80 @@
+"""Folders that are made once and then only read: built under a temporary name, renamed when whole, made by one process
+at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from offload.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def default_cache_dir() -> Path:
+    """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "offload"
+
+
+def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
+    """Return `load(root / name)`, after `build` has filled that folder if it was absent or `load` could not read it.
+
+    `load` says that a folder is absent or damaged by raising OSError, ValueError or KeyError. Raises ConfigError when
+    the cache cannot be written.
+    """
+    folder = root / name
+    loaded = _try(load, folder)
+    if loaded is not None:
+        return loaded
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a run arrive together: one builds, the others find it made
+            loaded = _try(load, folder)
+            if loaded is None:
+                _build(root, name, build)
+                loaded = load(folder)
+        return loaded
+    except OSError as error:
+        raise ConfigError(
+            f"The data cache {root} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another folder."
+        ) from error
+
+
+def _try(load: Callable[[Path], T], folder: Path) -> T | None:
+    try:
+        return load(folder)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
+    """Fill `root / name`. The caller holds the lock, so any temporary folder of this name was left by a process that
+    died."""
+    for orphan in root.glob(f"{name}.tmp-*"):
+        shutil.rmtree(orphan)
+    folder, temporary = root / name, root / f"{name}.tmp-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        build(temporary)
+        for path in temporary.rglob("*"):
+            _sync(path)
+        if folder.exists():  # damaged
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        _sync(root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,237 @@
+"""Batches by step number: what a step trains on is a pure function of the data, the settings and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.data.cache import default_cache_dir
+from offload.data.order import rows_at, shuffled
+from offload.data.packing import IGNORE, Rows
+from offload.data.prepare import Preparation, Prepared
+from offload.data.sources import hash_text
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch = dict[str, torch.Tensor]
+
+_EVAL_SEED = (
+    0  # eval rows stand in one fixed mixed order, so that the first few batches are a fair sample, equal for all runs
+)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows for training and evaluation, and the order they come in.
+
+    Epoch after epoch is shuffled anew, and batches run on across the borders of epochs: batch `step` holds positions
+    [step * batch_size, (step + 1) * batch_size) of the endless sequence, so the last batch of an epoch is completed by
+    the first rows of the next, and data of fewer rows than a batch repeats within it.
+    """
+
+    train: Rows
+    eval: Rows
+    tokenizer: Any
+    batch_size: int
+    seed: int
+    notes: tuple[str, ...] = ()  # what the user should know: text left out, tokens cut off; for the trainer to print
+
+    @property
+    def sequence_length(self) -> int:
+        return self.train.sequence_length
+
+    @property
+    def num_train_rows(self) -> int:
+        return self.train.num_rows
+
+    @property
+    def num_eval_rows(self) -> int:
+        return self.eval.num_rows
+
+    def num_steps(self, epochs: float) -> int:
+        """Return how many batches cover `epochs` passes over the training rows; the last one may run into the next
+        pass."""
+        return -int(-epochs * self.num_train_rows // self.batch_size)
+
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return rank's contiguous slice of the batch of `step` (from 0).
+
+        `input_ids` and `labels` are int64 [batch_size / world_size, sequence_length], labels unshifted with -100 where
+        nothing is trained. `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all
+        ranks get the same keys.
+        """
+        if self.batch_size % world_size:
+            raise ConfigError(
+                f"train.batch_size={self.batch_size} does not divide over {world_size} ranks; make it a multiple."
+            )
+        rows = rows_at(step * self.batch_size, self.batch_size, self.num_train_rows, self.seed)
+        return _batch(self.train, rows, rank, world_size)
+
+    def eval_batches(
+        self, batch_size: int, max_batches: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
+        """Yield rank's slices of the eval rows, each row once, in an order that no seed changes.
+
+        The last batch may be smaller. Where it does not divide over the ranks, rows without targets (labels -100) fill
+        it up.
+        """
+        if batch_size < 1 or batch_size % world_size:
+            raise ConfigError(
+                f"An eval batch of {batch_size} rows does not divide over {world_size} ranks; make it a multiple."
+            )
+        num_batches = -(-self.num_eval_rows // batch_size)
+        for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
+            positions = np.arange(index * batch_size, min((index + 1) * batch_size, self.num_eval_rows))
+            rows = shuffled(positions, self.num_eval_rows, _EVAL_SEED, epoch=0)
+            yield _batch(self.eval, rows, rank, world_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the batches: the tokens, what of them is trained, and the settings of
+        `state_dict`."""
+        return str(self.state_dict()["fingerprint"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps to recognize this data; plain numbers and strings. The position is the step
+        number."""
+        settings: dict[str, Any] = {
+            "tokens": f"{self.train.store.content_hash}/{self.train.first}+{self.num_train_rows}",
+            "sequence_length": self.sequence_length,
+            "packing": self.train.packing,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+        return {**settings, "fingerprint": hash_text(repr(settings))}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError when `state`, of a `state_dict`, belongs to other batches than these."""
+        keys = {"sequence_length": "data", "packing": "data", "batch_size": "train", "seed": "run"}
+        own = self.state_dict()
+        for key, section in keys.items():
+            if state.get(key) != own[key]:
+                raise ConfigError(
+                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began: the batches would be "
+                    "others. Set it back, "
+                    "or begin another run.dir."
+                )
+        if state.get("fingerprint") != own["fingerprint"]:
+            raise ConfigError(
+                "The training data is not what the run began with: the tokens differ, by the files, their format, the "
+                "tokenizer, "
+                "data.eval_fraction or data.train_on_prompt. Restore them, or begin another run.dir."
+            )
+
+
+def build_dataset(
+    *,
+    source: str | list[str],
+    format: str = "auto",
+    tokenizer: str | None = None,
+    model_path: str | None = None,
+    vocab_size: int,
+    sequence_length: int,
+    packing: bool = True,
+    train_on_prompt: bool = False,
+    eval_fraction: float = 0.0,
+    batch_size: int,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Dataset:
+    """Prepare the data (once; later calls find it in the cache) and return its batches.
+
+    `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
+    there is none trains one on the data of at most `vocab_size`, the model's, tokens. `progress` is called with (stage,
+    fraction done) while there is something to prepare. Raises ConfigError for every setting or file that cannot be
+    used.
+    """
+    if sequence_length < 2:
+        raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
+    if batch_size < 1:
+        raise ConfigError(f"train.batch_size={batch_size} must be at least 1.")
+    if not 0 <= eval_fraction < 1:
+        raise ConfigError(
+            f"data.eval_fraction={eval_fraction} must lie in [0, 1): the share of the data kept for evaluation."
+        )
+    where = cache_dir if cache_dir is not None else default_cache_dir()
+    preparation = Preparation(source, format, vocab_size, eval_fraction, where, progress or _silent)
+    loaded = preparation.tokenizer(tokenizer, model_path)
+    prepared = preparation.tokens(loaded, train_on_prompt)
+    if prepared.streams and not packing:
+        raise ConfigError(
+            "data.packing=false makes a row of each document, but a one-dimensional file of tokens marks no documents. "
+            "Set "
+            "data.packing=true, or store the ids as .npy [documents, tokens]."
+        )
+    pad_id = next(
+        (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
+    )
+    train = Rows.over(prepared.train, sequence_length, packing, pad_id)
+    held_out = Rows.over(prepared.eval, sequence_length, packing, pad_id)
+    notes = _notes(prepared, train, held_out)
+    if eval_fraction > 0 and not (train.num_rows and held_out.num_rows):
+        train, held_out = _split_rows(train if train.num_rows else held_out, eval_fraction)
+    if not train.num_rows:
+        num_tokens = prepared.train.num_tokens + prepared.eval.num_tokens
+        raise ConfigError(
+            f"data.source={source!r} has {num_tokens} tokens and none of them can be trained; one row needs a trained "
+            "token after another "
+            f"token within data.sequence_length={sequence_length}. Give more data."
+        )
+    return Dataset(train, held_out, loaded, batch_size, seed, tuple(notes))
+
+
+def _split_rows(whole: Rows, eval_fraction: float) -> tuple[Rows, Rows]:
+    """Hold out the last rows: for data of too few documents to be split between them."""
+    num_eval = min(max(round(whole.num_rows * eval_fraction), 1), whole.num_rows - 1) if whole.num_rows > 1 else 0
+    num_train = whole.num_rows - num_eval
+    return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
+
+
+def _notes(prepared: Prepared, *parts: Rows) -> list[str]:
+    truncated = sum(rows.num_truncated_tokens for rows in parts)
+    without_target = sum(rows.num_without_target for rows in parts)
+    notes = []
+    if prepared.num_empty:
+        notes.append(f"{prepared.num_empty} documents hold no text and were left out.")
+    if prepared.num_split:
+        notes.append(
+            f"{prepared.num_split} conversations became one document for each answer, as the chat template rewrites "
+            "earlier turns."
+        )
+    if truncated:
+        notes.append(
+            f"{truncated} tokens lie beyond data.sequence_length={parts[0].sequence_length} and are cut off "
+            "(data.packing=false)."
+        )
+    if without_target:
+        notes.append(f"{without_target} rows hold no trained token and were left out.")
+    return notes
+
+
+def _batch(rows: Rows, indices: np.ndarray, rank: int, world_size: int) -> Batch:
+    """Read rank's contiguous share of `indices`, filling up with rows without targets where they do not divide."""
+    import torch
+
+    num_fill = -len(indices) % world_size
+    share = (len(indices) + num_fill) // world_size
+    padded = np.concatenate([indices, np.repeat(indices[:1], num_fill)])
+    own = slice(rank * share, (rank + 1) * share)
+    lengths = rows.lengths(padded)
+    ids, labels = rows.read(padded[own])
+    labels[np.arange(len(padded))[own] >= len(indices)] = IGNORE
+    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    if (lengths < rows.sequence_length).any():
+        mask = np.arange(rows.sequence_length) < lengths[own, None]
+        batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+    return batch
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """Report nothing."""

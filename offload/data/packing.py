@@ -1,0 +1,115 @@
+"""Rows of a fixed length, cut from stored documents without copying them: a row is computed when it is read.
+
+Packed, the documents form one stream, each ended by its EOS, and row r is tokens [r * L, (r + 1) * L) of it. Where the
+stream does not divide, the last row begins early enough to be full; what the row before it already trained is context
+only (labels -100). Only a stream shorter than one row is padded. As labels are unshifted, a row's first token has no
+context and is no target: those, and nothing else, are lost. Rows attend across the documents in them.
+
+Unpacked, a row is one document, cut off at L tokens or padded to L.
+
+A row without any target would make a loss of 0/0 and is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from offload.data.store import TokenStore
+
+IGNORE = -100  # the label that torch's and transformers' losses leave out
+_GROUP_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [sequence_length] over a store. `kept` int64 [num_rows]: which rows of the layout remain; None means all."""
+
+    store: TokenStore
+    sequence_length: int
+    packing: bool
+    pad_id: int
+    num_rows: int
+    num_targets: int
+    num_without_target: int
+    kept: np.ndarray | None
+    first: int = 0
+
+    @classmethod
+    def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int) -> Rows:
+        """Lay out all rows of `store`, once, counting their targets."""
+        layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None)
+        num_rows = -(-store.num_tokens // sequence_length) if packing else store.num_documents
+        kept, num_targets, begin = [], 0, 0
+        while begin < num_rows:
+            end = layout._group_end(begin, num_rows)
+            targets = layout._count_targets(np.arange(begin, end))
+            kept.append(begin + np.flatnonzero(targets))
+            num_targets += int(targets.sum())
+            begin = end
+        num_kept = sum(map(len, kept))
+        indices = None if num_kept == num_rows else np.concatenate(kept)
+        return replace(
+            layout, num_rows=num_kept, num_targets=num_targets, num_without_target=num_rows - num_kept, kept=indices
+        )
+
+    def part(self, begin: int, end: int) -> Rows:
+        """Return rows [begin, end) as rows of their own; the counts of targets stay those of the whole."""
+        return replace(self, first=self.first + begin, num_rows=end - begin)
+
+    @property
+    def num_truncated_tokens(self) -> int:
+        """Tokens of the whole store that lie beyond the end of a row (unpacked only)."""
+        if self.packing or not self.num_rows:
+            return 0
+        lengths = np.diff(self.store.documents)
+        return int(np.maximum(lengths - self.sequence_length, 0).sum())
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each row are real, int64 [n]; the rest is padding."""
+        start, end, _ = self._spans(rows)
+        return np.asarray(end - start)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return input ids and labels, both int64 [n, sequence_length], of the rows with these indices [n]."""
+        ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
+        labels = np.full_like(ids, IGNORE)
+        store = self.store
+        for i, (start, end, fresh) in enumerate(zip(*self._spans(rows), strict=True)):
+            ids[i, : end - start] = store.tokens[start:end]
+            labels[i, fresh - start : end - start] = store.tokens[fresh:end]
+            if store.trained is not None:
+                labels[i, : end - start][~store.trained[start:end]] = IGNORE
+        return ids, labels
+
+    def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows = self.first + rows
+        return self._layout_spans(rows if self.kept is None else self.kept[rows])
+
+    def _layout_spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where in the store each row starts, ends, and begins to be trained; int64 [n] each."""
+        length, num_tokens = self.sequence_length, self.store.num_tokens
+        if self.packing:
+            fresh = rows * length
+            start = np.minimum(fresh, max(num_tokens - length, 0))
+            return start, np.minimum(start + length, num_tokens), fresh
+        start, end = self.store.documents[rows], self.store.documents[rows + 1]
+        return start, np.minimum(end, start + length), start
+
+    def _count_targets(self, rows: np.ndarray) -> np.ndarray:
+        """Return int64 [n], the trained tokens of each layout row that have a token before them."""
+        start, end, fresh = self._layout_spans(rows)
+        first = np.minimum(np.maximum(start + 1, fresh), end)
+        if self.store.trained is None:
+            return np.asarray(end - first)
+        begin = int(start.min())
+        before = np.concatenate([[0], np.cumsum(self.store.trained[begin : int(end.max())], dtype=np.int64)])
+        return np.asarray(before[end - begin] - before[first - begin])
+
+    def _group_end(self, begin: int, num_rows: int) -> int:
+        """Return where a group of rows that starts at `begin` ends, so that it covers about _GROUP_TOKENS tokens."""
+        if self.packing:
+            return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
+        documents = self.store.documents
+        return max(int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1, begin + 1)

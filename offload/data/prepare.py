@@ -1,0 +1,189 @@
+"""The one pass over the data: files to token stores for train and eval, kept in the cache under a hash of all that went
+in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.data.cache import cached
+from offload.data.encode import Encoded, Encoder
+from offload.data.formats import CHAT_FORMATS, Chat, Ids, Pair, Record, Text, detect_format, read_records
+from offload.data.sources import STDLIB_CHAT, find_files, hash_files, hash_text, held_out_files, split_hash
+from offload.data.store import TokenStore, TokenWriter
+from offload.data.tokenizer import (
+    check_vocabulary,
+    hash_tokenizer,
+    load_tokenizer,
+    sampling_rate,
+    tokenizer_folder,
+    trained_tokenizer,
+)
+from offload.errors import ConfigError
+
+_VERSION = 1
+_WHOLE_FILES = frozenset(
+    {"text", "tokens", STDLIB_CHAT}
+)  # formats that are split into train and eval by file, the others by record
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Both stores, and what was met on the way (`num_empty` documents without text, `num_split` conversations,
+    `streams` of tokens)."""
+
+    train: TokenStore
+    eval: TokenStore
+    num_empty: int
+    num_split: int
+    streams: bool
+
+
+class Preparation:
+    """The files of one source, their tokenizer, and the tokens made of them."""
+
+    def __init__(
+        self,
+        source: str | list[str],
+        format: str,
+        vocab_size: int,
+        eval_fraction: float,
+        cache_dir: Path,
+        progress: Progress,
+    ):
+        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, format)]
+        self._files_hash = hash_files(self.files)
+        self._vocab_size = vocab_size
+        self._eval_fraction = eval_fraction
+        self._held_out = held_out_files([file for file in self.files if file.format in _WHOLE_FILES], eval_fraction)
+        self._num_bytes = sum(file.num_bytes for file in self.files)
+        self._cache_dir = cache_dir
+        self._progress = progress
+
+    def tokenizer(self, tokenizer: str | None, model_path: str | None) -> Any:
+        """Load `tokenizer`, or the model's, or train one on the data. None when the data is token ids and none was
+        given."""
+        path = tokenizer or tokenizer_folder(model_path)
+        if path is not None:
+            loaded = load_tokenizer(path)
+            check_vocabulary(loaded, self._vocab_size, path)
+            return loaded
+        formats = {file.format for file in self.files}
+        if formats == {"tokens"}:
+            return None
+        if "tokens" in formats:
+            raise ConfigError(
+                "data.source mixes token ids with text: name the tokenizer that made the ids, as data.tokenizer."
+            )
+        return trained_tokenizer(self._texts, self._vocab_size, self._files_hash, self._cache_dir, self._progress)
+
+    def tokens(self, tokenizer: Any, train_on_prompt: bool) -> Prepared:
+        """Return the token stores, from the cache when the same data was prepared before."""
+        rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
+        parts = (_VERSION, self._files_hash, rules, train_on_prompt, self._eval_fraction, self._vocab_size)
+        name = hash_text(repr(parts))
+        return cached(
+            self._cache_dir / "tokens", name, lambda folder: self._build(folder, tokenizer, train_on_prompt), _load
+        )
+
+    def _records(self) -> Iterator[tuple[bool, str, Record]]:
+        """Yield (in_eval, a name that is the same on every machine, record)."""
+        for file in self.files:
+            by_file = file.format in _WHOLE_FILES
+            for index, record in enumerate(read_records(file, self._vocab_size)):
+                name = f"{file.name}#{index}"
+                yield file.name in self._held_out if by_file else split_hash(name) < self._eval_fraction, name, record
+
+    def _texts(self) -> Iterator[str]:
+        rate = sampling_rate(self._num_bytes)
+        for _, name, record in self._records():
+            if rate < 1 and split_hash(f"sample {name}") >= rate:
+                continue
+            if isinstance(record, Text):
+                yield record.text
+            elif isinstance(record, Pair):
+                yield from (record.prompt, record.completion)
+            elif isinstance(record, Chat):
+                yield from (message["content"] for message in record.messages)
+
+    def _build(self, folder: Path, tokenizer: Any, train_on_prompt: bool) -> None:
+        masked = not train_on_prompt and any(file.format in CHAT_FORMATS for file in self.files)
+        writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
+        writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
+        encoder = Encoder(tokenizer, train_on_prompt) if tokenizer is not None else None
+        meter = _Meter(self._num_bytes, self._progress)
+        streams = False
+
+        def metered() -> Iterator[tuple[bool, Record]]:
+            nonlocal streams
+            for in_eval, _, record in self._records():
+                meter.add(record)
+                streams |= isinstance(record, Ids) and record.stream
+                yield in_eval, record
+
+        for part in encoder.encode(metered()) if encoder else _as_they_are(metered()):
+            self._check_ids(part, tokenizer)
+            writers[part.in_eval].append(part.ids, part.trained, part.closes)
+        meta = {
+            "train": writers[False].finish(),
+            "eval": writers[True].finish(),
+            "num_empty": encoder.num_empty if encoder else 0,
+            "num_split": encoder.renderer.num_split if encoder else 0,
+            "streams": streams,
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        meter.finish()
+
+    def _check_ids(self, part: Encoded, tokenizer: Any) -> None:
+        if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self._vocab_size:
+            wrong = highest if highest >= self._vocab_size else int(part.ids.min())
+            token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
+            raise ConfigError(
+                f"{part.where} holds the token id {wrong}{token}; the model's vocabulary has {self._vocab_size}. Use "
+                "the tokenizer that "
+                "belongs to the model (data.tokenizer), or a model with a larger vocab_size."
+            )
+
+
+def _as_they_are(records: Iterator[tuple[bool, Record]]) -> Iterator[Encoded]:
+    for in_eval, record in records:
+        assert isinstance(record, Ids)
+        yield Encoded(record.where, in_eval, np.asarray(record.ids), None, record.closes)
+
+
+def _load(folder: Path) -> Prepared:
+    meta = json.loads((folder / "meta.json").read_text())
+    stores = {name: TokenStore(folder / name, meta[name]) for name in ("train", "eval")}
+    return Prepared(stores["train"], stores["eval"], meta["num_empty"], meta["num_split"], meta["streams"])
+
+
+class _Meter:
+    """Reports how far the pass is, by characters against the bytes of the files."""
+
+    def __init__(self, num_bytes: int, progress: Progress) -> None:
+        self._num_bytes = max(num_bytes, 1)
+        self._progress = progress
+        self._done = self._reported = 0
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, Text):
+            self._done += len(record.text)
+        elif isinstance(record, Pair):
+            self._done += len(record.prompt) + len(record.completion)
+        elif isinstance(record, Chat):
+            self._done += sum(len(message["content"]) for message in record.messages)
+        else:
+            self._done += record.ids.nbytes
+        if self._done - self._reported >= self._num_bytes / 100:
+            self._reported = self._done
+            self._progress("tokenizing", min(self._done / self._num_bytes, 0.99))
+
+    def finish(self) -> None:
+        self._progress("tokenizing", 1.0)

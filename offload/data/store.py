@@ -1,0 +1,109 @@
+"""Tokenized documents on disk: written in pieces, read through a memory map, so that neither needs the memory of the
+whole.
+
+A folder holds tokens.npy (uint16 or uint32 [tokens]), documents.npy (int64 [documents + 1], where each begins; the last
+entry is the end) and, only where something is not trained, trained.npy (bool [tokens]). The files do not depend on how
+rows are cut from them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.lib import format as npy
+
+from offload.data.sources import hash_text
+
+_HEADER_BYTES = 128  # numpy leaves room in a one-dimensional header for the final length
+
+
+class TokenStore:
+    """A finished folder, memory-mapped."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        """Open `folder`; raises OSError, ValueError or KeyError when the files do not agree with what
+        `TokenWriter.finish` returned."""
+        self.num_tokens: int = meta["num_tokens"]
+        self.num_documents: int = meta["num_documents"]
+        self.content_hash: str = meta["content_hash"]
+        self.tokens = _open(folder / "tokens.npy", self.num_tokens)
+        self.documents = _open(folder / "documents.npy", self.num_documents + 1)
+        self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
+
+
+class TokenWriter:
+    """Appends documents to a new folder."""
+
+    def __init__(self, folder: Path, vocab_size: int, masked: bool) -> None:
+        """Begin `folder`. `masked`: some tokens may be untrained, so a mask is kept, and dropped if none was."""
+        folder.mkdir()
+        self._folder = folder
+        self._tokens = _Column(folder / "tokens.npy", np.dtype(np.uint16 if vocab_size <= 65536 else np.uint32))
+        self._documents = _Column(folder / "documents.npy", np.dtype(np.int64))
+        self._trained = _Column(folder / "trained.npy", np.dtype(np.bool_)) if masked else None
+        self._documents.append(np.zeros(1))
+        self._all_trained = True
+
+    def append(self, ids: np.ndarray, trained: np.ndarray | None, closes: bool) -> None:
+        """Append ids [n] and their mask [n] (None: all trained) to the current document; `closes` ends it."""
+        self._tokens.append(ids)
+        if self._trained is not None:
+            self._trained.append(np.ones(len(ids)) if trained is None else trained)
+            self._all_trained &= trained is None or bool(trained.all())
+        if closes:
+            self._documents.append(np.asarray([self._tokens.num_items]))
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files and return what `TokenStore` needs to open them."""
+        masked = self._trained is not None and not self._all_trained
+        digests = [self._tokens.finish(), self._documents.finish()]
+        if self._trained is not None:
+            digest = self._trained.finish()
+            if masked:
+                digests.append(digest)
+            else:
+                (self._folder / "trained.npy").unlink()
+        return {
+            "num_tokens": self._tokens.num_items,
+            "num_documents": self._documents.num_items - 1,
+            "masked": masked,
+            "content_hash": hash_text(" ".join(digests)),
+        }
+
+
+class _Column:
+    """One .npy file of unknown length: the header is written again when the length is known."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._stream: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by finish()
+        self._digest = xxhash.xxh3_128()
+        self.num_items = 0
+        self._write_header()
+
+    def append(self, items: np.ndarray) -> None:
+        data = np.ascontiguousarray(items, self._dtype)
+        self._stream.write(data.data)
+        self._digest.update(data.data)
+        self.num_items += len(data)
+
+    def finish(self) -> str:
+        self._stream.seek(0)
+        self._write_header()
+        self._stream.close()
+        return self._digest.hexdigest()
+
+    def _write_header(self) -> None:
+        description = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.num_items,)}
+        npy.write_array_header_1_0(self._stream, description)
+        assert self._stream.tell() == _HEADER_BYTES
+
+
+def _open(path: Path, num_items: int) -> np.ndarray:
+    array = np.asarray(np.load(path, mmap_mode="r" if num_items else None))  # nothing cannot be mapped
+    if array.shape != (num_items,):
+        raise ValueError(f"{path} holds {array.shape} items instead of {num_items}")
+    return array

@@ -1,0 +1,174 @@
+"""The tokenizer: the one of a folder, or a byte-level BPE trained on the data and kept in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from offload.data.cache import cached
+from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
+from offload.data.sources import hash_text
+from offload.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"
+_VERSION = "1"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+_TRAINING_CHARS = 256 << 20  # a sample is enough: merges beyond this much text are rare words
+
+
+def tokenizer_folder(model_path: str | None) -> str | None:
+    """Return where a model's tokenizer is: its folder, a hub name, or None when the folder has no tokenizer files."""
+    if model_path is None:
+        return None
+    path = Path(model_path).expanduser()
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        return model_path
+    return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a folder, or of a hub name that was downloaded before. Nothing is downloaded here."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        folder = folder.parent
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a folder that is not a tokenizer
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "
+            "holds its "
+            "tokenizer.json."
+        ) from error
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
+    """Raise ConfigError unless every token fits the model's embedding of `vocab_size` rows.
+
+    Special tokens beyond it that mark nothing here are tolerated (Gemma 3's text models ship an image token of that
+    kind): the data is checked id by id when it is encoded.
+    """
+    num_tokens = max([len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values())])
+    if num_tokens <= vocab_size:
+        return
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    beyond = [index for index in tokenizer.get_vocab().values() if index >= vocab_size]
+    if all(index in added and added[index].special and index not in used for index in beyond):
+        return
+    raise ConfigError(
+        f"The tokenizer {name} has {num_tokens} tokens, the model's vocabulary has {vocab_size}. Choose another "
+        "data.tokenizer, or a model "
+        f"with vocab_size of at least {num_tokens}."
+    )
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of everything that decides how text becomes ids."""
+    import tokenizers
+    import transformers
+
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    parts = (rules, type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map)
+    return hash_text(repr((*parts, transformers.__version__, tokenizers.__version__)))
+
+
+def trained_tokenizer(
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    key: str,
+    cache_dir: Path,
+    progress: Callable[[str, float], None],
+) -> Any:
+    """Return a byte-level BPE of at most `vocab_size` tokens trained on `texts()`, from the cache when `key` was
+    trained before."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    name = hash_text(repr((_VERSION, key, vocab_size, tokenizers.__version__)))
+
+    def build(folder: Path) -> None:
+        progress("training the tokenizer", 0.0)
+        train_bpe(texts(), vocab_size).save_pretrained(folder)
+        progress("training the tokenizer", 1.0)
+
+    def load(folder: Path) -> Any:
+        if not (folder / "tokenizer.json").is_file():  # transformers would take the path for a hub name
+            raise FileNotFoundError(folder)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # tokenizers raises plain Exception for a file it cannot parse
+            raise ValueError(f"{folder}: {error}") from error
+
+    return cached(cache_dir / "tokenizers", name, build, load)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE [Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2] of at most `vocab_size`
+    tokens.
+
+    Special are the end of text, which also pads, and the chat markers. A vocabulary too small for all 256 bytes keeps
+    the most frequent ones and turns the rest into an unknown token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END_OF_TEXT, *ROLE_MARKERS]
+    all_bytes = len(special) + 256 <= vocab_size
+    if not all_bytes:
+        special.append(UNKNOWN)
+    if vocab_size < len(special) + 2:
+        raise ConfigError(
+            f"The model's vocabulary has {vocab_size} tokens, too few to train a tokenizer ({len(special)} are "
+            "special). Give data.tokenizer "
+            "a folder with a tokenizer, or choose a model with a larger vocab_size."
+        )
+    bpe = Tokenizer(models.BPE() if all_bytes else models.BPE(unk_token=UNKNOWN))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if all_bytes else [],
+        limit_alphabet=256 if all_bytes else vocab_size - len(special),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_first_chars(texts), trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        unk_token=None if all_bytes else UNKNOWN,
+        additional_special_tokens=list(ROLE_MARKERS),
+        chat_template=BUILTIN_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sampling_rate(num_bytes: int) -> float:
+    """Return the share of documents to train a tokenizer on, for data of `num_bytes`."""
+    return min(1.0, _TRAINING_CHARS / max(num_bytes, 1))
+
+
+def _first_chars(texts: Iterable[str]) -> Iterator[str]:
+    """Stop after twice the intended sample: sampling is by document, and a few can be very long."""
+    num_chars = 0
+    for text in texts:
+        yield text
+        num_chars += len(text)
+        if num_chars > 2 * _TRAINING_CHARS:
+            return

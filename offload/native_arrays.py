@@ -1,0 +1,117 @@
+"""Checks the arrays that `offload.native` is given, torch tensors and numpy arrays alike, and finds where their elements lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+# What a dtype stands for. torch's join when its first tensor comes, so that importing this module does not import torch.
+_kinds: dict[Any, str] = {}
+
+FP32 = frozenset({"float32"})
+BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: its bits travel as int16 or uint16
+FP32_OR_BF16 = FP32 | BF16
+BITS16 = frozenset({"bits16"})
+_ALLOWED = {
+    FP32: "float32",
+    BF16: "bfloat16, or its bits as int16 or uint16",
+    FP32_OR_BF16: "float32 or bfloat16, or the bits of bfloat16 as int16 or uint16",
+    BITS16: "int16",
+}
+
+
+def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tuple[int, int, bool]:
+    """Return the (address, number of elements, whether bfloat16) of an array on the CPU.
+
+    `length` is the number of elements it must have, -1 for any. Raises ConfigError, which calls the array `name`.
+    """
+    kind = _kind(name, array)
+    if kind not in allowed:
+        raise ConfigError(f"{name} has dtype {_dtype_name(array)}; it must be {_ALLOWED[allowed]}.")
+    try:
+        address = array.data_ptr()
+    except AttributeError:  # numpy
+        num_elements = array.size
+        contiguous, on_cpu = array.flags.c_contiguous, True
+        address = array.__array_interface__["data"][0]
+    else:
+        num_elements = array.numel()
+        contiguous, on_cpu = array.is_contiguous(), array.is_cpu
+    if not on_cpu:
+        raise ConfigError(f"{name} is on {array.device}, others of this call are on the CPU; they must be on one device.")
+    if not contiguous:
+        raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
+    if length >= 0 and num_elements != length:
+        raise ConfigError(f"{name} has {num_elements} elements, the first array of this call has {length}; they must be equal.")
+    return address, num_elements, kind != "float32"
+
+
+def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, or int16 where only bits are allowed.
+
+    `like` is a tensor whose length and device it must share. Raises ConfigError, which calls the array `name`.
+    """
+    import torch
+
+    kind = _kind(name, array)
+    if kind not in allowed:
+        raise ConfigError(f"{name} has dtype {_dtype_name(array)}; it must be {_ALLOWED[allowed]}.")
+    if not isinstance(array, torch.Tensor):
+        if not array.flags.c_contiguous:
+            raise ConfigError(f"{name} is not contiguous (shape {array.shape}); pass a contiguous array.")
+        array = torch.from_numpy(array)
+    if not array.is_contiguous():
+        raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
+    result: torch.Tensor = array.detach().view(-1)
+    if kind != "float32":
+        result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
+    if like is not None and result.device != like.device:
+        raise ConfigError(f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device.")
+    if like is not None and result.numel() != like.numel():
+        raise ConfigError(
+            f"{name} has {result.numel()} elements, the first array of this call has {like.numel()}; they must be equal."
+        )
+    return result
+
+
+def on_cpu(array: Any) -> bool:
+    """Whether an array is in host memory; numpy's always are."""
+    return bool(getattr(array, "is_cpu", True))
+
+
+def empty_like(array: Any, kind: str) -> Any:
+    """Return a new array of the shape, device and library of `array`, of kind "float32", "bfloat16" or "int16" (numpy: bits as uint16)."""
+    if hasattr(array, "data_ptr"):
+        import torch
+
+        return torch.empty(array.shape, dtype=getattr(torch, kind), device=array.device)
+    import numpy
+
+    return numpy.empty(array.shape, dtype="uint16" if kind == "bfloat16" else kind)
+
+
+def _kind(name: str, array: Any) -> str | None:
+    try:
+        return _kinds[array.dtype]
+    except (KeyError, AttributeError):
+        pass
+    if hasattr(array, "data_ptr"):
+        import torch
+
+        names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "bits16", torch.uint16: "bits16"}
+        _kinds.update(names)
+        return _kinds.get(array.dtype)
+    if hasattr(array, "__array_interface__"):
+        import numpy
+
+        _kinds.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
+        return _kinds.get(array.dtype)
+    raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
+
+
+def _dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")

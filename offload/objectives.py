@@ -1,0 +1,94 @@
+"""What a model is asked to predict: how rows of tokens become inputs and labels. Chosen once, by the model's class."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from offload.errors import ConfigError
+
+IGNORED = -100
+Batch = dict[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the model."""
+
+    name: str
+
+    def apply(self, batch: Batch, step: int) -> Batch:
+        """Return the model's batch for `step`; the same step gives the same batch."""
+
+    def count(self, batch: Batch) -> int:
+        """Return how many target tokens a batch of `apply` has."""
+
+
+class NextToken:
+    """Causal language models: the dataset's batches as they are; the model shifts the labels."""
+
+    name = "next token"
+
+    def apply(self, batch: Batch, step: int) -> Batch:
+        return batch
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+class MaskedTokens:
+    """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept (arXiv:1810.04805)."""
+
+    name = "masked tokens"
+
+    def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
+        self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
+
+    def apply(self, batch: Batch, step: int) -> Batch:
+        ids = batch["input_ids"]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+        draw = torch.rand(ids.shape, generator=generator)
+        chosen = draw < 0.15
+        if "attention_mask" in batch:
+            chosen &= batch["attention_mask"].bool()
+        if not chosen.any():
+            chosen[:, 0] = True
+        random_ids = torch.randint(self._num_tokens, ids.shape, generator=generator)
+        inputs = torch.where(chosen & (draw < 0.12), self._mask_id, ids)
+        inputs = torch.where(chosen & (draw >= 0.135), random_ids, inputs)
+        return {**batch, "input_ids": inputs, "labels": torch.where(chosen, ids, IGNORED)}
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+
+class Continuation:
+    """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM, arXiv:1910.10683)."""
+
+    name = "second half of a row from the first"
+
+    def apply(self, batch: Batch, step: int) -> Batch:
+        half = batch["input_ids"].shape[1] // 2
+        cut = {key: value[:, :half] for key, value in batch.items() if key != "labels"}
+        return {**cut, "labels": batch["labels"][:, half:]}
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+
+def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
+    """Return the objective of a model that is "causal", "masked" or "seq2seq". Raises ConfigError."""
+    if kind == "causal":
+        return NextToken()
+    if kind == "seq2seq":
+        return Continuation()
+    num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    if mask_id is None and num_tokens < vocab_size:
+        mask_id = vocab_size - 1  # a row of the embedding that no token uses
+    if mask_id is None:
+        raise ConfigError(
+            f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens fill the model's "
+            f"vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
+        )
+    return MaskedTokens(mask_id, num_tokens, seed)

@@ -1,0 +1,32 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+WSD_DECAY_SHARE = 0.2  # the last fifth decays: between the 10% and 20% that arXiv:2405.18392 finds enough
+
+
+def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, num_steps: int | None) -> float:
+    """Return the learning rate of `step` (counted from 0) of `num_steps`.
+
+    The first `warmup_steps` rise in a straight line and end at `base`. After them:
+    `constant` stays; `linear` and `cosine` fall towards 0, which the step after the last one would reach;
+    `wsd` (warmup, stable, decay; arXiv:2404.06395) stays and falls in a straight line over the last fifth of all steps.
+    Only `constant` works without `num_steps`.
+    """
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return base
+    if num_steps is None:
+        raise ValueError(f"the schedule {schedule!r} needs the number of steps")
+    first = warmup_steps
+    if schedule == "wsd":
+        first = max(warmup_steps, num_steps - max(1, round(num_steps * WSD_DECAY_SHARE)))
+    done = min(1.0, max(0.0, (step - first) / max(1, num_steps - first)))
+    if schedule in ("linear", "wsd"):
+        return base * (1.0 - done)
+    if schedule == "cosine":
+        return base * 0.5 * (1.0 + math.cos(math.pi * done))
+    raise ValueError(f"no schedule is called {schedule!r}")

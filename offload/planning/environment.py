@@ -1,0 +1,99 @@
+"""env.json: on what the run ran. For the run's record and `doctor`; nothing here is called on import."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "tyro", "numpy", "nanobind")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, CPU, GPUs and memory as plain data. Takes about a second (py-cpuinfo asks the CPU itself)."""
+    return {
+        "offload": _offload_version(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "cpu": _cpu(),
+        "memory": memory(),
+        "gpus": _gpus(),
+        "native": _native(),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Return the bytes of CPU memory this process may hope for: of the machine, and of its control group where one is set."""
+    found: dict[str, int] = {}
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.rstrip().endswith("kB")}
+        found = {"total_bytes": table["MemTotal"], "available_bytes": table["MemAvailable"]}
+    except (OSError, KeyError, ValueError):
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            found["total_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = int(file.read())  # "max" where there is no limit
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            found["cgroup_bytes"] = limit
+            found["available_bytes"] = min(found.get("available_bytes", limit), limit - int(file.read()))
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _offload_version() -> str:
+    import offload
+
+    return offload.__version__
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"num_cores": os.cpu_count(), "num_threads": torch.get_num_threads(), "machine": platform.machine()}
+    if hasattr(os, "sched_getaffinity"):
+        found["num_usable_cores"] = len(os.sched_getaffinity(0))
+    try:
+        import cpuinfo
+
+        info = cpuinfo.get_cpu_info()
+        found["name"] = info.get("brand_raw")
+        found["flags"] = [flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))]
+        found["l2_cache_bytes"] = info.get("l2_cache_size")
+        found["l3_cache_bytes"] = info.get("l3_cache_size")
+    except ImportError:
+        pass
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}", "cuda": torch.version.cuda}
+        for each in properties
+    ]
+
+
+def _native() -> str:
+    """Tell whether the C++ module was built."""
+    try:
+        import offload._core  # noqa: F401
+    except ImportError:
+        return "torch fallback"
+    return "compiled"

@@ -1,0 +1,98 @@
+"""What the user sees while it runs: a live line on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from offload.errors import format_bytes
+
+
+class Progress(Protocol):
+    """Told about the run as it goes; chosen once by `make_progress`."""
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
+        """Show a finished step; `fields` is its line of metrics.jsonl."""
+
+    def close(self) -> None:
+        """Take the live line down."""
+
+
+def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
+    """Return the live display for a terminal, else plain lines every `log_every` steps."""
+    stream = sys.stdout if stream is None else stream
+    return LiveProgress(log_every, stream) if stream.isatty() else PlainProgress(log_every, stream)
+
+
+def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None) -> str:
+    """Return one line about a step, the same on a terminal and in a file."""
+    of = "" if num_steps is None else f"/{num_steps}"
+    parts = [f"step {fields['step']}{of}", f"loss {fields['loss']:.4f}", f"lr {fields['lr']:.2e}"]
+    if fields["grad_norm"] is not None:
+        parts.append(f"grad {fields['grad_norm']:.3g}")
+    parts.append(f"{fields['tokens_per_second']:,.0f} tok/s")
+    parts.append(f"device {format_bytes(fields['peak_device_bytes'])}")
+    parts.append(f"host {format_bytes(fields['peak_host_bytes'])}")
+    if eta_s is not None:
+        parts.append(f"eta {clock(eta_s)}")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Return m:ss, or h:mm:ss from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class PlainProgress:
+    """Lines without control characters, flushed one by one, for files and pipes."""
+
+    def __init__(self, log_every: int, stream: TextIO) -> None:
+        self._log_every = log_every
+        self._stream = stream
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
+        if fields["step"] == 1 or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
+            self.say(describe(fields, num_steps, eta_s))
+
+    def close(self) -> None:
+        pass
+
+
+class LiveProgress:
+    """A rich line that every step redraws; every `log_every` steps it is also printed to stay."""
+
+    def __init__(self, log_every: int, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._log_every = log_every
+        self._console = Console(file=stream, highlight=False)
+        self._live: Live = Live(console=self._console, refresh_per_second=8, transient=True)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        text = describe(fields, num_steps, eta_s)
+        if not self._live.is_started:
+            self._live.start()
+        if fields["step"] % self._log_every == 0:
+            self.say(text)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(ProgressBar(total=num_steps, completed=fields["step"], width=24, pulse=num_steps is None), text)
+        self._live.update(line)
+
+    def close(self) -> None:
+        self._live.stop()

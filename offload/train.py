@@ -1,0 +1,23 @@
+"""`python -m offload.train`: train a model whose states do not fit the device. Without arguments: the built-in run."""
+
+from __future__ import annotations
+
+from offload.cli import parse_config, run_command
+
+DESCRIPTION = (
+    "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
+    "sources of Python's standard library, about a minute. Exit codes: 0 fine, 1 failed, 2 bad configuration or input, "
+    "3 does not fit, 130 interrupted (weights saved)."
+)
+
+
+def main(words: list[str]) -> int:
+    config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
+    from offload.trainer import Trainer  # torch is imported only once the configuration is known to be sound
+
+    Trainer(config).run()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
