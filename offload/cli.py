@@ -51,7 +51,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         sys.exit(1)
 
 
-def _interrupt(signum: int, frame: Any) -> None:
+def _interrupt(_number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -72,8 +72,12 @@ def wants_debug(words: Sequence[str]) -> bool:
 
 
 def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
-    """Return the checked configuration of `train` and `plan` from their command line. Raises ConfigError; --help exits 0."""
+    """Return the checked configuration of `train` and `plan` from their command line.
+
+    Raises ConfigError; --help exits 0.
+    """
     words = _normalise(words)
+    parsed: Any
     parsed, unknown = tyro.cli(
         _command_line(), args=words, prog=prog, description=description, return_unknown_args=True, use_underscores=True
     )
@@ -128,7 +132,12 @@ def _field(key: str) -> FieldInfo:
 
 def _metavar(field: FieldInfo) -> str:
     """Return what the help shows as the value: the choices, or the kind."""
-    choices = [str(word) for part in _parts(field.annotation) if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    choices = [
+        str(word)
+        for part in _parts(field.annotation)
+        if typing.get_origin(part) is typing.Literal
+        for word in typing.get_args(part)
+    ]
     if choices:
         return "{" + ",".join(choices) + "}"
     kinds = {typing.get_origin(part) or part for part in _parts(field.annotation)}
@@ -158,21 +167,25 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
         help=field.description,
         help_behavior_hint=f"(default: {_shown(field.get_default())})",
     )
-    many = typing.get_origin(field.annotation) is tuple and metavar != "YAML" or name == "nvme_dir"
+    many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
     kind: Any = tuple[str, ...] if many else str
     return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 
 
 def _command_line() -> type:
     """Build the class that tyro reads: the configuration's sections with every value as text."""
-    sections = []
+    sections: list[tuple[str, Any, Any]] = []
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__
         sections.append((name, mirror, dataclasses.field(default_factory=mirror)))
-    file = tyro.conf.arg(metavar="FILE.yaml", help="Read settings from this file; the command line goes over it.", help_behavior_hint="")
-    debug = tyro.conf.arg(metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint="")
-    plain = [
+    file = tyro.conf.arg(
+        metavar="FILE.yaml", help="Read settings from this file; the command line goes over it.", help_behavior_hint=""
+    )
+    debug = tyro.conf.arg(
+        metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint=""
+    )
+    plain: list[tuple[str, Any, Any]] = [
         ("config", Annotated[str, file], dataclasses.field(default=_UNSET)),
         ("debug", Annotated[str, debug], dataclasses.field(default=_UNSET)),
     ]

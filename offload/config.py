@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from offload.errors import ConfigError, nearest
 from offload.sections import (
@@ -27,7 +27,8 @@ from offload.sections import (
 )
 from offload.sections import parse_size as parse_size
 
-# What this version does not build yet: key, the values that work, and what is missing. A later version deletes lines here.
+# What this version does not build yet: key, the values that work, and what is missing. A later version deletes lines
+# here.
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("offload.parameters", ("auto", "device", "cpu"), "the nvme tier"),
     ("offload.optimizer", ("auto", "device", "cpu"), "the nvme tier"),
@@ -55,13 +56,13 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    run: RunSection = Field(default_factory=RunSection)
-    model: ModelSection = Field(default_factory=ModelSection)
-    data: DataSection = Field(default_factory=DataSection)
-    train: TrainSection = Field(default_factory=TrainSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    offload: OffloadSection = Field(default_factory=OffloadSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    offload: OffloadSection = OffloadSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     SECTIONS: ClassVar[dict[str, type[Section]]] = {}
 
@@ -72,7 +73,9 @@ class Config(BaseModel):
             raise ConfigError(_explain(error)) from None
 
     @classmethod
-    def load(cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, origin: str = "python") -> Config:
+    def load(
+        cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, origin: str = "python"
+    ) -> Config:
         """Read a YAML file (or none) and put `overrides` over it: {"train.steps": 10} or {"train": {"steps": 10}}.
 
         `origin` says in the written configuration where the overrides came from. Raises ConfigError.
@@ -114,7 +117,9 @@ class Config(BaseModel):
     def is_default(self, *keys: str) -> bool:
         """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
         return all(
-            self.origin(key) == "default" for key, _ in self.items() if any(key == asked or key.startswith(f"{asked}.") for asked in keys)
+            self.origin(key) == "default"
+            for key, _ in self.items()
+            if any(key == asked or key.startswith(f"{asked}.") for asked in keys)
         )
 
     def with_resolved(self, **values: Any) -> Config:
@@ -133,7 +138,10 @@ class Config(BaseModel):
             value = self.get(key)
             if value not in allowed or isinstance(value, bool):
                 words = ", ".join("none" if word is None else str(word) for word in allowed)
-                raise ConfigError(f"{key} is {_show(value)}, but {missing} is not built yet in this version; allowed for now: {words}.")
+                raise ConfigError(
+                    f"{key} is {_show(value)}, but {missing} is not built yet in this version; allowed for now: "
+                    f"{words}."
+                )
         train = self.train
         if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
             raise ConfigError(
@@ -143,18 +151,31 @@ class Config(BaseModel):
         warmup = self.optimizer.warmup_steps
         if warmup is not None and train.steps is not None and warmup > train.steps:
             raise ConfigError(
-                f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would never reach its peak; "
+                f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would "
+                "never reach its peak; "
                 f"lower --optimizer.warmup_steps or raise --train.steps."
             )
-        if self.optimizer.schedule not in ("auto", "constant") and train.steps is None and train.epochs is None and train.max_seconds is not None:
+        if (
+            self.optimizer.schedule not in ("auto", "constant")
+            and train.steps is None
+            and train.epochs is None
+            and train.max_seconds is not None
+        ):
             raise ConfigError(
-                f"optimizer.schedule is {self.optimizer.schedule}, which needs to know the last step, but only train.max_seconds limits the run; "
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs to know the last step, but only "
+                "train.max_seconds limits the run; "
                 f"set --train.steps or --train.epochs as well, or --optimizer.schedule constant."
             )
         if self.model.path is not None and self.model.preset is not None:
-            raise ConfigError(f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of them out.")
+            raise ConfigError(
+                f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
+                "them out."
+            )
         if self.model.path is None and self.model.init == "pretrained":
-            raise ConfigError("model.init is pretrained, but there are no weights to read without --model.path; set it, or --model.init random.")
+            raise ConfigError(
+                "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
+                "--model.init random."
+            )
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
 
@@ -168,27 +189,35 @@ class Config(BaseModel):
         init = model.init
         if init == "auto":
             init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
-        builtin = self.is_default("model", "offload", "data.sequence_length", "train.batch_size", "train.micro_batch_size")
+        builtin = self.is_default(
+            "model", "offload", "data.sequence_length", "train.batch_size", "train.micro_batch_size"
+        )
         steps, max_seconds = train.steps, train.max_seconds
         if steps is None and train.epochs is None and max_seconds is None:
             steps, max_seconds = 400, 90.0 if builtin else None
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
+        rate = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         return self.with_resolved(
             model__preset=preset,
             model__init=init,
-            data__sequence_length=self.data.sequence_length or min(256 if preset == "tiny" else 1024, max_positions or 1024),
+            data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
             train__steps=steps,
             train__max_seconds=max_seconds,
             train__precision=("bf16" if cuda else "fp32") if train.precision == "auto" else train.precision,
-            optimizer__lr=(2e-3 if init == "random" else 2e-5) if optimizer.lr is None else optimizer.lr,
+            train__recompute="always" if train.recompute == "auto" else train.recompute,
+            train__clip="deferred" if train.clip == "auto" else train.clip,
+            optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
             optimizer__schedule=schedule,
+            offload__prefetch=0 if self.offload.prefetch == "auto" else self.offload.prefetch,
             offload__device_memory=BUILTIN_DEVICE_MEMORY if builtin else self.offload.device_memory,
         )
 
     def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
-        """Return a copy with the steps that `train.epochs` comes to, by `num_steps(epochs)`, and the warmup that follows."""
+        """Return a copy with the steps that `train.epochs` comes to, by `num_steps(epochs)`, and the warmup that
+        follows.
+        """
         steps, warmup = self.train.steps, self.optimizer.warmup_steps
         if steps is None and self.train.epochs is not None:
             steps = num_steps(self.train.epochs)
@@ -212,6 +241,11 @@ class Config(BaseModel):
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
 
 
+def _default_length(preset: str | None, max_positions: int | None) -> int:
+    length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
+    return length // 64 * 64 or length  # some tables of positions hold a few rows that are not positions
+
+
 def all_keys() -> list[str]:
     """Return every key of the configuration as section.field."""
     return [f"{name}.{field}" for name, section in Config.SECTIONS.items() for field in section.model_fields]
@@ -229,7 +263,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} holds a {type(values).__name__}; it should hold sections: {', '.join(Config.SECTIONS)}.")
+        raise ConfigError(
+            f"--config {path} holds a {type(values).__name__}; it should hold sections: {', '.join(Config.SECTIONS)}."
+        )
     return values
 
 
@@ -276,7 +312,10 @@ def _explain(error: ValidationError) -> str:
             sentences.append(unknown_key(key))
             continue
         if len(place) == 1:
-            sentences.append(f"{key} is {_show(item['input'])}; it should be a section with keys {', '.join(Config.SECTIONS[key].model_fields)}.")
+            sentences.append(
+                f"{key} is {_show(item['input'])}; it should be a section with keys "
+                f"{', '.join(Config.SECTIONS[key].model_fields)}."
+            )
             continue
         reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
         inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
@@ -292,7 +331,8 @@ def unknown_key(key: str) -> str:
     keys = all_keys()
     if section in Config.SECTIONS and field:
         close = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")
-        return f"unknown key {key}{close or nearest(key, keys)}; {section} has {', '.join(Config.SECTIONS[section].model_fields)}."
+        has = ", ".join(Config.SECTIONS[section].model_fields)
+        return f"unknown key {key}{close or nearest(key, keys)}; {section} has {has}."
     if not field:
         owners = [known for known in keys if known.split(".")[1] == section]
         close = f" (did you mean {owners[0]}?)" if owners else nearest(section, Config.SECTIONS)

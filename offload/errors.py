@@ -41,9 +41,9 @@ class InterruptedRun(OffloadError):
     exit_code = 130
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
+def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
-    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {found[0]}?)" if found else ""
 
 

@@ -1,4 +1,4 @@
-"""Checks the arrays that `offload.native` is given, torch tensors and numpy arrays alike, and finds where their elements lie."""
+"""Checks the arrays that `offload.native` is given, torch tensors and numpy arrays alike, and finds where they lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# What a dtype stands for. torch's join when its first tensor comes, so that importing this module does not import torch.
+# What a dtype stands for. torch's join when its first tensor comes, so that importing this module imports no torch.
 _kinds: dict[Any, str] = {}
 
 FP32 = frozenset({"float32"})
@@ -42,16 +42,20 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         num_elements = array.numel()
         contiguous, on_cpu = array.is_contiguous(), array.is_cpu
     if not on_cpu:
-        raise ConfigError(f"{name} is on {array.device}, others of this call are on the CPU; they must be on one device.")
+        raise ConfigError(
+            f"{name} is on {array.device}, others of this call are on the CPU; they must be on one device."
+        )
     if not contiguous:
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     if length >= 0 and num_elements != length:
-        raise ConfigError(f"{name} has {num_elements} elements, the first array of this call has {length}; they must be equal.")
+        raise ConfigError(
+            f"{name} has {num_elements} elements, the first array of this call has {length}; they must be equal."
+        )
     return address, num_elements, kind != "float32"
 
 
 def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, or int16 where only bits are allowed.
+    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, or int16 for BITS16.
 
     `like` is a tensor whose length and device it must share. Raises ConfigError, which calls the array `name`.
     """
@@ -70,10 +74,13 @@ def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | 
     if kind != "float32":
         result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
     if like is not None and result.device != like.device:
-        raise ConfigError(f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device.")
+        raise ConfigError(
+            f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device."
+        )
     if like is not None and result.numel() != like.numel():
         raise ConfigError(
-            f"{name} has {result.numel()} elements, the first array of this call has {like.numel()}; they must be equal."
+            f"{name} has {result.numel()} elements, the first array of this call has {like.numel()}; "
+            "they must be equal."
         )
     return result
 
@@ -84,7 +91,7 @@ def on_cpu(array: Any) -> bool:
 
 
 def empty_like(array: Any, kind: str) -> Any:
-    """Return a new array of the shape, device and library of `array`, of kind "float32", "bfloat16" or "int16" (numpy: bits as uint16)."""
+    """Return a new array like `array` of kind "float32", "bfloat16" (in numpy: uint16) or "int16"."""
     if hasattr(array, "data_ptr"):
         import torch
 

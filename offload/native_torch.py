@@ -1,7 +1,7 @@
-"""The kernels of `offload.native` in plain torch: for machines without a compiler and for tensors that are not on the CPU.
+"""The kernels of `offload.native` in plain torch: for machines without a compiler and tensors that are not on the CPU.
 
-Arguments are one-dimensional tensors that have been checked. The order of operations is that of csrc/*_kernel.inl, spelled in torch
-operations that round alike on every device; on the CPU the results are the same bit for bit.
+Arguments are one-dimensional tensors that have been checked. The order of operations is that of csrc/*_kernel.inl,
+spelled in torch operations that round alike on every device; on the CPU the results are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def adamw(
     eps: float,
     neg_step_size: float,
 ) -> Tensor:
-    """Do one AdamW step in place; return the number of new master weights that are not finite, 0-dim int64 on their device.
+    """Do one AdamW step in place; return the number of new master weights that are not finite, 0-dim int64.
 
-    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. See `offload.native.adamw`.
+    The count is on the device of the arrays. master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a
+    split master. See `offload.native.adamw`.
     """
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
     # CUDA divides by a Python number through its reciprocal; by a tensor it divides.

@@ -13,11 +13,13 @@ Batch = dict[str, torch.Tensor]
 
 
 class Objective(Protocol):
-    """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the model."""
+    """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the
+    model.
+    """
 
     name: str
 
-    def apply(self, batch: Batch, step: int) -> Batch:
+    def apply(self, batch: Batch, step: int, /) -> Batch:
         """Return the model's batch for `step`; the same step gives the same batch."""
 
     def count(self, batch: Batch) -> int:
@@ -29,7 +31,7 @@ class NextToken:
 
     name = "next token"
 
-    def apply(self, batch: Batch, step: int) -> Batch:
+    def apply(self, batch: Batch, _step: int, /) -> Batch:
         return batch
 
     def count(self, batch: Batch) -> int:
@@ -37,14 +39,16 @@ class NextToken:
 
 
 class MaskedTokens:
-    """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept (arXiv:1810.04805)."""
+    """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept
+    (arXiv:1810.04805).
+    """
 
     name = "masked tokens"
 
     def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
         self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
 
-    def apply(self, batch: Batch, step: int) -> Batch:
+    def apply(self, batch: Batch, step: int, /) -> Batch:
         ids = batch["input_ids"]
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         draw = torch.rand(ids.shape, generator=generator)
@@ -63,14 +67,16 @@ class MaskedTokens:
 
 
 class Continuation:
-    """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM, arXiv:1910.10683)."""
+    """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
+    arXiv:1910.10683).
+    """
 
     name = "second half of a row from the first"
 
-    def apply(self, batch: Batch, step: int) -> Batch:
+    def apply(self, batch: Batch, _step: int, /) -> Batch:
         half = batch["input_ids"].shape[1] // 2
-        cut = {key: value[:, :half] for key, value in batch.items() if key != "labels"}
-        return {**cut, "labels": batch["labels"][:, half:]}
+        cut = {key: value[:, :half].contiguous() for key, value in batch.items() if key != "labels"}
+        return {**cut, "labels": batch["labels"][:, half:].contiguous()}
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -88,7 +94,8 @@ def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -
         mask_id = vocab_size - 1  # a row of the embedding that no token uses
     if mask_id is None:
         raise ConfigError(
-            f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens fill the model's "
+            f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens "
+            "fill the model's "
             f"vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
         )
     return MaskedTokens(mask_id, num_tokens, seed)

@@ -12,7 +12,16 @@ from typing import Any
 from offload.config import Config
 from offload.errors import ConfigError
 
-_OF_A_RUN = ("config.yaml", "plan.json", "env.json", "metrics.jsonl", "report.html", "trace.json.gz", "checkpoints", "hf")
+_OF_A_RUN = (
+    "config.yaml",
+    "plan.json",
+    "env.json",
+    "metrics.jsonl",
+    "report.html",
+    "trace.json.gz",
+    "checkpoints",
+    "hf",
+)
 
 
 class RunFolder:
@@ -34,20 +43,26 @@ class RunFolder:
         found = [name for name in _OF_A_RUN if (path / name).exists()]
         if found:
             raise ConfigError(
-                f"run.dir is {path}, which holds an earlier run ({', '.join(found)}) and no checkpoint to go on from; it is left as it is. "
+                f"run.dir is {path}, which holds an earlier run ({', '.join(found)}) and no checkpoint to go on "
+                "from; it is left as it is. "
                 f"Set --run.dir to a folder that is new or empty, or move that one away."
             )
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """Make the folder: run.dir, or the first of runs/NAME, runs/NAME-2, ... that does not exist. Raises ConfigError."""
+        """Make the folder: run.dir, or the first of runs/NAME, runs/NAME-2, ...
+
+        that does not exist. Raises ConfigError.
+        """
         cls.check(config)
         if config.run.dir is not None:
             path = Path(config.run.dir).expanduser()
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder.") from None
+                raise ConfigError(
+                    f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder."
+                ) from None
             if not os.access(path, os.W_OK):
                 raise ConfigError(f"run.dir is {path}, which cannot be written to; set --run.dir to another folder.")
             return cls(path)
@@ -60,7 +75,9 @@ class RunFolder:
             except FileExistsError:
                 number += 1
             except OSError as error:
-                raise ConfigError(f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder.") from None
+                raise ConfigError(
+                    f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder."
+                ) from None
 
     def discard_if_empty(self) -> None:
         """Take the folder away again when the run ended before anything was written."""

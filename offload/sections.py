@@ -25,7 +25,7 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
 
     Raises ConfigError; its message begins with `key` if that is given.
     """
-    if value is None or isinstance(value, str) and value.strip().lower() in ("none", "null"):
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
         return None
     text = str(value).strip().lower().replace("_", "")
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
@@ -38,7 +38,9 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
             raise ValueError
     except (ValueError, KeyError):
         what = f"{key} is {value!r}; " if key else ""
-        raise ConfigError(f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none') from None
+        raise ConfigError(
+            f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
+        ) from None
     return int(num_bytes)
 
 
@@ -99,7 +101,9 @@ StateTier = Literal["auto", "device", "cpu", "nvme"]
 class Section(BaseModel):
     """A group of settings: unknown keys are refused, assignments are checked."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, coerce_numbers_to_str=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, coerce_numbers_to_str=True, protected_namespaces=()
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -121,23 +125,36 @@ def _kinds(annotation: Any) -> set[Any]:
 class RunSection(Section):
     """Where the run is written, and what makes it repeatable."""
 
-    dir: str | None = Field(None, description="Folder of this run. none: runs/NAME, or the first free runs/NAME-N.")
-    name: str = Field("train", min_length=1, description="Name of the run: of its folder and in its records.")
-    seed: int = Field(0, ge=0, description="Seed of initial weights, data order, dropout and the printed sample.")
-    debug: bool = Field(False, description="Show tracebacks; poison freed buffers and check for races (slower).")
+    dir: str | None = Field(
+        default=None, description="Folder of this run. none: runs/NAME, or the first free runs/NAME-N."
+    )
+    name: str = Field(default="train", min_length=1, description="Name of the run: of its folder and in its records.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of initial weights, data order, dropout and the printed sample."
+    )
+    debug: bool = Field(
+        default=False, description="Show tracebacks; poison freed buffers and check for races (slower)."
+    )
 
 
 class ModelSection(Section):
     """The model: a Hugging Face folder, a config.json, or a named shape."""
 
-    path: str | None = Field(None, description="Model folder, hub name, or config.json. none: model.preset decides.")
-    preset: str | None = Field(None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set.")
+    path: str | None = Field(
+        default=None, description="Model folder, hub name, or config.json. none: model.preset decides."
+    )
+    preset: str | None = Field(
+        default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
+    )
     init: Literal["auto", "pretrained", "random"] = Field(
-        "auto",
+        default="auto",
         description="Weights: pretrained (read from model.path) or random (the family's own initialisation). "
         "auto: pretrained for a folder or hub name, random for a preset or a config.json.",
     )
-    attention: str = Field("auto", description="Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice.")
+    attention: str = Field(
+        default="auto",
+        description="Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice.",
+    )
 
     @field_validator("preset")
     @classmethod
@@ -151,96 +168,143 @@ class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
     source: Strings = Field(
-        ("builtin:stdlib",),
-        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files and globs; several may be given.",
+        default=("builtin:stdlib",),
+        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files and "
+        "globs; several may be given.",
     )
     format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = Field(
-        "auto", description="How the files are read. auto: by their name and first record."
+        default="auto", description="How the files are read. auto: by their name and first record."
     )
     tokenizer: str | None = Field(
-        None, description="Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the data."
+        default=None,
+        description="Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the "
+        "data.",
     )
     sequence_length: Count | None = Field(
-        None, description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows."
+        default=None,
+        description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows.",
     )
-    packing: bool = Field(True, description="Fill rows with several documents; false: one document a row, padded.")
-    train_on_prompt: bool = Field(False, description="Count the loss on prompts too, not on answers alone.")
-    eval_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the documents held out for evaluation. 0: no evaluation.")
+    packing: bool = Field(
+        default=True, description="Fill rows with several documents; false: one document a row, padded."
+    )
+    train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not on answers alone.")
+    eval_fraction: float = Field(
+        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation. 0: no evaluation."
+    )
 
 
 class TrainSection(Section):
     """How long and how to train."""
 
     steps: Count | None = Field(
-        None, description="Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400."
+        default=None,
+        description="Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400.",
     )
     epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Passes over the data, when train.steps is none. none: no limit by data."
+        default=None, description="Passes over the data, when train.steps is none. none: no limit by data."
     )
     max_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Stop stepping after this many seconds. none: no limit (90 for the built-in run)."
+        default=None, description="Stop stepping after this many seconds. none: no limit (90 for the built-in run)."
     )
-    batch_size: int = Field(8, ge=1, description="Sequences a step, over all ranks.")
+    batch_size: int = Field(default=8, ge=1, description="Sequences a step, over all ranks.")
     micro_batch_size: Count | None = Field(
-        None, description="Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at once."
+        default=None,
+        description="Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at "
+        "once.",
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 with CUDA, else fp32."
+        default="auto",
+        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 with CUDA, else fp32.",
     )
     recompute: Literal["auto", "always", "never"] = Field(
-        "auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
+        default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="Clip gradients to this global norm. none: no clipping.")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=1.0, description="Clip gradients to this global norm. none: no clipping."
+    )
     clip: Literal["auto", "speculative", "deferred"] = Field(
-        "auto", description="When clipped updates are made: deferred (after the norm is known) or speculative. auto: decided at start."
+        default="auto",
+        description="When clipped updates are made: deferred (after the norm is known) or speculative. auto: decided "
+        "at start.",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as it was."
+        default="stop",
+        description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as "
+        "it was.",
     )
-    eval_every: int = Field(100, ge=0, description="Evaluate after this many steps, and at the end. 0: at the end alone.")
-    log_every: int = Field(10, ge=1, description="Print a line after this many steps (a terminal shows every step).")
-    head_chunk_bytes: Size = Field(None, description="Largest size of the logits made at once. none: all at once.")
+    eval_every: int = Field(
+        default=100, ge=0, description="Evaluate after this many steps, and at the end. 0: at the end alone."
+    )
+    log_every: int = Field(
+        default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."
+    )
+    head_chunk_bytes: Size = Field(
+        default=None, description="Largest size of the logits made at once. none: all at once."
+    )
 
 
 class OptimizerSection(Section):
     """The update rule and its learning rate."""
 
-    name: Literal["adamw"] = Field("adamw", description="Update rule.")
-    lr: Rate | None = Field(None, description="Peak learning rate. none: 2e-3 for random weights, 2e-5 for pretrained ones.")
-    betas: Betas = Field((0.9, 0.95), description="Decay of the first and of the second moment, each in [0, 1).")
-    eps: Rate = Field(1e-8, description="Term added to the root of the second moment.")
-    weight_decay: Rate = Field(0.01, description="Decoupled weight decay, scaled by the learning rate.")
-    decay_1d: bool = Field(False, description="Decay biases and norms too (parameters with fewer than two dimensions).")
+    name: Literal["adamw"] = Field(default="adamw", description="Update rule.")
+    lr: Rate | None = Field(
+        default=None,
+        description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny).",
+    )
+    betas: Betas = Field(
+        default=(0.9, 0.95), description="Decay of the first and of the second moment, each in [0, 1)."
+    )
+    eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment.")
+    weight_decay: Rate = Field(default=0.01, description="Decoupled weight decay, scaled by the learning rate.")
+    decay_1d: bool = Field(
+        default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."
+    )
     groups: Groups = Field(
-        (), description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y}} as YAML."
+        default=(),
+        description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y}} as YAML.",
     )
     schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = Field(
-        "auto", description="Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or constant if only max_seconds is set."
+        default="auto",
+        description="Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or "
+        "constant if only max_seconds is set.",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most 100."
+        default=None,
+        description="Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most "
+        "100.",
     )
 
 
 class OffloadSection(Section):
     """Which tier holds what, and how much of it may be used."""
 
-    parameters: StateTier = Field("auto", description="Tier of the parameters at rest.")
-    optimizer: StateTier = Field("auto", description="Tier of the optimizer states.")
-    gradients: StateTier = Field("auto", description="Tier where gradients wait for the update.")
-    activations: StateTier = Field("auto", description="Tier of the unit inputs that wait for backward.")
+    parameters: StateTier = Field(default="auto", description="Tier of the parameters at rest.")
+    optimizer: StateTier = Field(default="auto", description="Tier of the optimizer states.")
+    gradients: StateTier = Field(default="auto", description="Tier where gradients wait for the update.")
+    activations: StateTier = Field(default="auto", description="Tier of the unit inputs that wait for backward.")
     device_memory: Size = Field(
-        None, description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (8MiB for the built-in run).'
+        default=None,
+        description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (8MiB for '
+        "the built-in run).",
     )
-    host_memory: Size = Field(None, description="Budget of the CPU memory, per machine, same forms. none: no limit.")
-    nvme_dir: Strings | None = Field(None, description="Folder, or several on different disks, for the nvme tier.")
-    nvme_memory: Size = Field(None, description="Budget of the nvme tier, same forms. none: no limit.")
-    prefetch: Prefetch = Field("auto", description="Units fetched ahead of the one that computes. 0: none; auto: decided at start.")
+    host_memory: Size = Field(
+        default=None, description="Budget of the CPU memory, per machine, same forms. none: no limit."
+    )
+    nvme_dir: Strings | None = Field(
+        default=None, description="Folder, or several on different disks, for the nvme tier."
+    )
+    nvme_memory: Size = Field(default=None, description="Budget of the nvme tier, same forms. none: no limit.")
+    prefetch: Prefetch = Field(
+        default="auto", description="Units fetched ahead of the one that computes. 0: none; auto: decided at start."
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        3, description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."
+        default=3,
+        description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
     )
     throttle: dict[str, Any] | None = Field(
-        None, description="Slow lanes down on purpose: {LANE: bytes per second}, or {LANE: {bandwidth, latency_seconds}}, as YAML."
+        default=None,
+        description="Slow lanes down on purpose: {LANE: bytes per second}, or {LANE: {bandwidth, latency_seconds}}, "
+        "as YAML.",
     )
 
     @field_validator("zero_stage", mode="before")
@@ -257,7 +321,12 @@ class OffloadSection(Section):
 class CheckpointSection(Section):
     """What is saved, and what a run begins from."""
 
-    every: Count | None = Field(None, description="Save all states after this many steps. none: never.")
-    keep: Count | None = Field(None, description="How many checkpoints stay. none: all.")
-    resume: str = Field("auto", description="auto: from the run folder's last checkpoint if there is one; never; or a checkpoint's path.")
-    export: bool = Field(True, description="At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it.")
+    every: Count | None = Field(default=None, description="Save all states after this many steps. none: never.")
+    keep: Count | None = Field(default=None, description="How many checkpoints stay. none: all.")
+    resume: str = Field(
+        default="auto",
+        description="auto: from the run folder's last checkpoint if there is one; never; or a checkpoint's path.",
+    )
+    export: bool = Field(
+        default=True, description="At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import os
 import shutil
 import time
 import warnings
@@ -16,12 +18,22 @@ from typing import Any
 import torch
 
 from offload.checkpoint import reload
-from offload.checkpoint.models import Kind, build_model, check_sequence_length, load_model_config, max_positions, model_kind, quiet_transformers, vocab_size
+from offload.checkpoint.models import (
+    Kind,
+    build_model,
+    check_sequence_length,
+    load_model_config,
+    locate,
+    max_positions,
+    model_kind,
+    quiet_transformers,
+    vocab_size,
+)
 from offload.config import Config
 from offload.data import build_dataset
 from offload.data.tokenizer import tokenizer_folder
 from offload.engine.engine import Engine, StepResult
-from offload.errors import InterruptedRun, format_bytes
+from offload.errors import ConfigError, InterruptedRun, format_bytes
 from offload.objectives import choose_objective
 from offload.optim.adamw import AdamW
 from offload.optim.lr import learning_rate
@@ -47,20 +59,28 @@ class TrainResult:
 
 
 class Trainer:
-    """`Trainer(config).run()` does what `python -m offload.train` does. Raises OffloadError; InterruptedRun after a signal."""
+    """`Trainer(config).run()` does what `python -m offload.train` does.
+
+    Raises OffloadError; InterruptedRun after a signal.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-
-    def run(self) -> TrainResult:
-        self.config.check()
-        _placement(self.config)  # what cannot be placed is refused before any work
-        self._progress = make_progress(self.config.train.log_every)
         self._engine: Engine | None = None
         self._metrics: MetricsLog | None = None
         self._eval_loss: float | None = None
         self._loss = math.nan
         self._num_done = 0
+
+    def run(self) -> TrainResult:
+        self.config.check()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"the run was started as {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), which this version does not "
+                "train on yet; start one process, without torchrun."
+            )
+        _placement(self.config)  # what cannot be placed is refused before any work
+        self._progress = make_progress(self.config.train.log_every)
         self._folder = RunFolder.create(self.config)
         try:
             with _shown_warnings(self._say):
@@ -72,17 +92,25 @@ class Trainer:
             self._progress.close()
             if self._metrics is not None:
                 self._metrics.close()
-            if self._engine is not None:
-                self._engine.close()
+            self._close_engine()
             self._folder.discard_if_empty()
+
+    def _close_engine(self) -> None:
+        """Free the states, before the export is loaded beside them."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()  # units, streams and modules refer to each other in rings
 
     def _say(self, text: str) -> None:
         self._progress.say(text)
 
-    # -- before the first step ------------------------------------------------------------------------------------------
+    # -- before the first step ---------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Read the architecture, make the data, then the model and its engine; each checks what it can before the next."""
+        """Read the architecture, make the data, then the model and its engine; each checks what it can before the
+        next.
+        """
         quiet_transformers()
         torch.manual_seed(self.config.run.seed)
         architecture = load_model_config(self.config.model)
@@ -102,20 +130,25 @@ class Trainer:
             f"{self._data.num_eval_rows:,} to evaluate; objective: {self._objective.name}"
         )
 
-        if config.model.path is None and self._data.tokenizer is not None:
+        if config.model.init == "random" and _trains_tokenizer(config):
             architecture.bos_token_id = self._data.tokenizer.bos_token_id
             architecture.eos_token_id = self._data.tokenizer.eos_token_id
-        built = build_model(config.model, seed=config.run.seed, config=architecture)
+        built = build_model(
+            config.model,
+            seed=config.run.seed,
+            config=architecture,
+            sequence_length=int(config.data.sequence_length or 0),
+        )
         built.model.train()
-        _complete_decoder(self._kind, built.model)
         num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
         name = type(built.model).__name__
         self._engine = _engine(config, built)
         self._say(
-            f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on {self._engine.device}"
+            f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
+            f"{self._engine.device}"
         )
 
-    # -- the steps --------------------------------------------------------------------------------------------------------
+    # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self, stop: StopSignals) -> None:
         train, optimizer = self.config.train, self.config.optimizer
@@ -181,13 +214,14 @@ class Trainer:
         self._folder.write_json("env.json", describe_environment())
         self._metrics = MetricsLog(self._folder.metrics)
         shown = [
-            f"{tier} {format_bytes(held['bytes'])}" + (f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else "")
+            f"{tier} {format_bytes(held['bytes'])}"
+            + (f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else "")
             for tier, held in tiers.items()
         ]
         self._say(f"tiers: {', '.join(shown)}; run folder: {self._folder.path}")
 
     def _eta(self, elapsed: float) -> float | None:
-        """Return how many seconds the steps will still take: by their number, by the time limit, whichever ends first."""
+        """Return how many seconds the steps still take: by their number or the time limit, whichever ends first."""
         train = self.config.train
         ends = [] if train.max_seconds is None else [train.max_seconds - elapsed]
         if train.steps is not None:
@@ -210,7 +244,7 @@ class Trainer:
         self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {num_tokens:,} tokens")
         return self._eval_loss
 
-    # -- after the last step ----------------------------------------------------------------------------------------------
+    # -- after the last step -----------------------------------------------------------------------------------------
 
     def _finish(self, stop: StopSignals) -> TrainResult:
         """Evaluate, export, and prove the export. After a signal only the export is made, and InterruptedRun raised."""
@@ -226,14 +260,19 @@ class Trainer:
         exported = None
         if self.config.checkpoint.export or stop.requested:
             exported = self._export()
-        self._engine.close()
+        self._close_engine()
         if probe is not None and exported is not None and not stop.requested:
             self._check_export(exported, probe)
         if stop.requested:
             raise InterruptedRun(
                 f"interrupted by {stop.name} after step {self._num_done}"
                 + (f" of {self.config.train.steps}" if self.config.train.steps is not None else "")
-                + (f"; the weights are saved in {exported} (load them with transformers, or train on with --model.path {exported})." if exported else ".")
+                + (
+                    f"; the weights are saved in {exported} (load them with transformers, or train on with "
+                    f"--model.path {exported})."
+                    if exported
+                    else "."
+                )
             )
         self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {self._folder.path}")
         return TrainResult(self._folder.path, self._num_done, self._loss, self._eval_loss, exported)
@@ -259,7 +298,9 @@ class Trainer:
         found = reload.check_logits(model, probe, self.config.train.precision)
         self._say(f"reloaded {folder} with transformers: {found}")
         if self._kind.name == "causal" and self._data.tokenizer is not None:
-            prompt, text = reload.sample_text(model, self._data.tokenizer, probe.batch["input_ids"][:, :16], seed=self.config.run.seed)
+            prompt, text = reload.sample_text(
+                model, self._data.tokenizer, probe.batch["input_ids"][:, :16], seed=self.config.run.seed
+            )
             self._say(f"sample: {prompt!r} -> {text!r}")
 
 
@@ -307,14 +348,15 @@ def _engine(config: Config, built: Any) -> Engine:
 
 def _build_data(config: Config, kind: Kind, vocabulary: int, progress: Any) -> Any:
     data = config.data
+    folder = locate(config.model)
     # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
-    trains_one = data.tokenizer is None and tokenizer_folder(config.model.path) is None
+    spare = 1 if kind.name == "masked" and _trains_tokenizer(config) else 0
     return build_dataset(
         source=list(data.source),
         format=data.format,
         tokenizer=data.tokenizer,
-        model_path=config.model.path,
-        vocab_size=vocabulary - 1 if kind.name == "masked" and trains_one else vocabulary,
+        model_path=None if folder is None else str(folder),
+        vocab_size=vocabulary - spare,
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
         train_on_prompt=data.train_on_prompt,
@@ -325,11 +367,17 @@ def _build_data(config: Config, kind: Kind, vocabulary: int, progress: Any) -> A
     )
 
 
+def _trains_tokenizer(config: Config) -> bool:
+    """Tell whether the tokenizer is made from the data: none was named, and the model has none."""
+    folder = locate(config.model)
+    return config.data.tokenizer is None and tokenizer_folder(None if folder is None else str(folder)) is None
+
+
 def _stages(say: Any) -> Any:
     """Return a progress callback that names each stage once."""
     seen: set[str] = set()
 
-    def progress(stage: str, fraction: float) -> None:
+    def progress(stage: str, _fraction: float) -> None:
         if stage not in seen:
             seen.add(stage)
             say(f"data: {stage} ...")
@@ -337,15 +385,12 @@ def _stages(say: Any) -> Any:
     return progress
 
 
-def _complete_decoder(kind: Kind, model: Any) -> None:
-    """Say with which token the decoder begins, where the configuration does not."""
-    config = model.config
-    if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id or 0
-
-
 def _tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
-    budgets = {"device": config.offload.device_memory, "cpu": config.offload.host_memory, "nvme": config.offload.nvme_memory}
+    budgets = {
+        "device": config.offload.device_memory,
+        "cpu": config.offload.host_memory,
+        "nvme": config.offload.nvme_memory,
+    }
     tiers: dict[str, dict[str, Any]] = {}
     for tier, name, num_bytes in engine.allocations:
         held = tiers.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
@@ -360,6 +405,5 @@ def _shown_warnings(say: Any) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"offload\.")
-        warnings.showwarning = lambda message, *rest, **more: say(f"note: {message}")
+        warnings.showwarning = lambda message, *_rest, **_more: say(f"note: {message}")
         yield
-

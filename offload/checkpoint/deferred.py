@@ -1,12 +1,12 @@
 """Initial weights on demand: a model is built in full, but writes to its parameters are noted instead of done.
 
 A randomly initialised model larger than memory can so be filled one unit at a time, by exactly the calls that its own
-constructors and its family's `_init_weights` made, in their order. `torch.empty` gives memory that costs nothing until it is
-written, so a parameter that was not filled yet takes address space alone.
+constructors and its family's `_init_weights` made, in their order. `torch.empty` gives memory that costs nothing until
+it is written, so a parameter that was not filled yet takes address space alone.
 
 The noting is done through `TorchFunctionMode`, torch's own hook for watching calls. Only writes of constants and random
-numbers are put off. A write that needs the values of other tensors, or a read of a parameter that has notes, makes the notes
-real first; so the worst that an unforeseen initialisation can do is to use memory early.
+numbers are put off. A write that needs the values of other tensors, or a read of a parameter that has notes, makes the
+notes real first; so the worst that an unforeseen initialisation can do is to use memory early.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _REPLACING = frozenset(
     ("normal_", "uniform_", "constant_", "kaiming_uniform_", "trunc_normal_", "orthogonal_", "zero_", "fill_", "copy_")
 )
 # What may be asked of a parameter without its values: metadata, new tensors like it, views (written through `_base`).
-_HARMLESS = frozenset(
-    ("dim", "size", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous")
-    + ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "get_device")
-    + ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like", "full_like")
-    + ("__getitem__", "view", "view_as", "narrow", "select", "t", "transpose", "permute", "squeeze", "unsqueeze")
-)
+# fmt: off
+_HARMLESS = frozenset((
+    "dim", "size", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
+    "get_device", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like", "full_like",
+    "__getitem__", "view", "view_as", "narrow", "select", "t", "transpose", "permute", "squeeze", "unsqueeze",
+))
+# fmt: on
 # Where whole initialisations live; while a model initialises, transformers puts its own in the place of torch's.
 _INIT_MODULES = ("torch.nn.init", "transformers.initialization")
 # Initialisations of torch that read what they wrote (rejection, QR): noted whole, where transformers calls them.
@@ -41,7 +43,9 @@ _WHOLE = ("trunc_normal_", "orthogonal_")
 
 
 class DeferredInit(TorchFunctionMode):
-    """While active, constant and random writes to `nn.Parameter`s are noted; `bind` returns the function that makes them."""
+    """While active, constant and random writes to `nn.Parameter`s are noted; `bind` returns the function that makes
+    them.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -69,7 +73,7 @@ class DeferredInit(TorchFunctionMode):
         notes = {key: found for key, found in self._notes.items() if key in names}
         self._notes, self._alive = {}, {}
 
-        def fill(name: str, module: nn.Module) -> None:
+        def fill(_name: str, module: nn.Module) -> None:
             for parameter in module.parameters():
                 pending = notes.pop(id(parameter), None)
                 if pending is not None:
@@ -112,7 +116,7 @@ class DeferredInit(TorchFunctionMode):
 
     @contextmanager
     def _whole_calls(self) -> Iterator[None]:
-        """Note the initialisations of `_WHOLE` as one call each, in the table through which transformers reaches them."""
+        """Note the initialisations of `_WHOLE` as one call each, in the table where transformers looks them up."""
         table = getattr(transformers.initialization, "TORCH_INIT_FUNCTIONS", {})
         originals = {name: table[name] for name in _WHOLE if name in table}
 

@@ -1,8 +1,8 @@
 """Weights that are read from a mapped file: the pages of what was taken are given back.
 
-transformers maps safetensors files, and a tensor's pages come into memory when they are read. All tensors of a file share one
-mapping, which lives as long as the last of them, so without this a loaded model would end up in memory twice: once as states and
-once as file pages.
+transformers maps safetensors files, and a tensor's pages come into memory when they are read. All tensors of a file
+share one mapping, which lives as long as the last of them, so without this a loaded model would end up in memory twice:
+once as states and once as file pages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 from torch import nn
 
@@ -23,7 +24,7 @@ class MappedWeights:
         self._files = _mapped_files() if sys.platform == "linux" else []
         self._last: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def __call__(self, name: str, module: nn.Module) -> None:
+    def __call__(self, _name: str, module: nn.Module) -> None:
         for owner, key, parameter in self._last:
             if owner._parameters.get(key) is not parameter:  # still in its place: it may have been written to
                 self._drop(parameter.data_ptr(), parameter.nbytes)
@@ -38,7 +39,9 @@ class MappedWeights:
         return any(start <= address and address + num_bytes <= end for start, end in self._files)
 
     def _drop(self, address: int, num_bytes: int) -> None:
-        """Let go of the whole pages inside a range of a file's mapping; a later read would bring them back from the file."""
+        """Let go of the whole pages inside a range of a file's mapping; a later read would bring them back from the
+        file.
+        """
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
@@ -48,7 +51,7 @@ class MappedWeights:
 def _mapped_files() -> list[tuple[int, int]]:
     """Return the address ranges at which this process has weight files mapped."""
     ranges = []
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.rstrip().endswith((".safetensors", ".bin")):
                 start, end = line.split(maxsplit=1)[0].split("-")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+import huggingface_hub
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -27,13 +32,13 @@ Fill = Callable[[str, nn.Module], None]
 class BuiltModel:
     """A model ready for the engine.
 
-    `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial values, or
-    lets go of the file pages of those taken before. `folder` is where a tokenizer may be; None for a preset.
+    `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial
+    values, or lets go of the file pages of those taken before. `folder` is where a tokenizer may be; None for a preset.
     """
 
     model: nn.Module
     fill: Fill
-    folder: str | None
+    folder: Path | None
 
     def fill_all(self) -> None:
         """Give every parameter its initial value, for use without an engine."""
@@ -41,28 +46,66 @@ class BuiltModel:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars and advice out of our output; what matters to the user is said by our own errors."""
+    """Keep transformers' progress bars and advice out of our output; what matters to the user is said by our own
+    errors.
+    """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"transformers\..*")
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
     """Read the architecture: of the preset, or from model.path. Raises ConfigError."""
-    if section.path is None:
+    path = locate(section)
+    if path is None:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
-    path = Path(section.path).expanduser()
-    if not path.exists() and (path.is_absolute() or section.path.startswith((".", "~")) or section.path.endswith(".json") or section.path.count("/") != 1):
-        raise ConfigError(f"model.path is {section.path}, which does not exist; set --model.path to a model folder or a config.json.")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model folder.")
-    if path.exists():
-        _check_json(path / "config.json" if path.is_dir() else path, section.path)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model "
+            "folder."
+        )
+    _check_json(file, str(section.path))
     try:
-        return AutoConfig.from_pretrained(str(path) if path.exists() else section.path)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for what is wrong in a config.json
-        raise ConfigError(f"model.path is {section.path}, whose configuration cannot be read: {_brief(error)}") from error
+        return AutoConfig.from_pretrained(file)
+    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        reason = f"whose configuration cannot be read: {_brief(error)}"
+        raise ConfigError(f"model.path is {section.path}, {reason}") from error
+
+
+def locate(section: ModelSection) -> Path | None:
+    """Return the folder or config.json of model.path, a hub model's local copy (downloaded if need be), or None for a
+    preset.
+    """
+    if section.path is None:
+        return None
+    path = Path(section.path).expanduser()
+    if path.exists():
+        return path
+    missing = (
+        f"model.path is {section.path}, which does not exist; set --model.path to a model folder or a config.json."
+    )
+    if path.is_absolute() or section.path.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) != 2:
+        raise ConfigError(missing)
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
+    is_online = _reaches_hub()
+    try:
+        return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
+    except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
+        reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
+        raise ConfigError(f"{missing} As the name of a hub model it cannot be had either: {reason}.") from error
+
+
+def _reaches_hub() -> bool:
+    """Tell whether the hub's name resolves: where it does not, asking it would only wait for time-outs."""
+    try:
+        socket.getaddrinfo(urlparse(huggingface_hub.constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def _check_json(path: Path, given: str) -> None:
@@ -97,10 +140,25 @@ def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> Non
     """Refuse rows longer than the model has positions for. Raises ConfigError."""
     limit = max_positions(config)
     if limit is not None and sequence_length > limit:
-        raise ConfigError(
-            f"data.sequence_length is {sequence_length}, but the model has positions for {limit} tokens (max_position_embeddings); "
-            f"set --data.sequence_length to {limit} or less."
-        )
+        raise ConfigError(_too_long(sequence_length, limit))
+
+
+def _check_position_table(model: nn.Module, sequence_length: int) -> None:
+    """Refuse rows longer than a table of positions whose first rows are padding (RoBERTa and its kin count from
+    there).
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
+            limit = module.num_embeddings - module.padding_idx - 1
+            if sequence_length > limit:
+                raise ConfigError(_too_long(sequence_length, limit))
+
+
+def _too_long(sequence_length: int, limit: int) -> str:
+    return (
+        f"data.sequence_length is {sequence_length}, but the model has positions for {limit} tokens "
+        f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +170,10 @@ class Kind:
 
 
 def model_kind(config: PreTrainedConfig) -> Kind:
-    """Return what `architectures` says, else the first of causal, masked, seq2seq that the family has. Raises ConfigError."""
+    """Return what `architectures` says, else the first of causal, masked, seq2seq that the family has.
+
+    Raises ConfigError.
+    """
     tables = transformers.models.auto.modeling_auto
     kinds = {
         Kind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -138,52 +199,71 @@ def model_kind(config: PreTrainedConfig) -> Kind:
     return possible[0]
 
 
-def build_model(section: ModelSection, *, seed: int, config: PreTrainedConfig | None = None) -> BuiltModel:
-    """Make the model that `section` asks for. Raises ConfigError.
+def build_model(
+    section: ModelSection, *, seed: int, config: PreTrainedConfig | None = None, sequence_length: int = 0
+) -> BuiltModel:
+    """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises ConfigError.
 
-    `init: random`: the architecture as transformers builds it, fp32, with every write to a parameter put off until `fill`.
+    `init: random`: the architecture as transformers builds it, fp32, writes to parameters put off until `fill`.
     `init: pretrained`: transformers' own loading, in the dtype of the files.
     """
+    path = locate(section)
     config = config or load_model_config(section)
-    folder = section.path if section.path is not None and not section.path.endswith(".json") else None
-    if section.path is not None and section.path.endswith(".json"):
-        folder = str(Path(section.path).expanduser().parent)
-    pretrained = section.init == "pretrained" or (section.init == "auto" and section.path is not None and not section.path.endswith(".json"))
-    auto = model_kind(config).auto
+    pretrained = section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
+    folder = None if path is None else path if path.is_dir() else path.parent
+    kind = model_kind(config)
+    if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, where the configuration makes none
     options = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     try:
         if pretrained:
-            model = _load(auto, section, config, options)
-            return BuiltModel(model, MappedWeights(), folder)
-        with DeferredInit(seed) as deferred:
-            model = auto.from_config(config, dtype=torch.float32, **options)
+            model = _load(kind.auto, section, path, config, options)
+            fill: Fill = MappedWeights()
+        else:
+            with DeferredInit(seed) as deferred:
+                model = kind.auto.from_config(config, dtype=torch.float32, **options)
+            fill = deferred.bind(model)
     except ConfigError:
         raise
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         where = section.path or f"preset {section.preset or 'tiny'}"
+        where += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
         raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
-    return BuiltModel(model, deferred.bind(model), folder)
+    _check_position_table(model, sequence_length)
+    return BuiltModel(model, fill, folder)
 
 
-def _load(auto: Any, section: ModelSection, config: PreTrainedConfig, options: dict[str, Any]) -> nn.Module:
-    path = Path(str(section.path)).expanduser()
-    if path.is_file():
-        raise ConfigError(f"model.path is {section.path}, a file without weights, but model.init is pretrained; set --model.init random, or give the folder.")
-    if path.is_dir() and not _weight_files(path):
+def _load(
+    auto: Any, section: ModelSection, path: Path | None, config: PreTrainedConfig, options: dict[str, Any]
+) -> nn.Module:
+    if path is None or path.is_file():
         raise ConfigError(
-            f"model.path is {section.path}, which has a config.json but no weights (*.safetensors or pytorch_model*.bin); "
+            f"model.path is {section.path}, a file without weights, but model.init is pretrained; set --model.init "
+            "random, or give the folder."
+        )
+    if not _weight_files(path):
+        raise ConfigError(
+            f"model.path is {section.path}, which has a config.json but no weights (*.safetensors or "
+            "pytorch_model*.bin); "
             f"set --model.init random to start from random ones."
         )
     try:
         model, info = auto.from_pretrained(
-            str(path) if path.exists() else section.path, config=config, dtype="auto", output_loading_info=True, **options
+            str(path) if path.exists() else section.path,
+            config=config,
+            dtype="auto",
+            output_loading_info=True,
+            **options,
         )
-    except Exception as error:  # a damaged file surfaces as SafetensorError, UnpicklingError, OSError, RuntimeError, ...
+    except (
+        Exception
+    ) as error:  # a damaged file surfaces as SafetensorError, UnpicklingError, OSError, RuntimeError, ...
         raise ConfigError(f"the weights of model.path {section.path} cannot be read: {_brief(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
-            f"the weights of model.path {section.path} lack {len(missing)} parameters of {type(model).__name__}, for example {missing[0]}; "
+            f"the weights of model.path {section.path} lack {len(missing)} parameters of {type(model).__name__}, for "
+            f"example {missing[0]}; "
             f"give a folder with all weights, or set --model.init random."
         )
     return model

@@ -1,4 +1,6 @@
-"""The proof of an export: what was written is loaded as anyone would load it, and must give the logits that the engine gave."""
+"""The proof of an export: what was written is loaded as anyone would load it, and must give the logits that the engine
+gave.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from offload.planning.environment import memory
 
 Batch = dict[str, torch.Tensor]
 
-# Largest difference of logits, as a share of the largest logit: where the order of sums differs between two devices or kernels.
+# Largest difference of logits, as a share of the largest logit: where the order of sums differs between two devices
+# or kernels.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
@@ -53,7 +56,9 @@ def reload(folder: Path, auto: Any) -> Any:
     try:
         model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except Exception as error:
-        raise OffloadError(f"the exported folder {folder} cannot be loaded again: {type(error).__name__}: {error}") from error
+        raise OffloadError(
+            f"the exported folder {folder} cannot be loaded again: {type(error).__name__}: {error}"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise OffloadError(f"the exported folder {folder} lacks {len(missing)} parameters, for example {missing[0]}.")
@@ -61,7 +66,10 @@ def reload(folder: Path, auto: Any) -> Any:
 
 
 def check_logits(model: Any, probe: Probe, precision: str) -> str:
-    """Compare the reloaded model's logits with the probe; return what was found. Raises OffloadError when they differ too much."""
+    """Compare the reloaded model's logits with the probe; return what was found.
+
+    Raises OffloadError when they differ too much.
+    """
     with torch.no_grad():
         logits = model(**probe.batch).logits.to(torch.float32)
     if torch.equal(logits, probe.logits):
@@ -70,13 +78,17 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
     scale = probe.logits.abs().max().item()
     if not difference <= TOLERANCE[precision] * max(scale, 1.0):
         raise OffloadError(
-            f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the largest is {scale:.3g} "
+            f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the "
+            f"largest is {scale:.3g} "
             f"(allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not be used."
         )
-    return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {TOLERANCE[precision] * max(scale, 1.0):.1e})"
+    allowed = TOLERANCE[precision] * max(scale, 1.0)
+    return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"
 
 
-def sample_text(model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = 48) -> tuple[str, str]:
+def sample_text(
+    model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = 48
+) -> tuple[str, str]:
     """Return (prompt, continuation): tokens drawn at temperature 0.8 from a prompt of shape [1, sequence]."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -33,7 +33,7 @@ def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[
         return loaded
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with open(root / f"{name}.lock", "w") as lock:
+        with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a run arrive together: one builds, the others find it made
             loaded = _try(load, folder)
             if loaded is None:

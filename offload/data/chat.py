@@ -6,7 +6,6 @@ message is its role's marker on a line, the content, and the end-of-text token, 
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -91,7 +90,7 @@ class ChatRenderer:
             return len(prompt), text
         before = self._render(chat, index)
         if text.startswith(before):  # the generation prompt says more than the template keeps, such as "<think>"
-            return max(len(before), len(os.path.commonprefix([prompt, text]))), text
+            return max(len(before), _num_common(prompt, text)), text
         raise ConfigError(
             f"{chat.where}: the tokenizer's chat template writes what comes before message {index + 1}, an answer, "
             "differently once the answer is there, so the assistant's tokens cannot be found. Set "
@@ -112,6 +111,11 @@ class ChatRenderer:
             )
         except Exception as error:  # whatever a template raises
             raise _refused(chat, error) from error
+
+
+def _num_common(a: str, b: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _refused(chat: Chat, error: Exception) -> ConfigError:

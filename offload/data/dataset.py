@@ -14,6 +14,7 @@ from offload.data.order import rows_at, shuffled
 from offload.data.packing import IGNORE, Rows
 from offload.data.prepare import Preparation, Prepared
 from offload.data.sources import hash_text
+from offload.data.tokenizer import UNKNOWN
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Dataset:
 def build_dataset(
     *,
     source: str | list[str],
-    format: str = "auto",
+    format: str = "auto",  # noqa: A002 - the key is data.format
     tokenizer: str | None = None,
     model_path: str | None = None,
     vocab_size: int,
@@ -175,6 +176,8 @@ def build_dataset(
     train = Rows.over(prepared.train, sequence_length, packing, pad_id)
     held_out = Rows.over(prepared.eval, sequence_length, packing, pad_id)
     notes = _notes(prepared, train, held_out)
+    if getattr(loaded, "unk_token", None) == UNKNOWN:
+        notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     if eval_fraction > 0 and not (train.num_rows and held_out.num_rows):
         train, held_out = _split_rows(train if train.num_rows else held_out, eval_fraction)
     if not train.num_rows:

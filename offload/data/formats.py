@@ -101,11 +101,11 @@ def detect_format(file: SourceFile) -> str:
     if suffix not in RECORD_SUFFIXES:
         return "text"
     for where, record in _json_records(file):
-        for format, keys in _KEYS.items():
+        for data_format, keys in _KEYS.items():
             if isinstance(record, dict) and all(key in record for key in keys):
-                return format
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        known = "; ".join(f"{format}: {', '.join(keys)}" for format, keys in _KEYS.items())
+                return data_format
+        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a value of type {type(record).__name__}"
+        known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
         raise ConfigError(
             f"{where} has {found}, which is no known format. The formats and their keys are {known}. See data.format."
         )
@@ -128,7 +128,7 @@ def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record]:
 
 def _read_text(file: SourceFile) -> Iterator[Text]:
     try:
-        with open(file.path, encoding="utf-8-sig") as stream:
+        with file.path.open(encoding="utf-8-sig") as stream:
             held, opens = "", True
             while block := stream.read(_PIECE_CHARS):
                 if len(held) >= _PIECE_CHARS:  # something is held back, so that the last piece is known to be the last
@@ -147,7 +147,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
 
 def _json_records(file: SourceFile) -> Iterator[tuple[str, Any]]:
     """Yield (place, record) for each record of a JSON-lines file or of a JSON array."""
-    with open(file.path, "rb") as stream:
+    with file.path.open("rb") as stream:
         start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
@@ -168,32 +168,34 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from error
 
 
-def _parse(format: str, record: Any, where: str) -> Record:
+def _parse(data_format: str, record: Any, where: str) -> Record:
     """Turn one JSON value into a record, or say what it lacks."""
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} is a {type(record).__name__}; data.format={format} needs an object with {_named(_KEYS[format])}."
+            f"{where} is a value of type {type(record).__name__}; "
+            f"data.format={data_format} needs an object with {_named(_KEYS[data_format])}."
         )
-    missing = [key for key in _KEYS[format] if key not in record]
+    missing = [key for key in _KEYS[data_format] if key not in record]
     if missing:
         raise ConfigError(
-            f"{where} lacks {_named(missing)} for data.format={format}; it has {_named(sorted(record)) or 'nothing'}."
+            f"{where} lacks {_named(missing)} for data.format={data_format}; "
+            f"it has {_named(sorted(record)) or 'nothing'}."
         )
-    if format == "jsonl":
+    if data_format == "jsonl":
         return Text(where, _string(record, "text", where))
-    if format == "prompt-completion":
+    if data_format == "prompt-completion":
         return Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
-    if format == "alpaca":
+    if data_format == "alpaca":
         extra = _string(record, "input", where) if record.get("input") else ""
         question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
         answer = _string(record, "output", where)
         return Chat(where, [*_system(record, where), _message("user", question), _message("assistant", answer)])
-    turns = record["conversations" if format == "sharegpt" else "messages"]
+    turns = record["conversations" if data_format == "sharegpt" else "messages"]
     if not isinstance(turns, list) or not turns:
         raise ConfigError(
-            f"{where}: {_KEYS[format][0]!r} must be a list of at least one message (data.format={format})."
+            f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
         )
-    if format == "sharegpt":
+    if data_format == "sharegpt":
         return Chat(
             where,
             _system(record, where) + [_sharegpt_turn(turn, f"{where}, message {i}") for i, turn in enumerate(turns, 1)],

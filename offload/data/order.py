@@ -14,7 +14,7 @@ def shuffled(positions: np.ndarray, num_rows: int, seed: int, epoch: int) -> np.
     A Feistel network over the next even power of two is a permutation of it; walking on while the result is outside [0,
     num_rows) makes it one of the rows [Black and Rogaway 2002, "Ciphers with arbitrary finite domains"].
     """
-    half_bits = np.uint64(max((int(num_rows - 1).bit_length() + 1) // 2, 3))
+    half_bits = np.uint64(max((int(num_rows - 1).bit_length() + 1) // 2, 2))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = _keys(seed, epoch)
     value = np.asarray(positions, np.uint64)

@@ -52,13 +52,13 @@ class Preparation:
     def __init__(
         self,
         source: str | list[str],
-        format: str,
+        data_format: str,
         vocab_size: int,
         eval_fraction: float,
         cache_dir: Path,
         progress: Progress,
     ):
-        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, format)]
+        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, data_format)]
         self._files_hash = hash_files(self.files)
         self._vocab_size = vocab_size
         self._eval_fraction = eval_fraction

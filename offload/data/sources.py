@@ -46,60 +46,62 @@ class SourceFile:
     num_bytes: int
 
 
-def find_files(source: str | Sequence[str], format: str = "auto") -> list[SourceFile]:
+def find_files(source: str | Sequence[str], data_format: str = "auto") -> list[SourceFile]:
     """Return the files of one or more sources, sorted within each source; a file that is named twice is read once.
 
     A source is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder (searched recursively, hidden names left out)
     or a glob in which `**` crosses folders. Raises ConfigError when a source matches nothing.
     """
-    if format not in FORMATS:
+    if data_format not in FORMATS:
         allowed = ", ".join(FORMATS)
-        raise ConfigError(f"data.format={format!r} is unknown{nearest(format, FORMATS)}; the formats are {allowed}.")
+        raise ConfigError(
+            f"data.format={data_format!r} is unknown{nearest(data_format, FORMATS)}; the formats are {allowed}."
+        )
     sources = [source] if isinstance(source, str) else list(source)
     if not sources or not all(sources):
         raise ConfigError(f"data.source={source!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob.")
     found: dict[Path, SourceFile] = {}
     for one in sources:
-        for file in _find(one, format):
+        for file in _find(one, data_format):
             found.setdefault(file.path, file)
     return list(found.values())
 
 
-def _find(source: str, format: str) -> list[SourceFile]:
+def _find(source: str, data_format: str) -> list[SourceFile]:
     if source.startswith("builtin:"):
-        return _find_builtin(source, format)
+        return _find_builtin(source, data_format)
     path = Path(source).expanduser()
     if path.is_file():
-        return [_file(path, PurePath(path.name), format)]
+        return [_file(path, PurePath(path.name), data_format)]
     if path.is_dir():
-        paths = _walk(path, _suffixes(format))
+        paths = _walk(path, _suffixes(data_format))
         if not paths:
-            suffixes = " ".join(sorted(_suffixes(format)))
+            suffixes = " ".join(sorted(_suffixes(data_format)))
             raise ConfigError(
-                f"data.source={source!r} is a folder without a file to read: for data.format={format} the endings "
+                f"data.source={source!r} is a folder without a file to read: for data.format={data_format} the endings "
                 "looked for are "
                 f"{suffixes}. Name the files by a glob such as '{path / '*.log'}' to read other endings."
             )
-        return [_file(p, p.relative_to(path), format) for p in paths]
+        return [_file(p, p.relative_to(path), data_format) for p in paths]
     if glob.has_magic(source):
         base = _fixed_part(path)
-        matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
+        matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
             raise ConfigError(f"data.source={source!r} matches no file (looked from {base.absolute()}).")
-        return [_file(p, p.relative_to(base), format) for p in matches]
+        return [_file(p, p.relative_to(base), data_format) for p in matches]
     raise ConfigError(
         f"data.source={source!r} does not exist (looked for {path.absolute()}). Give a file, a folder or a glob."
     )
 
 
-def _find_builtin(source: str, format: str) -> list[SourceFile]:
+def _find_builtin(source: str, data_format: str) -> list[SourceFile]:
     accepted = {STDLIB: ("auto", "text"), STDLIB_CHAT: ("auto", "messages")}
     if source not in accepted:
         raise ConfigError(
             f"data.source={source!r} is unknown{nearest(source, accepted)}; built in are {', '.join(accepted)}."
         )
-    if format not in accepted[source]:
-        raise ConfigError(f"data.format={format} cannot read {source}; use {' or '.join(accepted[source])}.")
+    if data_format not in accepted[source]:
+        raise ConfigError(f"data.format={data_format} cannot read {source}; use {' or '.join(accepted[source])}.")
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in _walk(root, {".py"}, _STDLIB_LEFT_OUT) if p.stat().st_size and "_sysconfigdata" not in p.name]
     if not paths:
@@ -115,14 +117,14 @@ def _walk(root: Path, suffixes: Iterable[str], left_out: frozenset[str] = frozen
     allowed, found = set(suffixes), []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        found += [Path(folder, n) for n in names if not n.startswith(".") and os.path.splitext(n)[1].lower() in allowed]
+        found += [Path(folder, n) for n in names if not n.startswith(".") and PurePath(n).suffix.lower() in allowed]
     return sorted(found)
 
 
-def _suffixes(format: str) -> frozenset[str]:
-    if format == "auto":
+def _suffixes(data_format: str) -> frozenset[str]:
+    if data_format == "auto":
         return TEXT_SUFFIXES | RECORD_SUFFIXES | TOKEN_SUFFIXES
-    return TEXT_SUFFIXES if format == "text" else TOKEN_SUFFIXES if format == "tokens" else RECORD_SUFFIXES
+    return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else RECORD_SUFFIXES
 
 
 def _fixed_part(pattern: Path) -> Path:
@@ -135,10 +137,10 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*fixed)
 
 
-def _file(path: Path, name: PurePath, format: str) -> SourceFile:
+def _file(path: Path, name: PurePath, data_format: str) -> SourceFile:
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.source: {path} cannot be read (permission denied).")
-    return SourceFile(path, name.as_posix(), format, path.stat().st_size)
+    return SourceFile(path, name.as_posix(), data_format, path.stat().st_size)
 
 
 def hash_text(text: str) -> str:

@@ -79,7 +79,7 @@ class _Column:
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
-        self._stream: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by finish()
+        self._stream: BinaryIO = path.open("wb")
         self._digest = xxhash.xxh3_128()
         self.num_items = 0
         self._write_header()

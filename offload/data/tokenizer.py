@@ -147,7 +147,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(_first_chars(texts), trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrap: Any = PreTrainedTokenizerFast  # its constructor has no types
+    return wrap(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from offload.engine.discover import Candidate, describe_parameters, find_units
+from offload.engine.checkpoints import HostCheckpoints
 from offload.engine.gradients import GradientFlow
+from offload.engine.keeping import Keeping
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
 from offload.errors import OffloadError, format_bytes
@@ -41,8 +43,10 @@ class Assembly:
         tiers: tuple[str, str],
         *,
         waits: bool,
-        accumulates: bool,
+        splits: bool,
+        recompute: str,
         counters: Counters,
+        seed: int,
         debug: bool,
         fill: Callable[[str, nn.Module], None] | None,
     ) -> None:
@@ -57,8 +61,8 @@ class Assembly:
         _put_buffers(model, self.device.torch_device)
 
         self.store = Store(regions, infos, tier=tiers[1], device=self.device, host=self.host)
-        if waits or accumulates:
-            self.store.hold_gradients(accumulates)
+        if waits:
+            self.store.hold_gradients(accumulates=False)
         sizes = {(a.tier, a.name.split(" (")[0]): a for a in plan}
         slot = sizes.get(("device", "unit slot"))
         self.slots = Slots(
@@ -72,16 +76,22 @@ class Assembly:
             self.device,
             counters,
             buffer_bytes=buffer.num_bytes if buffer else 0,
-            staging=self._stage() if not waits or accumulates else torch.empty(0, dtype=torch.uint8),
+            staging=self._stage() if not waits else torch.empty(0, dtype=torch.uint8),
         )
-        if accumulates:
-            self.gradients.accumulates = True
-        self.stream = Stream(self.device, self.slots, self.gradients, debug)
+        self.stream = Stream(
+            self.device,
+            self.slots,
+            self.gradients,
+            Keeping(recompute, device_ledger, self._is_weight),
+            HostCheckpoints(self.device, self.host, counters) if placement.activations == "cpu" else None,
+            seed=seed,
+            debug=debug,
+        )
         self.units: list[Unit] = []
         self.standing: dict[int, nn.Parameter] = {}
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             mine = [region for region in regions if candidate.name in region.units]
-            self.units.append(Unit(candidate, mine, self.stream))
+            self.units.append(Unit(number, candidate, mine, self.stream))
         self._take(fill)
         trim_heap()
         if tiers[0] == "device":
@@ -95,9 +105,13 @@ class Assembly:
             if len(region.units) > 1:
                 self.gradients.make_lasting(region)
 
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return self.stream.is_weight(tensor)
+
     def _take(self, fill: Callable[[str, nn.Module], None] | None) -> None:
         """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
-        for unit in self.units:
+        # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then was taken.
+        for unit in sorted(self.units, key=lambda unit: not unit.whole):
             if fill is not None:
                 fill(unit.name, unit.module)
             for place in unit.places:
@@ -108,6 +122,12 @@ class Assembly:
                     self.standing[place.parameter] = resting_parameter(self.infos[place.parameter], self.device.torch_device)
                 unit.resting[place.parameter] = self.standing[place.parameter]
             unit.install(unit.resting)
+
+    def indices(self) -> dict[int, int]:
+        """Return the index of whatever hangs in the model for a parameter, by its id. (Where a tied weight stays on the device for one
+        unit and streams for another, two things hang for one parameter.)"""
+        hanging = [*self.standing.items(), *(item for unit in self.units for item in unit.resting.items())]
+        return {id(parameter): index for index, parameter in hanging}
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
@@ -184,8 +204,10 @@ def assemble(
     placement: Placement,
     precision: str,
     waits: bool,
-    accumulates: bool,
+    splits: bool,
+    recompute: str,
     counters: Counters,
+    seed: int,
     debug: bool,
     fill: Callable[[str, nn.Module], None] | None,
 ) -> Assembly:
@@ -199,7 +221,7 @@ def assemble(
 
     def plan_for(parameters: str, states: str) -> list[Allocation]:
         return plan_memory(
-            units, regions, parameters_tier=parameters, optimizer_tier=states, keeps_gradients=waits, accumulates=accumulates
+            units, regions, parameters_tier=parameters, optimizer_tier=states, keeps_gradients=waits, splits=splits
         )
 
     tiers = _choose_tiers(placement, plan_for)
@@ -217,8 +239,10 @@ def assemble(
         placement,
         tiers,
         waits=waits,
-        accumulates=accumulates,
+        splits=splits,
+        recompute=recompute,
         counters=counters,
+        seed=seed,
         debug=debug,
         fill=fill,
     )

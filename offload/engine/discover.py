@@ -112,9 +112,15 @@ def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
         own = places(iter((module,)))
         if not own:
             continue
-        whole = not any(parameter is not None for child in list(module.modules())[1:] for parameter in child._parameters.values())
+        below = [child for child in module.modules() if child is not module]
         size = sum(bytes_of[place.parameter] for place in own)
-        units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or size * _RESIDENT_SHARE < largest))
+        is_small = size * _RESIDENT_SHARE < largest
+        whole = not any(parameter is not None for child in below for parameter in child._parameters.values())
+        if not whole and not is_small and not any(id(child) in inside for child in below):
+            # A table with a norm of its own, an attention with a projection: one unit with all that is below.
+            own, whole = places(module.modules()), True
+            inside.update(id(child) for child in below)
+        units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or is_small))
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return sorted(units, key=lambda unit: order.get(unit.name, 0))
 

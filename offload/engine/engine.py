@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from torch import nn
 
 from offload.checkpoint.export import export_model
 from offload.engine.assemble import Assembly, assemble
+from offload.engine.head import ChunkedHead, find_chunked_head
 from offload.engine.loss import (
     IGNORED,
     Batch,
     LossFunction,
     LossRule,
     check_batch,
+    check_loss,
     find_loss,
     probe_loss,
     select_inputs,
     split_rows,
 )
-from offload.engine.record import Recording, RestartRecording
+from offload.engine.record import Recording
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from offload.optim.adamw import AdamW
 from offload.optim.clip import clip_coefficient, total_norm
@@ -34,7 +37,7 @@ from offload.partition.layout import Region
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
-_RECORDING_ROWS = 2
+_RECORDING_ROWS = (2, 3)
 _RECORDING_TOKENS = 16
 
 
@@ -72,12 +75,13 @@ class Engine:
         throttle: Mapping[str, Any] | None = None,
         seed: int = 0,
         debug: bool = False,
+        head_chunk_bytes: int = 256 << 20,
         fill: Callable[[str, nn.Module], None] | None = None,
     ) -> None:
         _check(precision, ("fp32", "bf16"), "train.precision")
         _check(clip, ("auto", "deferred"), "train.clip")
         _check(on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
-        _check(recompute, ("always", "auto"), "train.recompute")
+        _check(recompute, ("always", "never", "auto"), "train.recompute")
         _check(prefetch, ("auto", 0), "offload.prefetch")
         _check(zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         if throttle:
@@ -99,14 +103,19 @@ class Engine:
             placement=placement or Placement(),
             precision=precision,
             waits=self._waits,
-            accumulates=micro_batch_size is not None,
+            splits=micro_batch_size is not None,
+            recompute=recompute,
             counters=self.counters,
+            seed=seed,
             debug=debug,
             fill=fill,
         )
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._rule: LossRule | None = None
+        self._head_chunk_bytes = head_chunk_bytes
+        self._head: ChunkedHead | None = None
+        self._vocabulary = 0
         self._losses: list[torch.Tensor] = []
         self._is_open = False  # a step of an own loop has begun
         self._is_updating = False
@@ -128,7 +137,8 @@ class Engine:
             loss = torch.zeros((), dtype=torch.float32)
             self._flow.landed = None if self._waits or self._flow.accumulates else self._update
             for part_loss in self._losses_of(batch, rule, tokens, loss_fn):
-                part_loss.backward()
+                if part_loss.requires_grad:
+                    part_loss.backward()
                 loss += part_loss.detach().to("cpu", torch.float32)
             norm, skipped = self._apply()
         return StepResult(loss, norm, tokens, skipped)
@@ -154,6 +164,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._check_usable()
+        self._open_own_step()  # the units may have been called one by one
         try:
             loss.backward()
         except BaseException:
@@ -193,7 +204,7 @@ class Engine:
         """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the device uses each weight."""
         self._check_usable()
         with self._parts.unchanged_config():
-            export_model(self.model, self._parts.store, {id(p): i for i, p in self._parts.standing.items()}, Path(path))
+            export_model(self.model, self._parts.store, self._parts.indices(), Path(path))
 
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model is left without weights, or gets them back in their original dtype with `restore`."""
@@ -207,7 +218,7 @@ class Engine:
     @contextmanager
     def _step(self) -> Iterator[None]:
         self.counters.begin_step()
-        self._flow.begin_step()
+        self._parts.stream.begin_step()
         try:
             with self._as_ours():
                 yield
@@ -225,21 +236,75 @@ class Engine:
             self._is_ours = before
 
     def _losses_of(self, batch: Batch, rule: LossRule, tokens: int, loss_fn: LossFunction | None) -> Iterator[torch.Tensor]:
-        """Yield each micro-batch's part of the loss; the parts add up to the mean over the batch's target tokens."""
+        """Yield the loss in parts that add up to the mean over the batch's target tokens.
+
+        The units cut the batch themselves where they can (the model is called once, and its weights stream once); otherwise the model is
+        called on one micro-batch after the other.
+        """
         rows = check_batch(batch)
-        for part in split_rows(batch, self._micro_batch_size):
+        micro = min(self._micro_batch_size or rows, rows)
+        if micro == rows or self._splits:
+            with self._as_ours(), self._parts.stream.micro_batches(rows, micro):
+                columns = self._head_columns(batch, loss_fn)
+                if columns is not None:
+                    yield self._chunked_loss(batch, columns, tokens)
+                    return
+                outputs = self.model(**select_inputs(self.model, batch, loss_fn is not None))
+                loss = check_loss(loss_fn(outputs, batch)) if loss_fn else find_loss(outputs)
+                yield loss
+            return
+        for part in split_rows(batch, micro):
             share, extra = 1.0, {}
-            if check_batch(part) < rows:
-                if loss_fn is None and rule.takes_count:
-                    extra["num_items_in_batch"] = tokens
-                else:
-                    share = rule.targets(part) / tokens
-                    if not share:
-                        continue
+            if loss_fn is None and rule.takes_count:
+                extra["num_items_in_batch"] = tokens
+            else:
+                share = rule.targets(part) / tokens
+                if not share:
+                    continue
             with self._as_ours():
                 outputs = self.model(**select_inputs(self.model, part, loss_fn is not None), **extra)
-                loss = loss_fn(outputs, part) if loss_fn else find_loss(outputs)
-            yield loss if share == 1.0 else loss * share
+                loss = check_loss(loss_fn(outputs, part)) if loss_fn else find_loss(outputs)
+            yield loss * share if share != 1.0 else loss
+
+    def _head_columns(self, batch: Batch, loss_fn: LossFunction | None) -> int | None:
+        """Return how many columns of the batch a chunk of the head takes, or None where the logits are made whole."""
+        if self._head is None or loss_fn is not None:
+            return None
+        rows, length = batch["labels"].shape
+        columns = max(1, self._head_chunk_bytes // (rows * self._vocabulary * 4))
+        return columns if columns < length else None
+
+    def _chunked_loss(self, batch: Batch, columns: int, tokens: int) -> torch.Tensor:
+        """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
+
+        The backward of the units below runs here too: the loss that comes back has nothing left to do.
+        """
+        assert self._head is not None
+        stream = self._parts.stream
+        output = self._head.base_output(lambda: self.model(**select_inputs(self.model, batch, False)))
+        hidden = output["last_hidden_state"]
+        gradient = torch.zeros_like(hidden, requires_grad=False) if hidden.requires_grad else None
+        total = torch.zeros((), dtype=torch.float32)
+        with stream.whole_batch(), self._flow.repeated(self._parts.regions):
+            for loss, leaf, span in self._head.losses(output, batch, columns, tokens):
+                if gradient is not None:
+                    loss.backward()
+                    assert leaf.grad is not None
+                    gradient[:, span] = leaf.grad
+                total += loss.detach().to("cpu", torch.float32)
+        if gradient is not None:
+            with stream.micro_batches(*self._micro_of(batch)):
+                hidden.backward(gradient)
+        return total
+
+    def _micro_of(self, batch: Batch) -> tuple[int, int]:
+        rows = check_batch(batch)
+        return rows, min(self._micro_batch_size or rows, rows)
+
+    @property
+    def _splits(self) -> bool:
+        """True where every unit gives the same when the batch is cut in rows."""
+        return all(unit.learned.splits for unit in self._parts.units if not unit.resident)
 
     def _apply(self) -> tuple[float, bool]:
         """Finish the gradients, clip, update; return the norm and whether the update was skipped."""
@@ -256,6 +321,7 @@ class Engine:
                     self._update(state.region, state.gradients, scale)
         self._parts.slots.refresh()
         self._is_updating = False
+        self._parts.stream.end_step()
         return norm, False
 
     def _update(self, region: Region, gradients: torch.Tensor, scale: float = 1.0) -> None:
@@ -291,7 +357,6 @@ class Engine:
         self._is_open = False
         self._losses.clear()
         self._parts.stream.reset()
-        self._flow.begin_step()
 
     def _check_usable(self) -> None:
         if self._parts.closed:
@@ -308,22 +373,34 @@ class Engine:
     def _record_batch(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
         """Record on a few rows and tokens of the first batch; return what was found about the loss."""
         if self._rule is None:
-            sample: dict[str, torch.Tensor] = {key: value[:_RECORDING_ROWS] for key, value in batch.items()}
-            shapes = {tuple(value.shape) for value in batch.values()}
-            if hasattr(self.model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
-                sample = {key: value[:, :_RECORDING_TOKENS].contiguous() for key, value in sample.items()}
 
             def run(inputs: Batch, **extra: Any) -> Any:
                 return self.model(**select_inputs(self.model, inputs, loss_fn is not None), **extra)
 
-            def loss_of() -> Any:
+            def loss_of(sample: Batch) -> Any:
                 outputs = run(sample)
-                return loss_fn(outputs, sample) if loss_fn else find_loss(outputs)
+                return check_loss(loss_fn(outputs, sample)) if loss_fn else find_loss(outputs)
 
-            self._record(loss_of)
-            with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparison
-                self._rule = probe_loss(self.model, sample, run) if loss_fn is None else LossRule()
+            samples = [self._sample(batch, rows) for rows in _RECORDING_ROWS]
+            self._record([(rows, partial(loss_of, sample)) for rows, sample in zip(_RECORDING_ROWS, samples, strict=True)])
+            with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparisons
+                rule = probe_loss(self.model, samples[0], run, loss_fn)
+                if loss_fn is None and rule.shifts and rule.takes_count:
+                    found = find_chunked_head(self.model, samples[0], run)
+                    self._head, self._vocabulary = found or (None, 0)
+            self._rule = rule
+            if self._micro_batch_size is not None and not self._splits:
+                self._parts.accumulate()
         return self._rule
+
+    def _sample(self, batch: Batch, rows: int) -> Batch:
+        """Return a few rows of a batch, repeated where it has too few; of token batches, a few tokens."""
+        available = check_batch(batch)
+        sample = {key: value[torch.arange(rows, device=value.device) % available] for key, value in batch.items()}
+        shapes = {tuple(value.shape) for value in batch.values()}
+        if hasattr(self.model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+            sample = {key: value[:, :_RECORDING_TOKENS].contiguous() for key, value in sample.items()}
+        return sample
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of gradients."""
@@ -331,34 +408,42 @@ class Engine:
             return
         self._check_usable()
         if not self._parts.recorded:
-            self._record(lambda: module(*args, **kwargs))
+            self._record([(0, lambda: module(*args, **kwargs))])
+        self._open_own_step()
+
+    def _open_own_step(self) -> None:
         self._flow.landed = None
         self._parts.accumulate()
         if not self._is_open:
             self._is_open = True
             self.counters.begin_step()
-            self._flow.begin_step()
+            self._parts.stream.begin_step()
 
-    def _record(self, run: Callable[[], Any]) -> None:
-        """Run the recording pass, again with one more resident unit each time a unit is read from outside."""
+    def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
+        """Run the recording passes, (rows, run) by (rows, run); again with more resident units when some are read from outside."""
         if self._parts.recorded:
             return
-        while True:
-            recording = Recording(self._parts.units, self._parts.stream)
-            try:
-                with self._unseen(), self._recording(recording), torch.enable_grad(), recording.reads():
-                    results = run()
-            except ConfigError:
-                raise
-            except Exception as error:  # noqa: BLE001 - with NaN in place of weights anything may fail; the next pass has the weights
-                if not recording.outside_readers:
-                    raise error from None
-            else:
-                if not recording.outside_readers:
-                    recording.finish(results)
-                    break
-            self._parts.make_resident(recording.outside_readers)
+        before: Recording | None = None
+        for rows, run in runs:
+            while True:
+                recording = Recording(self._parts.units, self._parts.stream, rows, before)
+                try:
+                    with self._unseen(), self._recording(recording), torch.enable_grad(), recording.reads():
+                        results = run()
+                        recording.finish(results)
+                except ConfigError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - with NaN in place of weights anything may fail; the next pass has the weights
+                    if not recording.outside_readers:
+                        raise error from None
+                else:
+                    if not recording.outside_readers:
+                        break
+                self._parts.make_resident(recording.outside_readers)
+            before = recording
         self._parts.recorded = True
+        self._flow.begin_step()
+        self.counters.clear()
 
     @contextmanager
     def _recording(self, recording: Recording) -> Iterator[None]:

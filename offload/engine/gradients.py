@@ -6,7 +6,8 @@ A region whose only contribution comes from one use of one unit passes through a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class GradientFlow:
     ) -> None:
         self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
         self.accumulates = False
+        self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
+        self._repeats = False
         self.landed: Callable[[Region, torch.Tensor], None] | None = None
         self._buffer = device.allocate("gradient buffer", buffer_bytes)
         self._staging = staging
@@ -70,6 +73,8 @@ class GradientFlow:
         self.squares = [0.0] * len(self._infos)
         self._landed: set[int] = set()
         self._pending.clear()
+        self._open.clear()
+        self.is_wide = self._repeats = False
 
     def accumulate(self, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds."""
@@ -84,17 +89,36 @@ class GradientFlow:
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit."""
         end = 0
-        self._open.clear()
+        if self._repeats:
+            if any(region.index in self._open for region in regions):
+                return
+            end = self._end
         for region in regions:
-            if region.trainable and region.index not in self._lasting:
-                flat = self._buffer[end : end + region.weight_bytes]
-                end += region.weight_bytes
-                flat = flat.view(torch.bfloat16 if region.is_split else torch.float32)
-                if self.accumulates:  # a parameter without a gradient in this pass adds nothing
-                    flat.zero_()
-                for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
-                    flat[span].zero_()
-                self._open[region.index] = flat
+            if not region.trainable or region.index in self._lasting:
+                continue
+            dtype = torch.bfloat16 if region.is_split and not self.is_wide else torch.float32
+            size = region.numel * dtype.itemsize
+            if end + size > self._buffer.nbytes:
+                self.make_lasting(region)
+                continue
+            flat = self._buffer[end : end + size].view(dtype)
+            end += size
+            if self.accumulates:  # a parameter without a gradient in this pass adds nothing
+                flat.zero_()
+            for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
+                flat[span].zero_()
+            self._open[region.index] = flat
+        self._end = end
+
+    @contextmanager
+    def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
+        """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
+        self._repeats, self.is_wide, self._end = True, True, 0
+        try:
+            yield
+        finally:
+            self._repeats = self.is_wide = False
+        self.close(regions)
 
     def take(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
@@ -104,17 +128,19 @@ class GradientFlow:
         gradient, parameter.grad = parameter.grad.view(-1), None
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.touched[region.index]
-        lasting = self._lasting.get(region.index)
-        if lasting is None:
-            self._open[region.index][span].copy_(gradient)
-        elif touched[position]:
-            lasting[span].add_(gradient)
+        flat = self._lasting.get(region.index)
+        if flat is None:
+            flat = self._open[region.index]
+        if touched[position]:
+            flat[span].add_(gradient)
         else:
-            lasting[span].copy_(gradient)
+            flat[span].copy_(gradient)
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
         """Land what is final after the backward of one use of a unit."""
+        if self._repeats:
+            return
         for region in regions:
             flat = self._open.pop(region.index, None)
             if flat is not None and any(self.touched[region.index]):

@@ -64,6 +64,10 @@ def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> di
     """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
     signature = inspect.signature(model.forward).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+        for key in batch:
+            close = "" if key in signature else nearest(key, signature, cutoff=0.85)
+            if close:  # **kwargs would swallow a misspelt name
+                raise ConfigError(f"the batch has {key!r}, which {type(model).__name__}.forward does not name{close}.")
         return {k: v for k, v in batch.items() if k in signature or not (has_loss_function and k == "labels")}
     unknown = [key for key in batch if key not in signature]
     if unknown and not has_loss_function:
@@ -91,8 +95,16 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any]) -> LossRule:
-    """Try the model's own loss on a few rows: does it shift the labels, and does it divide by `num_items_in_batch`?
+def check_loss(loss: Any) -> torch.Tensor:
+    """Return what a loss function gave, if it is a loss."""
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(f"loss_fn returned {given}; a 0-dim tensor is wanted, such as the mean over the batch's targets.")
+    return loss
+
+
+def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None) -> LossRule:
+    """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
 
     A loss that shifts has no target left when only the first label of each row is kept. A signature does not tell: several families
     take the argument and ignore it.
@@ -103,10 +115,13 @@ def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any]) -> LossR
     full = labels.masked_fill(labels == IGNORED, 0)
     first = torch.full_like(labels, IGNORED)
     first[:, 0] = full[:, 0]
-    alone = find_loss(run({**batch, "labels": first})).item()
+    outputs = run({**batch, "labels": first})
+    alone = float(loss_fn(outputs, {**batch, "labels": first}) if loss_fn else find_loss(outputs))
     shifts = alone != alone or alone == 0.0
     rule = LossRule(shifts=shifts)
     signature = inspect.signature(model.forward).parameters
+    if loss_fn is not None:
+        return rule
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         count = rule.targets({"labels": full})
         once = find_loss(run({**batch, "labels": full}, num_items_in_batch=count)).item()

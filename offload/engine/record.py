@@ -5,44 +5,62 @@ Every unit runs with a graph of its own here, cut off at its border. What the pa
 - a unit called from inside another: likewise;
 - inputs changed in place, by the unit or after it: they are cloned, and come back as outputs;
 - outputs that never require a gradient;
+- what a unit's graph would save, and which axes of its tensors grow with the batch (from two passes with different numbers of rows);
 - tensors that leave a unit other than by return and reach the loss or another unit: refused, since their gradient would be lost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload.engine.unit import Arguments, Unit
+from offload.engine.call import Arguments, deliver, run_unit
+from offload.engine.learned import BatchAxis
+from offload.engine.stream import without_caches
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload.engine.stream import Stream
+    from offload.engine.unit import Unit
 
 
 class RestartRecording(Exception):
     """The pass cannot go on with these resident units; `Recording.outside_readers` says which one to add."""
 
 
+@dataclass
+class Use:
+    """The shapes of one use of a unit, and what its graph saved beside its inputs and weights."""
+
+    inputs: list[torch.Size]
+    others: list[Any]
+    outputs: list[torch.Size]
+    saved_bytes: int
+
+
 class Recording:
     """What one run of the model shows about its units.
 
     A leaf of a unit's own graph (its weights, its inputs) is `interior`; what a unit hands out is a `border`. A unit's result may hang on
-    its own interior only, the loss on borders only.
+    its own interior only, the loss on borders only. `before` is the pass with another number of rows, if there was one.
     """
 
-    def __init__(self, units: Sequence[Unit], stream: Stream) -> None:
+    def __init__(self, units: Sequence[Unit], stream: Stream, rows: int, before: Recording | None = None) -> None:
         self.outside_readers: set[str] = set()
-        self._stream = stream
+        self.rows = rows
+        self.uses: dict[str, list[Use]] = {}
+        self._stream, self._before = stream, before
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._watched: list[tuple[Unit, list[torch.Tensor], list[int]]] = []
-        self._called: set[str] = set()
+        self._handed: list[tuple[Unit, list[torch.Tensor], list[int]]] = []
         self._storages = {
             parameter.untyped_storage().data_ptr(): unit.name
             for unit in units
@@ -59,37 +77,63 @@ class Recording:
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
-        arguments = Arguments((args, kwargs))
+        arguments = Arguments(without_caches(args, kwargs))
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
+        random = self._stream.device.random_state()
+        buffers = [(buffer, buffer._version) for buffer in unit.module.buffers()]
+        saved = _Saved(self._stream, inputs)
         self._inside = unit
         self._stream.enter(unit)
         try:
             live = unit.live()
-            with torch.enable_grad():
-                new_args, new_kwargs = arguments.fill(inputs)
-                result = Arguments(unit.run(new_args, new_kwargs, live))
-                outputs = self._cut(unit, arguments, inputs, result)
+            with torch.enable_grad(), saved.hooks():
+                result = run_unit(unit, arguments, inputs, arguments.others)
+            random_after = self._stream.device.random_state()
+            outputs = self._cut(unit, arguments, inputs, result)
+            own = [*leaves, *live.values()]
+            mutated = _moved(inputs, versions)
+            self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
+            self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
+            use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
+            self.uses.setdefault(unit.name, []).append(use)
+            detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
+            self._learn(unit, mutated, detached, any(map(_differ, random, random_after)))
+            if not mutated:
+                self._stream.device.set_random_state(random)
+                with torch.no_grad():
+                    again = run_unit(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
+                self._stream.device.set_random_state(random_after)
+                unit.learned.needs_graph |= not all(map(_same, result.tensors, again.tensors))
+            unit.learned.buffers = [buffer for buffer, version in buffers if buffer._version != version]
+            if self._before is not None:
+                learn_batch(unit, self._before, self)
+                if unit.learned.splits and unit.learned.grows:
+                    unit.learned.splits = not mutated and self._splits(unit, arguments)
         finally:
             self._stream.leave(unit)
             self._inside = None
-        own = [*leaves, *live.values()]
-        mutated = {i for i, (t, version) in enumerate(zip(inputs, versions, strict=True)) if t._version != version}
-        self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
-        self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
-        self._learn(unit, mutated, {i for i, t in enumerate(result.tensors) if not t.requires_grad})
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
         self._watched.append((unit, arguments.tensors, [t._version for t in arguments.tensors]))
-        return result.fill(outputs)
+        self._handed.append((unit, outputs, [t._version for t in outputs]))
+        return deliver(result.fill(outputs), args, kwargs)
 
     def finish(self, results: Any) -> None:
-        """After the forward: which inputs changed later, and whether `results` (the loss) hang on something inside a unit."""
+        """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit, and what a backward reads."""
         for unit, tensors, versions in self._watched:
-            unit.stale |= {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+            unit.learned.stale |= _moved(tensors, versions)
+        for unit, tensors, versions in self._handed:
+            unit.learned.changed |= _moved(tensors, versions)
+        receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
+        for unit, tensors, _ in self._watched:
+            unit.learned.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
+        loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.dim():
+            loss.backward()  # of what lies outside the units: a custom backward may read their weights
 
     def _cut(self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments) -> list[torch.Tensor]:
         """Return the result's tensors without the unit's graph; an input that came back unchanged stays the caller's own."""
@@ -104,10 +148,36 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, mutated: set[int], detached: set[int]) -> None:
-        unit.mutated |= mutated
-        unit.detached = unit.detached & detached if unit.name in self._called else detached
-        self._called.add(unit.name)
+    def _learn(self, unit: Unit, mutated: set[int], detached: set[int], random: bool) -> None:
+        learned, uses = unit.learned, self.uses[unit.name]
+        learned.mutated |= mutated
+        if len(uses) == 1 and self._before is None:
+            learned.detached, learned.random, learned.keeps_nothing = detached, random, not mutated
+        learned.detached &= detached
+        learned.random |= random
+        learned.keeps_nothing &= not mutated and not uses[-1].saved_bytes
+
+    def _splits(self, unit: Unit, arguments: Arguments) -> bool:
+        """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the comparison."""
+        modes = [(module, module.training) for module in unit.module.modules()]
+        unit.module.eval()
+        learned = unit.learned
+
+        def run(rows: tuple[int, int] | None) -> Arguments:
+            inputs = [t.clone() for t in learned.cut_inputs(arguments.tensors, rows)]
+            return run_unit(unit, arguments, inputs, learned.cut_others(arguments.others, rows))
+
+        try:
+            with torch.no_grad():
+                whole = run(None)
+                spans: list[tuple[int, int] | None] = [(row, row + 1) for row in range(self.rows)]
+                joined = learned.join_outputs([run(span) for span in spans], spans)
+        except Exception:  # noqa: BLE001 - whatever a unit does not do with one row, it is not cut into rows
+            return False
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
         """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its arguments."""
@@ -136,6 +206,96 @@ class _Reads(TorchDispatchMode):
                 if name is not None:
                     self._found.add(name)
         return func(*args, **(kwargs or {}))
+
+
+class _Saved:
+    """Counts what autograd saves of a unit's run beside its inputs and its weights."""
+
+    def __init__(self, stream: Stream, inputs: Sequence[torch.Tensor]) -> None:
+        self._stream = stream
+        self._known = {t.untyped_storage().data_ptr() for t in inputs}
+        self.num_bytes = 0
+
+    def hooks(self) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._known and not self._stream.is_weight(tensor):
+                self._known.add(storage.data_ptr())
+                self.num_bytes += storage.nbytes()
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def learn_batch(unit: Unit, first: Recording, second: Recording) -> None:
+    """Compare a unit's uses in two passes: what grew with the rows, by which axis, and what the graph saves regardless of them.
+
+    Uses of one unit that differ in this, or a tensor with two axes that grew, leave the unit uncut.
+    """
+    learned, uses = unit.learned, second.uses[unit.name]
+    earlier = first.uses.get(unit.name, [])
+    learned.splits = False
+    if len(earlier) < len(uses):
+        return
+    one, two = earlier[len(uses) - 1], uses[-1]
+    rows = (first.rows, second.rows)
+    try:
+        inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
+        outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
+        others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
+    except ValueError:
+        return
+    per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
+    learned.copied_bytes = max(learned.copied_bytes, one.saved_bytes - per_row * rows[0])
+    if len(uses) > 1 and (inputs, outputs, others) != (learned.inputs, learned.outputs, learned.others):
+        return
+    learned.inputs, learned.outputs, learned.others = inputs, outputs, others
+    learned.splits = not learned.grows or all(axis is not None for axis in outputs)
+
+
+def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
+    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is not clear."""
+    if len(first) != len(second):
+        raise ValueError("another number of axes")
+    grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not grown:
+        return None
+    axis = grown[0]
+    if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
+        raise ValueError("no single axis grew with the rows")
+    return BatchAxis(axis, first[axis] // rows[0])
+
+
+def _scales(first: Any, second: Any, rows: tuple[int, int]) -> int | None:
+    """Return by which factor an argument that is no tensor is the number of rows; None where it stays; ValueError for anything else."""
+    if type(first) is int and type(second) is int and first != second:
+        if first % rows[0] or first // rows[0] * rows[1] != second:
+            raise ValueError("a number that follows the rows in another way")
+        return first // rows[0]
+    return None
+
+
+def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
+    return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    return bool(torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True))
+
+
+def _differ(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return not torch.equal(first, second)
+
+
+def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    scale = float(first.abs().max()) if first.numel() else 0.0
+    return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

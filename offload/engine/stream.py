@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload.engine.call import Arguments, call_unit, call_unit_without_graph, deliver
+from offload.engine.checkpoints import HostCheckpoints
 from offload.engine.gradients import GradientFlow
-from offload.engine.unit import Arguments, Unit, stream_call
-from offload.errors import OffloadError
+from offload.engine.keeping import Keeping, Shapes
+from offload.engine.learned import Rows
+from offload.errors import DoesNotFitError, OffloadError
 from offload.partition.layout import Region
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
 if TYPE_CHECKING:
     from offload.engine.record import Recording
+    from offload.engine.unit import Unit
 
-_INPUTS_FIX = (
-    "These are the inputs that units keep for their recompute. Lower --train.micro_batch_size or --data.sequence_length, "
-    "or raise --offload.device_memory."
-)
+_FIXES = {
+    "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations cpu, lower "
+    "--train.micro_batch_size or --data.sequence_length, or raise --offload.device_memory.",
+    "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto or always, or raise "
+    "--offload.device_memory.",
+}
 
 
 class Stream:
-    """Serves the units' calls. A unit's use goes enter -> run -> leave, in forward and again in backward."""
+    """Serves the units' calls. A unit's use goes enter -> run -> leave, in forward and again in backward.
 
-    def __init__(self, device: Device, slots: Slots, gradients: GradientFlow, debug: bool) -> None:
+    `batch_rows` and `micro_batch_rows`: while both are set, every unit whose inputs grow with the batch runs micro-batch by micro-batch,
+    under one fetch (layered gradient accumulation, arXiv:2106.02679).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slots: Slots,
+        gradients: GradientFlow,
+        keeping: Keeping,
+        checkpoints: HostCheckpoints | None,
+        *,
+        seed: int,
+        debug: bool,
+    ) -> None:
         self.device, self.slots, self.gradients = device, slots, gradients
         self.anchor = torch.zeros((), requires_grad=True)
         self.recording: Recording | None = None
-        self._debug = debug
+        self.step_number = 0
+        self._keeping, self._checkpoints, self._seed, self._debug = keeping, checkpoints, seed, debug
+        self._batch: tuple[int, int] | None = None
         self._inside: Unit | None = None
         self._uses: dict[str, int] = {}
-        self._held: dict[int, int] = {}
+        self._num_calls: dict[str, int] = {}
+        self._held: dict[int, tuple[int, str]] = {}
+
+    # -- a use of a unit --------------------------------------------------------------------------------------------------------------
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
         if self.recording is not None:
             return self.recording.call(unit, args, kwargs)
-        if torch.is_grad_enabled():
-            arguments = Arguments((args, kwargs))
-            if unit.trainable or any(t.requires_grad for t in arguments.tensors):
-                self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
-                return stream_call(unit, self, arguments)
-        self.enter(unit)
-        try:
-            with torch.no_grad():
-                result = Arguments(unit.run(args, kwargs, unit.live()))
-                return result.fill([self.own(t) for t in result.tensors])
-        finally:
-            self.leave(unit)
+        self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
+        arguments = Arguments(without_caches(args, kwargs) if torch.is_grad_enabled() else (args, kwargs))
+        if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
+            self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
+            return deliver(call_unit(unit, self, arguments), args, kwargs)
+        return deliver(call_unit_without_graph(unit, self, arguments), args, kwargs)
 
     def enter(self, unit: Unit) -> None:
         """Bring the unit's weights into the slot, which is its own until `leave`."""
@@ -72,11 +93,15 @@ class Stream:
         if self._debug:
             self.slots.poison()
 
+    def used(self, unit: Unit) -> None:
+        """A use of a unit has had its backward, or will have none."""
+        self._uses[unit.name] = max(0, self._uses.get(unit.name, 0) - 1)
+
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
         slot = self.slots.slot
         begin = tensor.data_ptr() - slot.data_ptr()
-        return tensor.clone() if 0 <= begin < slot.nbytes and slot.nbytes else tensor
+        return tensor.clone() if 0 <= begin < slot.nbytes else tensor
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they are there."""
@@ -86,28 +111,129 @@ class Stream:
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: self.gradients.take(index, p))  # type: ignore[misc]
         return live
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Enter a unit's inputs in the device's ledger; a tensor that many units receive counts once."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            count = self._held.get(key, 0)
-            if not count:
-                self.device.ledger.reserve("unit inputs", storage.nbytes(), _INPUTS_FIX)
-            self._held[key] = count + 1
+    # -- micro-batches ----------------------------------------------------------------------------------------------------------------
 
-    def let_go(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-        """A use of a unit is over: its inputs leave the ledger."""
-        self._uses[unit.name] = max(0, self._uses.get(unit.name, 0) - 1)
+    @contextmanager
+    def micro_batches(self, batch_rows: int, rows: int) -> Iterator[None]:
+        """Within, every unit runs `rows` rows of the batch at a time."""
+        self._batch = (batch_rows, rows) if rows < batch_rows else None
+        self.gradients.is_wide = self._batch is not None
+        try:
+            yield
+        finally:
+            self._batch = None
+            self.gradients.is_wide = False
+
+    @contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Within, units run on what they are given (the chunks of a head)."""
+        before, self._batch = self._batch, None
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    def rows_of(self, unit: Unit) -> list[Rows | None]:
+        """Return the micro-batches of a use of a unit: row ranges, or None for all that it is given."""
+        if self._batch is None or not unit.learned.grows:
+            return [None]
+        total, step = self._batch
+        return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+    def seed(self, unit: Unit, part: int) -> None:
+        """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch)."""
+        torch.manual_seed(hash((self._seed, self.step_number, unit.number, self._num_calls[unit.name], part)) & 0x7FFFFFFFFFFFFFFF)
+
+    # -- what waits for the backward --------------------------------------------------------------------------------------------------
+
+    def keeps_graph(self, unit: Unit, shapes: Shapes) -> bool:
+        """True where a use of a unit keeps its graph instead of recomputing it."""
+        return self._keeping.keeps(unit, shapes)
+
+    def measure_kept(self, unit: Unit, shapes: Shapes, num_parts: int) -> AbstractContextManager[None]:
+        """Around a recompute: learn what keeping its graph would have cost."""
+        return self._keeping.measure(unit, shapes, num_parts)
+
+    @property
+    def may_give_up_graphs(self) -> bool:
+        """True where a graph that does not fit is dropped and its unit recomputed."""
+        return self._keeping.may_give_up
+
+    def has_room(self, tensor: torch.Tensor) -> bool:
+        """True where the device's budget has room to hold a tensor."""
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() in self._held or self.device.ledger.has_room(storage.nbytes())
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """True where a tensor lies in the slot, or in weights that stay on the device."""
+        slot = self.slots.slot
+        return 0 <= tensor.data_ptr() - slot.data_ptr() < slot.nbytes or self.slots.is_weight(tensor)
+
+    def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
+        """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
+        return self._checkpoints.put(tensor) if self._checkpoints is not None and movable else tensor
+
+    def bring_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a saved input, or a micro-batch of one, on the device."""
+        return self._checkpoints.get(tensor) if self._checkpoints is not None else tensor
+
+    def hold(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        """Enter tensors that wait for the backward in the device's ledger, all or none; one that many units receive counts once."""
+        for number, tensor in enumerate(tensors):
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if self._checkpoints is not None and self._checkpoints.has(key):
+                continue
+            count, first = self._held.get(key, (0, name))
+            if not count:
+                try:
+                    self.device.ledger.reserve(name, storage.nbytes(), _FIXES[name])
+                except DoesNotFitError:
+                    self.let_go(tensors[:number])
+                    raise
+            self._held[key] = (count + 1, first)
+
+    def let_go(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors are no longer waited for."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
-            self._held[key] -= 1
-            if not self._held[key]:
+            if self._checkpoints is not None and self._checkpoints.free(key):
+                continue
+            count, name = self._held[key]
+            if count > 1:
+                self._held[key] = (count - 1, name)
+            else:
                 del self._held[key]
-                self.device.ledger.release("unit inputs", storage.nbytes())
+                self.device.ledger.release(name, storage.nbytes())
+
+    # -- steps ------------------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._num_calls.clear()
+        self.device.ledger.begin_step()
+        self.gradients.begin_step()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self.step_number += 1
+        self._keeping.end_step()
 
     def reset(self) -> None:
-        """Forget the uses of a pass that was given up."""
+        """Forget a pass that was given up."""
         self._uses.clear()
         self._inside = None
+        self.gradients.begin_step()
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave key-value caches out of a training call: a recompute would append to them, and nothing reads them."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return args, kwargs
+    cache = library.Cache
+    return (
+        tuple(None if isinstance(value, cache) else value for value in args),
+        {key: None if isinstance(value, cache) else value for key, value in kwargs.items()},
+    )

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.engine.discover import Candidate
-from offload.errors import OffloadError
+from offload.engine.learned import Learned
 from offload.partition.layout import ParameterInfo, Region
 
 if TYPE_CHECKING:
@@ -35,20 +34,15 @@ def resting_parameter(info: ParameterInfo, device: torch.device) -> nn.Parameter
 
 
 class Unit:
-    """A module, the places of its parameters, and the regions that hold them.
+    """A module, the places of its parameters, the regions that hold them, and what the recording pass has learned about it."""
 
-    `mutated`: indices of input tensors that the forward changes in place; `detached`: indices of output tensors that never require a
-    gradient. Both are learned by the recording pass.
-    """
-
-    def __init__(self, candidate: Candidate, regions: Sequence[Region], stream: Stream) -> None:
+    def __init__(self, number: int, candidate: Candidate, regions: Sequence[Region], stream: Stream) -> None:
+        self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.whole, self.resident = candidate.whole, candidate.resident
         self.regions = tuple(regions)
         self.trainable = any(region.trainable for region in regions)
-        self.mutated: set[int] = set()
-        self.stale: set[int] = set()
-        self.detached: set[int] = set()
+        self.learned = Learned()
         self.resting: dict[int, nn.Parameter] = {}
         self._live: dict[int, nn.Parameter] | None = None
         self._stream = stream
@@ -110,143 +104,3 @@ def put_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
         module._parameters[key] = parameter
     else:
         setattr(module, key, parameter)
-
-
-class Arguments:
-    """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs."""
-
-    def __init__(self, tree: Any) -> None:
-        leaves, self._spec = tree_flatten(tree)
-        self.tensors: list[torch.Tensor] = []
-        seen: dict[int, int] = {}
-        self._leaves: list[Any] = []
-        self._is_tensor: list[bool] = []
-        for leaf in leaves:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            if is_tensor:
-                index = seen.setdefault(id(leaf), len(self.tensors))
-                if index == len(self.tensors):
-                    self.tensors.append(leaf)
-                leaf = index
-            self._leaves.append(leaf)
-            self._is_tensor.append(is_tensor)
-
-    @property
-    def spec(self) -> TreeSpec:
-        return self._spec
-
-    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tree with other tensors in the places of the listed ones."""
-        leaves = [
-            tensors[leaf] if is_tensor else leaf for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)
-        ]
-        return tree_unflatten(leaves, self._spec)
-
-
-class Call:
-    """One use of a unit in a forward pass that will have a backward."""
-
-    def __init__(self, unit: Unit, stream: Stream, arguments: Arguments) -> None:
-        self.unit, self._stream, self._arguments = unit, stream, arguments
-        self._needs = [t.requires_grad for t in arguments.tensors]
-        self._inputs: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._random = stream.device.random_state()
-        self.result: Arguments | None = None
-        self.dirty: list[torch.Tensor] = []
-        self._is_open = False
-
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run without a graph; keep the inputs for the backward. Returns the result's tensors, then the inputs changed in place."""
-        unit, stream = self.unit, self._stream
-        copied = unit.mutated | unit.stale
-        self._inputs = [t.clone() if i in copied else t.detach() for i, t in enumerate(tensors)]
-        self._versions = [t._version for t in self._inputs]
-        stream.hold(self._inputs)
-        stream.enter(unit)
-        self._is_open = True
-        try:
-            args, kwargs = self._arguments.fill(tensors)
-            result = Arguments(unit.run(args, kwargs, unit.live()))
-            result.tensors = [stream.own(t) for t in result.tensors]
-        finally:
-            stream.leave(unit)
-        self.result = result
-        self.dirty = [tensors[i] for i in sorted(unit.mutated) if tensors[i].is_floating_point()]
-        return [*result.tensors, *(t for t in self.dirty if all(t is not other for other in result.tensors))]
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fetch, recompute with a graph, and return the gradients of the inputs; the parameters' go to the stream."""
-        unit, stream = self.unit, self._stream
-        if not self._is_open:
-            raise OffloadError(f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again.")
-        for tensor, version in zip(self._inputs, self._versions, strict=True):
-            if tensor._version != version:
-                raise OffloadError(
-                    f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in the recording "
-                    f"pass; use an out-of-place operation there."
-                )
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(self._inputs, self._needs, strict=True)]
-        with torch.enable_grad():
-            inputs = [leaf.clone() if i in unit.mutated else leaf for i, leaf in enumerate(leaves)]
-        after = stream.device.random_state()
-        stream.enter(unit)
-        try:
-            stream.device.set_random_state(self._random)
-            args, kwargs = self._arguments.fill(inputs)
-            with torch.enable_grad():
-                result = Arguments(unit.run(args, kwargs, unit.live())).tensors
-            dirty = [inputs[i] for i in sorted(unit.mutated) if inputs[i].is_floating_point()]
-            result = [*result, *(t for t in dirty if all(t is not other for other in result))]
-            pairs = [
-                (out, gradient)
-                for out, gradient in zip(result, gradients, strict=True)
-                if gradient is not None and out.requires_grad
-            ]
-            stream.device.set_random_state(after)
-            stream.gradients.open(unit.regions)
-            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
-            stream.gradients.close(unit.regions)
-        finally:
-            stream.leave(unit)
-            self.close()
-        return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
-
-    def close(self) -> None:
-        """Let the inputs go."""
-        if self._is_open:
-            self._is_open = False
-            self._stream.let_go(self.unit, self._inputs)
-            self._inputs = []
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class Border(torch.autograd.Function):
-    """The border between the outer graph and a unit."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs = call.forward(tensors)
-        if call.dirty:
-            ctx.mark_dirty(*call.dirty)
-        ctx.mark_non_differentiable(
-            *(t for i, t in enumerate(outputs) if i in call.unit.detached or not t.is_floating_point())
-        )
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.call.backward(gradients)
-
-
-def stream_call(unit: Unit, stream: Stream, arguments: Arguments) -> Any:
-    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input does."""
-    call = Call(unit, stream, arguments)
-    anchor = stream.anchor if unit.trainable else None
-    outputs = Border.apply(call, anchor, *arguments.tensors)
-    assert call.result is not None
-    return call.result.fill(outputs)

@@ -16,7 +16,7 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, n
     Only `constant` works without `num_steps`.
     """
     if step < warmup_steps:
-        return base * (step + 1) / warmup_steps
+        return base * ((step + 1) / warmup_steps)
     if schedule == "constant":
         return base
     if num_steps is None:

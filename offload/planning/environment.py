@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "tyro", "numpy", "nanobind")
@@ -26,21 +27,22 @@ def describe_environment() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Return the bytes of CPU memory this process may hope for: of the machine, and of its control group where one is set."""
+    """Return the bytes of CPU memory this process may hope for: of the machine, and of its control group where one is
+    set.
+    """
     found: dict[str, int] = {}
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.rstrip().endswith("kB")}
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
         found = {"total_bytes": table["MemTotal"], "available_bytes": table["MemAvailable"]}
     except (OSError, KeyError, ValueError):
         if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
             found["total_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = int(file.read())  # "max" where there is no limit
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            found["cgroup_bytes"] = limit
-            found["available_bytes"] = min(found.get("available_bytes", limit), limit - int(file.read()))
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))  # "max" where there is no limit
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        found["cgroup_bytes"] = limit
+        found["available_bytes"] = min(found.get("available_bytes", limit), limit - used)
     except (OSError, ValueError):
         pass
     return found
@@ -62,7 +64,11 @@ def _offload_version() -> str:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"num_cores": os.cpu_count(), "num_threads": torch.get_num_threads(), "machine": platform.machine()}
+    found: dict[str, Any] = {
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
     if hasattr(os, "sched_getaffinity"):
         found["num_usable_cores"] = len(os.sched_getaffinity(0))
     try:
@@ -70,7 +76,9 @@ def _cpu() -> dict[str, Any]:
 
         info = cpuinfo.get_cpu_info()
         found["name"] = info.get("brand_raw")
-        found["flags"] = [flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))]
+        found["flags"] = [
+            flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))
+        ]
         found["l2_cache_bytes"] = info.get("l2_cache_size")
         found["l3_cache_bytes"] = info.get("l3_cache_size")
     except ImportError:
@@ -85,7 +93,12 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
-        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}", "cuda": torch.version.cuda}
+        {
+            "name": each.name,
+            "memory_bytes": each.total_memory,
+            "capability": f"{each.major}.{each.minor}",
+            "cuda": torch.version.cuda,
+        }
         for each in properties
     ]
 

@@ -27,9 +27,11 @@ class UnitPlan:
     resident: bool
 
 
-def transient_gradient_bytes(region: Region) -> int:
-    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters."""
-    return region.weight_bytes if region.trainable else 0
+def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
+    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters, or in fp32 where micro-batches add up."""
+    if not region.trainable:
+        return 0
+    return 4 * region.numel if wide else region.weight_bytes
 
 
 def slot_bytes(unit: UnitPlan, resident: set[int]) -> int:
@@ -49,18 +51,16 @@ def plan_memory(
     parameters_tier: str,
     optimizer_tier: str,
     keeps_gradients: bool,
-    accumulates: bool,
+    splits: bool,
 ) -> list[Allocation]:
-    """Return every lasting allocation of a run, in the order in which they are made."""
+    """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add up in fp32."""
     states_tier = "device" if optimizer_tier == "device" else "cpu"
     totals: dict[str, int] = {}
     for region in regions:
-        for plane, num_bytes in region.planes(keeps_gradients, accumulates).items():
+        for plane, num_bytes in region.planes(keeps_gradients, accumulates=False).items():
             totals[plane] = totals.get(plane, 0) + num_bytes
     plan = [Allocation(states_tier, plane.replace("_", " "), num_bytes) for plane, num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
-        plan.append(Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0)))
-    if states_tier == "cpu" and accumulates:
         plan.append(Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0)))
 
     resident = resident_regions(units)
@@ -78,7 +78,7 @@ def plan_memory(
         Allocation(
             "device",
             "gradient buffer",
-            max((sum(transient_gradient_bytes(r) for r in u.regions if r not in lasting) for u in transient), default=0),
+            max((sum(transient_gradient_bytes(r, splits) for r in u.regions if r not in lasting) for u in transient), default=0),
         )
     )
     return [allocation for allocation in plan if allocation.num_bytes]

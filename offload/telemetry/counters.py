@@ -41,7 +41,11 @@ class Counters:
         """Host memory that is registered with the device; 0 without one."""
         return self.peaks()[2]
 
+    def clear(self) -> None:
+        """What moved so far belongs to no step, but for what stays on the device."""
+        self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
+
     def begin_step(self) -> None:
         """Start counting a step."""
+        self.clear()
         self.h2d_bytes, self.next_h2d_bytes = self.next_h2d_bytes, 0
-        self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0

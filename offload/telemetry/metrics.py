@@ -10,7 +10,10 @@ from typing import Any
 
 
 class MetricsLog:
-    """Appends lines; each is on its way to the file when `write` returns. A number that is not finite is written as null."""
+    """Appends lines; each is on its way to the file when `write` returns.
+
+    A number that is not finite is written as null.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)

@@ -86,13 +86,15 @@ class LiveProgress:
         from rich.table import Table
 
         text = describe(fields, num_steps, eta_s)
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=12)
+        line.add_column(no_wrap=True, overflow="ellipsis")
+        line.add_row(ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None), text)
         if not self._live.is_started:
             self._live.start()
+        self._live.update(line)
         if fields["step"] % self._log_every == 0:
             self.say(text)
-        line = Table.grid(padding=(0, 1))
-        line.add_row(ProgressBar(total=num_steps, completed=fields["step"], width=24, pulse=num_steps is None), text)
-        self._live.update(line)
 
     def close(self) -> None:
         self._live.stop()

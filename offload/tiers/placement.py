@@ -38,8 +38,6 @@ class Placement:
                 raise ConfigError(f"offload.{key} is nvme, and this version has no nvme tier yet; allowed: auto, device, cpu.")
             if value not in allowed:
                 raise ConfigError(f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: auto, device, cpu.")
-        if self.activations == "cpu":
-            raise ConfigError("offload.activations is cpu, which this version does not build yet; allowed: auto, device.")
         if self.optimizer == "device" and self.parameters == "cpu":
             raise ConfigError(
                 "offload.optimizer is device and offload.parameters is cpu: states above their parameters save nothing. "

@@ -29,6 +29,9 @@ class Slots:
         self._resident: dict[int, torch.Tensor] = {}
         self._on_device = store.tier == "device"
         self._holds: Sequence[Region] | None = None
+        self._storages: set[int] = set()
+        if self._on_device:
+            self._storages.update(state.weights.untyped_storage().data_ptr() for state in store.states)
         self.slot = device.allocate(slot_name, slot_bytes) if slot_bytes and not self._on_device else torch.empty(0, dtype=torch.uint8)
 
     def keep(self, regions: Iterable[Region]) -> None:
@@ -38,6 +41,7 @@ class Slots:
                 continue
             flat = self._device.allocate("resident weights", region.weight_bytes).view(self._store[region].weights.dtype)
             self._resident[region.index] = flat
+            self._storages.add(flat.untyped_storage().data_ptr())
             self._bring_up(region, flat)
 
     def refresh(self) -> None:
@@ -51,6 +55,10 @@ class Slots:
     def invalidate(self) -> None:
         """What the slot holds is no longer what the store holds."""
         self._holds = None
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """True where a tensor views weights that are on the device for good."""
+        return tensor.untyped_storage().data_ptr() in self._storages
 
     def is_resident(self, region: Region) -> bool:
         """True where a region is on the device for good."""

@@ -1,19 +1,30 @@
-"""Plain PyTorch, as DESIGN section 8 states it: every parameter resident, one autograd graph, gradients through `native.adamw`."""
+"""Plain PyTorch, as the numerics contract states it: every parameter resident, one graph, gradients through
+`native.adamw`."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from offload import AdamW, native
 
+Batch = Mapping[str, torch.Tensor]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+
 
 class Reference:
-    """Trains `model` in place. In bf16 the model computes in bf16 (`kept` names stay fp32), the masters are fp32."""
+    """Trains a copy of `model`.
+
+    In bf16 the copy computes in bf16 (where `kept(name)` says so, in fp32) under fp32 masters. A gradient in bf16 is
+    summed in fp32 over micro-batches and over the uses of a tied weight, and rounded once: so the copy is untied,
+    each use has a weight of its own, and all of them follow one master.
+    """
 
     def __init__(
         self,
@@ -23,56 +34,141 @@ class Reference:
         max_grad_norm: float | None = 1.0,
         micro_batch_size: int | None = None,
         kept: Callable[[str], bool] = lambda name: False,
+        group: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
-        self.model, self.rule, self.max_grad_norm, self.rows = model, optimizer or AdamW(), max_grad_norm, micro_batch_size
-        for module in model.modules():
+        self.model = copy.deepcopy(model)
+        group(self.model)
+        self.rule, self.max_grad_norm, self.rows = optimizer or AdamW(), max_grad_norm, micro_batch_size
+        for module in self.model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False
-        self.named = dict(model.named_parameters())
-        self.masters = {name: p.detach().float().clone() for name, p in self.named.items()}
+        self.named = {name: [p] for name, p in self.model.named_parameters()}
+        if precision == "bf16":
+            self.named = untie(self.model)
         self.split = {name for name in self.named if precision == "bf16" and not kept(name)}
-        for name, p in self.named.items():
-            if name in self.split:
-                p.data = native.split(self.masters[name])[0]
+        self.masters = {name: uses[0].detach().float().clone() for name, uses in self.named.items()}
         self.moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
         self.steps = dict.fromkeys(self.named, 0)
-        self.gradients: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        for name in self.named:
+            self._show(name)
 
-    def losses(self, batch: Mapping[str, torch.Tensor], loss_fn: Any, tokens: Callable[[Mapping[str, torch.Tensor]], int]) -> Any:
-        total = next(iter(batch.values())).shape[0]
-        rows = self.rows or total
-        for start in range(0, total, rows):
-            part = {k: v[start : start + rows] for k, v in batch.items()}
-            outputs = self.model(**part) if loss_fn is None else self.model(**{k: v for k, v in part.items() if k != "labels"})
-            loss = outputs.loss if loss_fn is None else loss_fn(outputs, part)
-            yield loss if rows >= total else loss * (tokens(part) / tokens(batch))
-
-    def step(self, batch: Mapping[str, torch.Tensor], loss_fn: Any = None, tokens: Any = None) -> tuple[torch.Tensor, float]:
-        tokens = tokens or (lambda b: int((b["labels"][:, 1:] != -100).sum()))
-        sums: dict[str, torch.Tensor] = {}
+    def step(
+        self, batch: Batch, loss_fn: LossFunction | None = None, count: Callable[[Batch], int] | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Train on a batch; return the loss and the norm of the gradients. `count` gives the weight of a
+        micro-batch."""
         total = torch.zeros(())
-        for loss in self.losses(batch, loss_fn, tokens):
+        for loss in self.losses(batch, loss_fn, count or count_shifted):
             loss.backward()
             total += loss.detach().float()
-            for name, p in self.named.items():
-                if p.grad is not None:
-                    sums[name] = p.grad.float() if name not in sums else sums[name] + p.grad.float()
-                    p.grad = None
-        return total, self.update(sums)
+            self.collect()
+        return total, self.update()
 
-    def update(self, sums: dict[str, torch.Tensor]) -> float:
-        norm = math.sqrt(sum(native.sum_squares(g.contiguous()) for g in (sums[n] for n in self.named if n in sums)))
+    def losses(
+        self, batch: Batch, loss_fn: LossFunction | None, count: Callable[[Batch], int]
+    ) -> Iterator[torch.Tensor]:
+        total = len(next(iter(batch.values())))
+        rows = self.rows or total
+        for start in range(0, total, rows):
+            part = {key: value[start : start + rows] for key, value in batch.items()}
+            if rows < total and not count(part):
+                continue  # a mean over no targets is NaN
+            if loss_fn is None:
+                loss = self.model(**part).loss
+            else:
+                loss = loss_fn(self.model(**{k: v for k, v in part.items() if k != "labels"}), part)
+            yield loss if rows >= total else loss * (count(part) / count(batch))
+
+    def collect(self) -> None:
+        """Add what the last backward left in `.grad`, in fp32."""
+        for name, uses in self.named.items():
+            found = [p.grad.float() for p in reversed(uses) if p.grad is not None]  # in the order of the backward
+            for p in uses:
+                p.grad = None
+            if found:
+                total = found[0] if len(found) == 1 else sum(found[1:], found[0])
+                self._sums[name] = self._sums[name] + total if name in self._sums else total.contiguous()
+
+    def update(self) -> float:
+        """Clip and update from the gradients collected so far; return their norm."""
+        sums, self._sums = self._sums, {}
+        norm = math.sqrt(sum(native.sum_squares(sums[name]) for name in self.named if name in sums))
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
-        self.gradients = sums
         for name, gradient in sums.items():
             if name in self.split:
                 gradient = gradient.bfloat16()
-            p = self.named[name]
-            lr_scale, decay = self.rule.settings(name, p.dim())
+            lr_scale, decay = self.rule.settings(name, gradient.dim())
             self.steps[name] += 1
             native.adamw(
-                self.masters[name], *self.moments[name], gradient.contiguous(), step=self.steps[name], lr=self.rule.lr * lr_scale,
-                betas=self.rule.betas, eps=self.rule.eps, weight_decay=decay, grad_scale=scale,
+                self.masters[name],
+                *self.moments[name],
+                gradient,
+                step=self.steps[name],
+                lr=self.rule.lr * lr_scale,
+                betas=self.rule.betas,
+                eps=self.rule.eps,
+                weight_decay=decay,
+                grad_scale=scale,
             )
-            p.data = native.split(self.masters[name])[0] if name in self.split else self.masters[name].clone()
+            self._show(name)
         return norm
+
+    def _show(self, name: str) -> None:
+        """Give the model the master weights, in the dtype in which it computes."""
+        for p in self.named[name]:
+            p.data = native.split(self.masters[name])[0] if name in self.split else self.masters[name].clone()
+
+
+def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Give every place of a tied weight a parameter of its own; return them by the first name, in torch's order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    uses: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
+    alive = list(model.parameters())  # so that ids stay those of `names`
+    seen: set[int] = set()
+    for module in list(model.modules()):
+        for key, child in list(module._modules.items()):
+            if child is not None and id(child) in seen and next(child.parameters(), None) is not None:
+                module._modules[key] = _twin(child)
+            seen.add(id(child))
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is None:
+                continue
+            name = names[id(p)]
+            if uses[name]:
+                module._parameters[key] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+            uses[name].append(module._parameters[key])
+    del alive
+    return uses
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that is used twice, which has the same parameters."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+
+
+def sum_by_layer(model: nn.Module) -> None:
+    """Let every element of a list of modules sum the gradients of each of its inputs before handing them on, as a
+    streamed unit does."""
+
+    def alias(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Each input becomes one node of the graph in front of all the module's uses of it."""
+        return tree_map(
+            lambda t: t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t, (args, kwargs)
+        )
+
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList):
+            for module in parent:
+                module.register_forward_pre_hook(alias, with_kwargs=True)
+
+
+def count_shifted(batch: Batch) -> int:
+    """Targets of a causal model, whose first label in a row is none."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def count_labels(batch: Batch) -> int:
+    """Targets of a model that does not shift."""
+    return int((batch["labels"] != -100).sum())

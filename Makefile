@@ -1,0 +1,93 @@
+# Everything runs in .venv, which `make setup` makes; the other targets call it when it is missing or out of date.
+# PYTHON=python3.12 picks the interpreter; ARGS="--train.steps 10" goes to the command of train, test and bench.
+PYTHON ?= python3
+CXX ?= g++
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+READY := $(VENV)/ready
+PINS := $(VENV)/constraints.txt
+KERNELS := $(wildcard csrc/*)
+EDITABLE := install --no-build-isolation -c $(PINS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build train test lint type bench sanitize check clean
+
+help:
+	@echo "make setup     virtual environment with everything, C++ kernels built"
+	@echo "make train     python -m offload.train       (ARGS=...)"
+	@echo "make test      pytest                        (ARGS=...)"
+	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
+	@echo "make build     the C++ kernels again, after an edit"
+	@echo "make lint      ruff, import-linter"
+	@echo "make type      mypy"
+	@echo "make sanitize  the C++ kernels under address, undefined-behaviour and thread sanitizers"
+	@echo "make check     lint, type, test, sanitize"
+	@echo "make clean     remove what was built, .venv included"
+
+setup: $(READY)
+
+# A torch that the interpreter already has is kept, whatever its version: it is the one made for this machine.
+$(PINS): constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "offload needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@if version=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null); then \
+	  echo "keeping torch $$version of $(PYTHON)"; \
+	  { grep -v '^torch==' constraints.txt; echo "torch==$$version"; } > $@; \
+	else \
+	  $(PYTHON) -m venv --clear $(VENV) && cp constraints.txt $@; \
+	fi
+
+# Without build isolation, so that C++ edits rebuild in seconds; the build tools are therefore installed by hand.
+$(READY): pyproject.toml CMakeLists.txt $(PINS)
+	$(PIP) install -c $(PINS) torch scikit-build-core nanobind
+	@command -v cmake >/dev/null || $(PIP) install cmake
+	@command -v ninja >/dev/null || $(PIP) install ninja
+	@$(PIP) $(EDITABLE) -e '.[dev]' 2> $(VENV)/build.log || { \
+	  rm -rf build; : "cmake would remember that there was no compiler"; \
+	  $(PIP) $(EDITABLE) -Cwheel.cmake=false -e '.[dev]' || { cat $(VENV)/build.log; exit 1; }; \
+	  echo "WARNING: the C++ kernels could not be built, so slower torch kernels with the same results run instead."; \
+	  echo "         They need a C++ compiler and Python.h (g++, python3-dev). Details: $(VENV)/build.log"; \
+	}
+	@touch $@
+
+build: $(READY)
+	$(PIP) $(EDITABLE) --no-deps -e .
+
+train: $(READY)
+	$(BIN)/python -m offload.train $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m offload.bench adam $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+type: $(READY)
+	$(BIN)/mypy
+
+SANITIZED := tests/native/sanitized.cpp $(filter-out csrc/bind.cpp, $(filter %.cpp, $(KERNELS)))
+SANITIZE := $(CXX) -std=c++17 -O1 -g -ffp-contract=off -Wno-maybe-uninitialized -Icsrc $(SANITIZED) -pthread
+
+sanitize: build/sanitized-address build/sanitized-thread
+	build/sanitized-address
+	build/sanitized-thread
+
+build/sanitized-address: $(KERNELS) tests/native/sanitized.cpp
+	@mkdir -p build
+	$(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all -o $@
+
+build/sanitized-thread: $(KERNELS) tests/native/sanitized.cpp
+	@mkdir -p build
+	$(SANITIZE) -fsanitize=thread -o $@
+
+check: lint type test sanitize
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

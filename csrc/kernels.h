@@ -1,0 +1,60 @@
+// The operations on flat arrays in host memory. Pointers need no alignment beyond the element's, lengths are any,
+// arrays of one call do not overlap. Every result is the same bit for bit on every Isa and with any number of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu.h"
+
+namespace offload {
+
+struct Execution {
+  int threads;
+  Isa isa;
+};
+
+// What one AdamW step multiplies with: computed in double as torch does, rounded to float once.
+struct AdamwScalars {
+  float grad_scale;         // 1 for none
+  float decay;              // 1 - lr * weight_decay
+  float lerp_weight;        // 1 - beta1
+  float beta2;              //
+  float one_minus_beta2;    //
+  float sqrt_correction2;   // sqrt(1 - beta2^step)
+  float eps;                //
+  float neg_step_size;      // -lr / (1 - beta1^step)
+};
+
+// master: fp32 where lo is null; else `master` is the bfloat16 plane and `lo` the int16 plane of a split master.
+struct AdamwArrays {
+  void* master;
+  int16_t* lo;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+  bool grad_is_bf16;
+  int64_t n;
+};
+
+// Returns how many new master weights are not finite, judged in fp32 (a split NaN can look like a zero in its high half).
+int64_t adamw(const AdamwArrays& arrays, const AdamwScalars& scalars, Execution how);
+
+void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
+void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);
+void to_bf16(const float* from, uint16_t* to, int64_t n, Execution how);
+void round_bf16(float* x, int64_t n, Execution how);
+template <class T>  // T here and below: float, or uint16_t for bfloat16
+void accumulate(float* sum, const T* x, int64_t n, Execution how);
+
+// Sums of squares in double. Segment i is x[offsets[i] .. offsets[i] + sizes[i]) and has the bits it would have alone.
+template <class T>
+void sum_squares(const T* x, const int64_t* offsets, const int64_t* sizes, double* sums, int64_t num_segments,
+                 Execution how);
+
+// The memory traffic of adamw without its arithmetic, for the benchmark: variants differ in how far they prefetch.
+constexpr int kNumRooflineVariants = 3;
+void roofline_fp32(float* p, float* m, float* v, const float* g, int64_t n, int variant, Execution how);
+void roofline_split(uint16_t* hi, int16_t* lo, float* m, float* v, const uint16_t* g, int64_t n, int variant,
+                    Execution how);
+
+}  // namespace offload

@@ -1,0 +1,71 @@
+// AVX2 with FMA: 8 floats. See simd_scalar.inl for what each operation means.
+
+struct Wide {
+  using Vec = __m256;
+  static constexpr int64_t kWidth = 8;
+
+  static Vec set(float x) { return _mm256_set1_ps(x); }
+  static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+  static Vec load_bf16(const uint16_t* p) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+
+  // Writes the low 16 bits of each lane, whose high 16 bits must be zero (packus saturates).
+  static void store_low(void* p, __m256i x) {
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128(static_cast<__m128i*>(p), packed);
+  }
+  static __m256i round_bits(Vec x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7FC0), nan);
+  }
+  static void store_bf16(uint16_t* p, Vec x) { store_low(p, round_bits(x)); }
+  static Vec round_bf16(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(round_bits(x), 16)); }
+
+  static void split(uint16_t* hi, int16_t* lo, Vec x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    store_low(hi, _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16));
+    store_low(lo, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
+  }
+  static Vec join(const uint16_t* hi, const int16_t* lo) {
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(hi)));
+    const __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lo)));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 16), low));
+  }
+
+  static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
+  static int64_t count_nonfinite(Vec x) {
+    const __m256i exponent = _mm256_set1_epi32(0x7F800000);
+    const __m256i found = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
+    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(found))));
+  }
+
+  struct Squares {
+    __m256d sum[8] = {};
+    void add8(int k, Vec x) {
+      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+      sum[k] = _mm256_fmadd_pd(low, low, sum[k]);  // squares of floats are exact in double: fused or not is the same
+      sum[k + 1] = _mm256_fmadd_pd(high, high, sum[k + 1]);
+    }
+    void add(const float* p) {
+      for (int k = 0; k < 4; ++k) add8(2 * k, load(p + 8 * k));
+    }
+    void add(const uint16_t* p) {
+      for (int k = 0; k < 4; ++k) add8(2 * k, load_bf16(p + 8 * k));
+    }
+    void get(double* out) const {
+      for (int k = 0; k < 8; ++k) _mm256_storeu_pd(out + 4 * k, sum[k]);
+    }
+  };
+};

@@ -1,0 +1,70 @@
+// AVX-512 (F, BW, DQ, VL): 16 floats. See simd_scalar.inl for what each operation means.
+
+struct Wide {
+  using Vec = __m512;
+  static constexpr int64_t kWidth = 16;
+
+  static Vec set(float x) { return _mm512_set1_ps(x); }
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+  static Vec load_bf16(const uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+
+  static void store_low(void* p, __m512i x) {  // the low 16 bits of each lane
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+  }
+  static __m512i round_bits(Vec x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7FC0));
+  }
+  static void store_bf16(uint16_t* p, Vec x) { store_low(p, round_bits(x)); }
+  static Vec round_bf16(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(round_bits(x), 16)); }
+
+  static void split(uint16_t* hi, int16_t* lo, Vec x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    store_low(hi, _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16));
+    store_low(lo, bits);
+  }
+  static Vec join(const uint16_t* hi, const int16_t* lo) {
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(hi)));
+    const __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lo)));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 16), low));
+  }
+
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
+  static int64_t count_nonfinite(Vec x) {
+    constexpr int kQuietNan = 0x01, kPlusInf = 0x08, kMinusInf = 0x10, kSignalingNan = 0x80;
+    return __builtin_popcount(_mm512_fpclass_ps_mask(x, kQuietNan | kPlusInf | kMinusInf | kSignalingNan));
+  }
+
+  struct Squares {
+    __m512d sum[4] = {};
+    void add16(int k, Vec x) {
+      const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+      const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+      sum[k] = _mm512_fmadd_pd(low, low, sum[k]);  // squares of floats are exact in double: fused or not is the same
+      sum[k + 1] = _mm512_fmadd_pd(high, high, sum[k + 1]);
+    }
+    void add(const float* p) {
+      add16(0, load(p));
+      add16(2, load(p + 16));
+    }
+    void add(const uint16_t* p) {
+      add16(0, load_bf16(p));
+      add16(2, load_bf16(p + 16));
+    }
+    void get(double* out) const {
+      for (int k = 0; k < 4; ++k) _mm512_storeu_pd(out + 8 * k, sum[k]);
+    }
+  };
+};

@@ -1,0 +1,66 @@
+// One float at a time: the tails of every instruction set, and all of the work where there is no other.
+// The wide versions offer the same operations with the same results, bit for bit; bfloat16 travels as uint16_t.
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+struct Narrow {
+  using Vec = float;
+  static constexpr int64_t kWidth = 1;
+
+  static Vec set(float x) { return x; }
+  static Vec load(const float* p) { return *p; }
+  static void store(float* p, Vec x) { *p = x; }
+  static Vec load_bf16(const uint16_t* p) { return float_of(static_cast<uint32_t>(*p) << 16); }
+
+  // Nearest, ties to even, as torch rounds; a NaN stays a NaN (the addition alone would carry 0x7FFFFFFF into -0).
+  static uint16_t round_bits(Vec x) {
+    const uint32_t bits = bits_of(x);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
+    return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  }
+  static void store_bf16(uint16_t* p, Vec x) { *p = round_bits(x); }
+  static Vec round_bf16(Vec x) { return float_of(static_cast<uint32_t>(round_bits(x)) << 16); }
+
+  // The split master: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16), which are the low 16 bits read as signed.
+  static void split(uint16_t* hi, int16_t* lo, Vec x) {
+    const uint32_t bits = bits_of(x);
+    *hi = static_cast<uint16_t>((bits + 0x8000) >> 16);
+    *lo = static_cast<int16_t>(static_cast<uint16_t>(bits));
+  }
+  static Vec join(const uint16_t* hi, const int16_t* lo) {
+    return float_of((static_cast<uint32_t>(*hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(*lo)));
+  }
+
+  static Vec add(Vec a, Vec b) { return a + b; }
+  static Vec sub(Vec a, Vec b) { return a - b; }
+  static Vec mul(Vec a, Vec b) { return a * b; }
+  static Vec div(Vec a, Vec b) { return a / b; }
+  static Vec fma(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }  // a * b + c, rounded once
+  static Vec sqrt(Vec a) { return __builtin_sqrtf(a); }
+  static int64_t count_nonfinite(Vec x) { return (bits_of(x) & 0x7F800000) == 0x7F800000; }
+
+  // 32 running sums of squares in double, of which number k takes the elements whose index is k modulo 32.
+  struct Squares {
+    double sum[32] = {};
+    void add(const float* p) {
+      for (int k = 0; k < 32; ++k) sum[k] += static_cast<double>(p[k]) * p[k];
+    }
+    void add(const uint16_t* p) {
+      for (int k = 0; k < 32; ++k) {
+        const double x = load_bf16(p + k);
+        sum[k] += x * x;
+      }
+    }
+    void get(double* out) const { memcpy(out, sum, sizeof sum); }
+  };
+};

@@ -1,0 +1,1 @@
+"""What `python -m offload.bench` runs, one module per benchmark."""

@@ -1,0 +1,321 @@
+"""One use of a unit in a pass that will have a backward: micro-batch by micro-batch, with a recompute or a kept graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from offload.engine.kept import KeptGraph, TooMuchToKeepError
+from offload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from offload.engine.stream import Stream
+    from offload.engine.unit import Unit
+
+
+class Arguments:
+    """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs.
+
+    Mappings that torch's pytree does not open (such as the one in which Gemma 3n passes keys and values on) are opened too.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
+        self._seen: dict[int, int] = {}
+        self._leaves, self._spec = self._flatten(tree)
+
+    def fill(self, tensors: Sequence[torch.Tensor], others: Sequence[Any] | None = None) -> Any:
+        """Return the tree with other tensors (and other leaves) in the places of the listed ones."""
+        return self._fill(self._leaves, self._spec, tensors, self.others if others is None else others)
+
+    def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
+        leaves, spec = tree_flatten(tree)
+        places: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                index = self._seen.setdefault(id(leaf), len(self.tensors))
+                if index == len(self.tensors):
+                    self.tensors.append(leaf)
+                places.append((True, index))
+            elif isinstance(leaf, MutableMapping):
+                places.append((leaf, *self._flatten(dict(leaf))))
+            else:
+                places.append((False, len(self.others)))
+                self.others.append(leaf)
+        return places, spec
+
+    def _fill(self, places: list[Any], spec: TreeSpec, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Any:
+        leaves = []
+        for kind, *place in places:
+            if kind is True:
+                leaves.append(tensors[place[0]])
+            elif kind is False:
+                leaves.append(others[place[0]])
+            else:
+                mapping = copy.copy(kind)
+                mapping.update(self._fill(*place, tensors, others))
+                leaves.append(mapping)
+        return tree_unflatten(leaves, spec)
+
+
+def run_unit(unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
+    """Run a unit's module; return its result, and what it put into mappings among its arguments, as (result, additions)."""
+    args, kwargs = arguments.fill(tensors, others)
+    mappings = _mappings(args, kwargs)
+    before = [dict(mapping) for mapping in mappings]
+    result = unit.run(args, kwargs, unit.live())
+    additions = [
+        (number, key, value)
+        for number, mapping in enumerate(mappings)
+        for key, value in mapping.items()
+        if key not in before[number] or before[number][key] is not value
+    ]
+    return Arguments((result, additions))
+
+
+def deliver(filled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Put a unit's additions into the caller's own mappings; return the result alone."""
+    result, additions = filled
+    if additions:
+        mappings = _mappings(args, kwargs)
+        for number, key, value in additions:
+            mappings[number][key] = value
+    return result
+
+
+def _mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+
+
+@dataclass
+class Part:
+    """One micro-batch of a call: its rows, the generators and the unit's moving buffers as they were, its graph where that is kept."""
+
+    rows: tuple[int, int] | None
+    random: tuple[torch.Tensor, ...] | None
+    buffers: list[torch.Tensor]
+    graph: KeptGraph | None = None
+
+
+class Call:
+    """Serves the forward and the backward of one `Border`."""
+
+    def __init__(self, unit: Unit, stream: Stream, arguments: Arguments) -> None:
+        self.unit, self._stream, self._arguments = unit, stream, arguments
+        self._needs = [t.requires_grad for t in arguments.tensors]
+        self._inputs: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._parts: list[Part] = []
+        self._shapes = [(t.shape, t.dtype) for t in arguments.tensors]
+        self.result: Arguments | None = None
+        self.dirty: list[torch.Tensor] = []
+        self._is_open = False
+
+    # -- forward ----------------------------------------------------------------------------------------------------------------------
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
+        unit, stream, learned = self.unit, self._stream, self.unit.learned
+        rows = stream.rows_of(unit)
+        keeps = stream.keeps_graph(unit, self._shapes)
+        self._is_open = True
+        if not keeps:
+            self._save_inputs(tensors)
+        stream.enter(unit)
+        results: list[Arguments] = []
+        ambient = stream.device.random_state() if len(rows) > 1 and learned.random else None
+        try:
+            for number, span in enumerate(rows):
+                if ambient is not None:
+                    stream.seed(unit, number)
+                part = Part(span, stream.device.random_state() if learned.random else None, [b.clone() for b in learned.buffers])
+                self._parts.append(part)
+                inputs = learned.cut_inputs(tensors, span)
+                others = learned.cut_others(self._arguments.others, span)
+                results.append(self._forward_part(part, inputs, others, keeps))
+        finally:
+            stream.leave(unit)
+            if ambient is not None:
+                stream.device.set_random_state(ambient)
+        self.result = results[0]
+        self.result.tensors = learned.join_outputs(results, rows)
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            _refuse_change(unit, tensor, version)
+        for i in learned.changed:  # the caller changes this result in place, which autograd forbids on a view of it
+            self.result.tensors[i] = self.result.tensors[i].clone()
+        self.dirty = [tensors[i] for i in sorted(learned.mutated) if tensors[i].is_floating_point()]
+        return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
+
+    def _forward_part(self, part: Part, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool) -> Arguments:
+        stream, unit = self._stream, self.unit
+        if keeps:
+            try:
+                part.graph = KeptGraph(unit, stream, self._arguments, inputs, self._needs, others)
+                return part.graph.result
+            except TooMuchToKeepError:
+                # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided before.
+                if part.random is not None:
+                    stream.device.set_random_state(part.random)
+                if not self._inputs:
+                    self._save_inputs(self._arguments.tensors)
+        result = run_without_graph(unit, self._arguments, inputs, others, self._needs)
+        result.tensors = [stream.own(t) for t in result.tensors]
+        return result
+
+    def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        learned = self.unit.learned
+        copied = learned.mutated | learned.stale
+        inputs = [
+            self._stream.put_away(t.clone() if i in copied else t.detach(), need and i not in learned.shared)
+            for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True))
+        ]
+        self._stream.hold(inputs, "unit inputs")
+        self._inputs, self._versions = inputs, [t._version for t in inputs]
+
+    # -- backward ---------------------------------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters' go to the stream."""
+        unit, stream = self.unit, self._stream
+        if not self._is_open:
+            raise OffloadError(f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again.")
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            _refuse_change(unit, tensor, version)
+        found: list[list[torch.Tensor | None]] = []
+        ambient = stream.device.random_state() if unit.learned.random else None
+        stream.enter(unit)
+        stream.gradients.open(unit.regions)
+        try:
+            for part in self._parts:
+                leaves, results = part.graph.take() if part.graph else self._recompute(part)
+                pieces = unit.learned.cut_outputs(gradients, part.rows)
+                pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
+                del leaves, results, pairs
+            stream.gradients.close(unit.regions)
+        finally:
+            if ambient is not None:
+                stream.device.set_random_state(ambient)
+            stream.leave(unit)
+            self.close()
+        return unit.learned.join_gradients(found, self._shapes)
+
+    def _recompute(self, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients come in for."""
+        unit, stream, learned = self.unit, self._stream, self.unit.learned
+        saved = [stream.bring_back(t) for t in learned.cut_inputs(self._inputs, part.rows)]
+        others = learned.cut_others(self._arguments.others, part.rows)
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
+        if part.random is not None:
+            stream.device.set_random_state(part.random)
+        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, len(self._parts)), _buffers_as(learned.buffers, part.buffers):
+            inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
+            results = run_unit(unit, self._arguments, inputs, others).tensors
+        dirty = [inputs[i] for i in sorted(learned.mutated) if inputs[i].is_floating_point()]
+        return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
+
+    def close(self) -> None:
+        """Let go of what the backward needed."""
+        if self._is_open:
+            self._is_open = False
+            for part in self._parts:
+                if part.graph is not None:
+                    part.graph.close()
+            self._stream.let_go(self._inputs)
+            self._stream.used(self.unit)
+            self._inputs, self._parts = [], []
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise OffloadError(
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in the recording pass; "
+            f"use an out-of-place operation there."
+        )
+
+
+class Border(torch.autograd.Function):
+    """The border between the outer graph and a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.forward(tensors)
+        if call.dirty:
+            ctx.mark_dirty(*call.dirty)
+        detached = call.unit.learned.detached
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.call.backward(gradients)
+
+
+def call_unit(unit: Unit, stream: Stream, arguments: Arguments) -> Any:
+    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input does."""
+    call = Call(unit, stream, arguments)
+    outputs = Border.apply(call, stream.anchor if unit.trainable else None, *arguments.tensors)
+    # The outputs hold the call through their graph: a call that held them too would be a cycle that nothing frees.
+    result, call.result, call.dirty = call.result, None, []
+    assert result is not None
+    return result.fill(outputs)
+
+
+def call_unit_without_graph(unit: Unit, stream: Stream, arguments: Arguments) -> Any:
+    """Run a unit whose result needs no gradient."""
+    rows, results = stream.rows_of(unit), []
+    stream.enter(unit)
+    try:
+        with torch.no_grad():
+            for span in rows:
+                inputs = unit.learned.cut_inputs(arguments.tensors, span)
+                result = run_unit(unit, arguments, inputs, unit.learned.cut_others(arguments.others, span))
+                result.tensors = [stream.own(t) for t in result.tensors]
+                results.append(result)
+    finally:
+        stream.leave(unit)
+    return results[0].fill(unit.learned.join_outputs(results, rows))
+
+
+def run_without_graph(
+    unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], needs: Sequence[bool]
+) -> Arguments:
+    """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last bits."""
+    if not unit.learned.needs_graph:
+        return run_unit(unit, arguments, tensors, others)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        result = run_unit(unit, arguments, leaves, others)
+    original = {id(leaf): t for leaf, t in zip(leaves, tensors, strict=True)}
+    result.tensors = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
+    return result
+
+
+@contextmanager
+def _buffers_as(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, buffers that a forward moves (running statistics) are as they were before it; afterwards as they are now."""
+    now = [buffer.clone() for buffer in buffers]
+    try:
+        _copy_all(buffers, values)
+        yield
+    finally:
+        _copy_all(buffers, now)
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

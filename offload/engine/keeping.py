@@ -1,0 +1,80 @@
+"""Which uses of units keep their graph, and which recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.tiers.ledger import Ledger
+
+if TYPE_CHECKING:
+    from offload.engine.unit import Unit
+
+_COPIED_SHARE = 10
+"""A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo the streaming."""
+
+Shapes = Sequence[tuple[torch.Size, torch.dtype]]
+
+
+class Keeping:
+    """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for.
+
+    A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For `auto`, the first
+    step of every shape recomputes and measures what a graph would hold; the steps after it keep what fits beside that step's peak, from
+    the last unit back, since those are held for the shortest time.
+    """
+
+    def __init__(self, mode: str, ledger: Ledger, is_weight: Any) -> None:
+        self.mode, self._ledger, self._is_weight = mode, ledger, is_weight
+        self._sizes: dict[tuple[Any, ...], int] = {}
+        self._kept: set[tuple[Any, ...]] = set()
+        self._new: list[tuple[Any, ...]] = []
+
+    @property
+    def may_give_up(self) -> bool:
+        """True where a graph that turns out too large is dropped, and the unit recomputed."""
+        return self.mode == "auto"
+
+    def keeps(self, unit: Unit, shapes: Shapes) -> bool:
+        """Decide for one use of a unit with inputs of these shapes."""
+        learned = unit.learned
+        if learned.keeps_nothing:
+            return True
+        weights = sum(region.weight_bytes for region in unit.regions)
+        if self.mode == "always" or learned.mutated or learned.copied_bytes * _COPIED_SHARE > weights:
+            return False
+        return self.mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
+
+    @contextmanager
+    def measure(self, unit: Unit, shapes: Shapes, num_parts: int) -> Iterator[None]:
+        """Around a recompute: note what its graph would hold if it were kept."""
+        key = (unit.name, *shapes)
+        if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
+            yield
+            return
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not self._is_weight(tensor):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._sizes[key] = sum(storages.values()) * num_parts
+        self._new.append(key)
+
+    def end_step(self) -> None:
+        """Choose among what this step has measured."""
+        if not self._new or self._ledger.budget_bytes is None:
+            return
+        room = self._ledger.budget_bytes - self._ledger.step_peak_bytes
+        for key in self._new:  # backward order: the last unit comes first
+            if self._sizes[key] <= room:
+                self._kept.add(key)
+                room -= self._sizes[key]
+        self._new.clear()

@@ -1,0 +1,80 @@
+"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot, the rest stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from offload.engine.call import Arguments
+    from offload.engine.stream import Stream
+    from offload.engine.unit import Unit
+
+_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+
+
+class TooMuchToKeepError(Exception):
+    """The device's budget has no room for a graph that may be given up."""
+
+
+class KeptGraph:
+    """The graph of one micro-batch of a unit, alive from its forward to its backward.
+
+    A tensor that autograd saves and that lies in the slot is packed as (dtype, offset, shape, stride) and rebuilt over the slot once the
+    unit was fetched again, at the same address. Any other is kept, and entered in the device's ledger. It is packed detached: handing
+    back the tensor itself would tie a reference cycle through its own graph.
+    """
+
+    def __init__(
+        self, unit: Unit, stream: Stream, arguments: Arguments, inputs: Sequence[torch.Tensor], needs: Sequence[bool], others: Sequence[Any]
+    ) -> None:
+        from offload.engine.call import run_unit
+
+        self._stream = stream
+        self._held: list[torch.Tensor] = []
+        self._may_refuse = stream.may_give_up_graphs
+        slot = stream.slots.slot
+        begin, end = slot.data_ptr(), slot.data_ptr() + slot.nbytes
+
+        def pack(tensor: torch.Tensor) -> _Place | torch.Tensor:
+            address = tensor.data_ptr()
+            if begin <= address < end:
+                return tensor.dtype, (address - begin) // tensor.element_size(), tensor.shape, tensor.stride()
+            tensor = tensor.detach()
+            if not stream.is_weight(tensor):
+                if self._may_refuse and not stream.has_room(tensor):
+                    raise TooMuchToKeepError
+                stream.hold((tensor,), "kept tensors")
+                self._held.append(tensor)
+            return tensor
+
+        def unpack(packed: _Place | torch.Tensor) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            dtype, offset, shape, stride = packed
+            return torch.as_strided(slot[: slot.nbytes // dtype.itemsize * dtype.itemsize].view(dtype), shape, stride, offset)
+
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                result = run_unit(unit, arguments, leaves, others)
+        except BaseException:
+            self.close()
+            raise
+        self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))
+        original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
+        result.tensors = [original[id(t)] if id(t) in original else stream.own(t.detach()) for t in result.tensors]
+        self.result = result
+
+    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the leaves and the results of the graph, which is then the caller's."""
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        return graph
+
+    def close(self) -> None:
+        """Let go of what was kept."""
+        self._stream.let_go(self._held)
+        self._held, self._graph = [], None

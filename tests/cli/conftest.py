@@ -1,0 +1,71 @@
+"""Run the training command as a user does, on models and texts of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+SENTENCE = "the weights of a block are fetched, used and given back; then the next block is fetched. "
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with llama.json, mixtral.json and text.txt, from which the commands run."""
+    path = tmp_path_factory.mktemp("cli")
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    (path / "llama.json").write_text(json.dumps(LLAMA))
+    (path / "mixtral.json").write_text(json.dumps(mixtral))
+    (path / "text.txt").write_text("\n".join(f"{number} {SENTENCE * 3}" for number in range(60)))
+    (path / "empty.txt").write_text("")
+    return path
+
+
+@pytest.fixture(scope="session")
+def environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny() -> list[str]:
+    """The arguments of a run that takes a second once torch is imported."""
+    return [
+        *("--model.path", "llama.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
+        *("--train.steps", "4", "--train.batch_size", "2", "--offload.device_memory", "256KiB"),
+    ]
+
+
+@pytest.fixture
+def train(folder: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m offload.train ARGUMENTS` and return what it printed."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "offload.train", *arguments]
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run

@@ -1,0 +1,160 @@
+"""The configuration in Python: origins, what is resolved, writing and reading back, sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.config import NOT_YET, Config, all_keys
+from offload.errors import ConfigError
+from offload.sections import parse_size
+
+
+def test_every_key_of_the_contract_is_there() -> None:
+    sections = {
+        "run": "dir name seed debug",
+        "model": "path preset init attention",
+        "data": "source format tokenizer sequence_length packing train_on_prompt eval_fraction",
+        "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute max_grad_norm clip "
+        "on_nonfinite eval_every log_every head_chunk_bytes",
+        "optimizer": "name lr betas eps weight_decay decay_1d groups schedule warmup_steps",
+        "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
+        "zero_stage throttle",
+        "checkpoint": "every keep resume export",
+    }
+    assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
+
+
+def test_every_key_has_help() -> None:
+    for section in Config.SECTIONS.values():
+        assert section.__doc__
+        assert all(field.description and field.description.endswith(".") for field in section.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        *[("6GiB", 6 * 2**30), ("512MiB", 2**29), ("1.5GB", 1_500_000_000), ("100 kib", 102_400), ("7", 7)],
+        *[(7, 7), (2.0, 2), ("1e6", 1_000_000), ("1_000", 1000), ("none", None), (None, None), ("3B", 3)],
+    ],
+)
+def test_sizes(text: Any, num_bytes: int | None) -> None:
+    assert parse_size(text) == num_bytes
+    assert Config.load(None, {"offload.host_memory": text}).offload.host_memory == num_bytes
+
+
+@pytest.mark.parametrize("text", ["6 gigs", "GiB", "-1", "nan", "inf", "", "1.2.3MB", True, [1]])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigError, match="6GiB"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**62))
+def test_a_number_of_bytes_is_itself(num_bytes: int) -> None:
+    assert parse_size(f"{num_bytes}B") == pytest.approx(num_bytes, rel=1e-15)
+    assert num_bytes >= 2**53 or parse_size(num_bytes) == num_bytes
+
+
+def test_the_file_is_below_and_the_command_line_above(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  steps: 5\n  batch_size: 3\noptimizer:\n  lr: 1e-3\ndata:\ncheckpoint: {}\n")
+    config = Config.load(file, {"train.steps": "7"}, origin="command line")
+    assert (config.train.steps, config.train.batch_size, config.optimizer.lr) == (7, 3, 1e-3)
+    found = [config.origin(key) for key in ("train.steps", "train.batch_size", "train.epochs")]
+    assert found == ["command line", "file", "default"]
+
+
+def test_python_values_are_checked_and_have_an_origin() -> None:
+    config = Config(train={"steps": 5})
+    assert config.origin("train.steps") == "python"
+    config.train.batch_size = 3
+    assert config.origin("train.batch_size") == "python"
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        config.train.batch_size = 0
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        Config(train={"steps": 0})
+    assert Config().train.steps is None  # defaults are not shared
+
+
+def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
+    values = {
+        "optimizer.groups": {"bias$|norm": {"lr_scale": 0.5, "weight_decay": 0.0}},
+        "optimizer.betas": ["0.8", "0.99"],
+        "data.source": ["a file.txt", "b*.txt # no comment"],
+        "offload.device_memory": "6MiB",
+        "train.max_grad_norm": "none",
+        "run.name": "it's: 1",
+    }
+    config = Config.load(None, values).resolve(cuda=False, max_positions=64).resolve_steps(lambda epochs: 3)
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert dict(Config.load(file).items()) == dict(config.items())
+    assert config.get("optimizer.groups") == (("bias$|norm", {"lr_scale": 0.5, "weight_decay": 0.0}),)
+    assert config.train.max_grad_norm is None
+
+
+@pytest.mark.parametrize(("key", "allowed", "missing"), NOT_YET)
+def test_what_is_not_built_yet_is_refused(key: str, allowed: tuple[Any, ...], missing: str) -> None:
+    other: dict[str, Any] = {
+        "offload.throttle": {"h2d": 1},
+        "offload.nvme_dir": "here",
+        "offload.prefetch": 2,
+        "train.recompute": "never",
+        "train.clip": "speculative",
+        "checkpoint.resume": "runs/train",
+        "offload.activations": "cpu",
+    }
+    value = other.get(key, "nvme" if key.startswith("offload") and "memory" not in key else 5)
+    with pytest.raises(ConfigError, match="not built yet"):
+        Config.load(None, {key: value})
+    for fine in allowed:
+        Config.load(None, {key: fine})
+
+
+class TestResolve:
+    def resolved(self, cuda: bool = False, max_positions: int | None = None, **values: Any) -> Config:
+        config = Config.load(None, {key.replace("__", "."): value for key, value in values.items()})
+        return config.resolve(cuda=cuda, max_positions=max_positions)
+
+    def test_the_built_in_run_is_boxed_and_streams(self) -> None:
+        config = self.resolved(max_positions=1024)
+        assert config.model.preset == "tiny"
+        assert (config.train.steps, config.train.max_seconds) == (400, 90.0)
+        assert config.offload.device_memory is not None
+        assert config.origin("train.steps") == "resolved"
+        assert config.data.sequence_length == 256
+
+    def test_an_own_model_has_no_hidden_limits(self) -> None:
+        config = self.resolved(model__path="m", max_positions=130)
+        assert config.model.init == "pretrained"
+        assert config.offload.device_memory is None
+        assert config.train.max_seconds is None
+        assert config.data.sequence_length == 128
+        assert config.optimizer.lr == 2e-5
+        assert self.resolved(model__path="m/config.json").model.init == "random"
+
+    def test_what_was_given_stays(self) -> None:
+        config = self.resolved(train__steps=7, optimizer__lr=0.5, optimizer__schedule="wsd", train__precision="bf16")
+        assert (config.train.steps, config.train.max_seconds) == (7, None)
+        assert (config.optimizer.lr, config.optimizer.schedule, config.train.precision) == (0.5, "wsd", "bf16")
+
+    def test_only_seconds_means_a_constant_rate(self) -> None:
+        config = self.resolved(train__max_seconds=5).resolve_steps(lambda epochs: 1)
+        assert (config.train.steps, config.optimizer.schedule) == (None, "constant")
+
+    def test_epochs_become_steps(self) -> None:
+        config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
+        assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
+
+    @pytest.mark.parametrize(("cuda", "precision"), [(True, "bf16"), (False, "fp32")])
+    def test_precision_follows_the_device(self, cuda: bool, precision: str) -> None:
+        assert self.resolved(cuda=cuda).train.precision == precision
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
+def test_examples_are_sound(file: Path) -> None:
+    Config.load(file).resolve(cuda=True, max_positions=4096)

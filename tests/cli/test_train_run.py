@@ -1,0 +1,118 @@
+"""The training command from start to end: the folder it leaves, what it prints, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offload.config import Config, all_keys
+
+Train = Callable[..., "subprocess.CompletedProcess[str]"]
+FIELDS = [
+    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"),
+    *("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes", "lanes"),
+    *("peak_device_bytes", "peak_host_bytes", "peak_pinned_bytes"),
+]
+
+
+def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) -> None:
+    program = (
+        "import sys\nfrom offload.train import main\n"
+        "try:\n    main(['--help'])\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert not [key for key in all_keys() if f"--{key}" not in result.stdout]
+
+
+def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
+    run = folder / "whole"
+    (folder / "whole.yaml").write_text(
+        "run: {dir: whole, name: proof}\ntrain: {steps: 99, eval_every: 2}\noptimizer: {schedule: linear}\n"
+    )
+    result = train("--config", "whole.yaml", *tiny, "--data.eval-fraction", "0.1")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert not [
+        c for c in result.stdout if ord(c) < 32 and c != "\n"
+    ]  # not a terminal: no colours, no carriage returns
+    assert "logits bit-equal" in result.stdout
+    assert "sample:" in result.stdout
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [key for key in lines[0] if key != "eval_loss"] == FIELDS
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[0]["tokens"] == 2 * 31
+    assert all(line["h2d_bytes"] > 0 and line["d2h_bytes"] > 0 for line in lines)  # it streamed
+    assert max(line["peak_device_bytes"] for line in lines) <= 256 * 1024
+
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["fits"]
+    assert plan["tiers"]["device"]["budget_bytes"] == 256 * 1024
+    for tier in plan["tiers"].values():
+        assert tier["bytes"] == sum(each["bytes"] for each in tier["allocations"])
+    assert json.loads((run / "env.json").read_text())["versions"]["torch"] == torch.__version__
+
+    text = (run / "config.yaml").read_text()
+    assert "steps: 4  # command line" in text  # the command line goes over the file
+    assert "schedule: linear  # file" in text
+    assert "precision: fp32  # resolved" in text or torch.cuda.is_available()
+    assert "seed: 0  # default" in text
+    assert "clip: deferred  # resolved" in text
+    again = Config.load(run / "config.yaml")
+    assert again.train.steps == 4
+    assert again.offload.device_memory == 256 * 1024
+    assert set(yaml.safe_load(text)) == set(Config.SECTIONS)
+
+    model = AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
+
+
+def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, tiny: list[str]) -> None:
+    (folder / "runs/twice").mkdir(parents=True)
+    result = train(*tiny, "--train.steps", "1", "--run.name", "twice", "--checkpoint.export", "false")
+    assert result.returncode == 0, result.stderr
+    assert (folder / "runs/twice-2/metrics.jsonl").exists()
+    assert not (folder / "runs/twice-2/hf").exists()
+    assert not list((folder / "runs/twice").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_weights(
+    folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals
+) -> None:
+    run = folder / f"stopped-{number.name}"
+    command = [sys.executable, "-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", str(run)]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
+        if line.startswith("step 10/"):
+            break
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert error.count("\n") == 1
+    assert number.name in error
+    assert str(run / "hf") in error
+    steps = len((run / "metrics.jsonl").read_text().splitlines())
+    assert f"after step {steps} of 1000000" in error
+    assert steps >= 10
+    model = AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not (run / "hf.partial").exists()

@@ -1,0 +1,56 @@
+"""Tokenizers and small files for the data tests; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.data.tokenizer import train_bpe
+
+PROSE = (
+    "The quick brown fox jumps over the lazy dog. A streamed block is fetched, computed and freed.\n"
+    "Bits are kept exact; the master weight is split in two planes. Ü ß 日本 — 3.14159\n"
+    "What is the capital of France? It is Paris. What is two and two? It is four.\n"
+)
+
+
+@pytest.fixture(scope="session")
+def prose() -> str:
+    """Three lines of text with characters of one to three bytes."""
+    return PROSE
+
+
+@pytest.fixture(scope="session")
+def bpe() -> Any:
+    """A byte-level BPE of 400 tokens at most, with the built-in chat template. Do not change it."""
+    return train_bpe([PROSE] * 4, 400)
+
+
+@pytest.fixture
+def bpe_folder(bpe: Any, tmp_path: Path) -> Callable[..., str]:
+    """Save a copy of `bpe`, with another chat template or other attributes, and return its folder."""
+
+    def save(chat_template: str | None = None, name: str = "tokenizer") -> str:
+        folder = tmp_path / name
+        bpe.save_pretrained(folder)
+        if chat_template is not None:
+            (folder / "chat_template.jinja").write_text(chat_template)
+        return str(folder)
+
+    return save
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> Callable[..., Path]:
+    """Write records as JSON lines, and return the path."""
+
+    def write(name: str, *records: Any) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write

@@ -1,0 +1,258 @@
+"""What is trained of a conversation, checked by decoding the trained tokens, over the kinds of templates in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.data.encode import Encoded, Encoder
+from offload.data.formats import Chat, Pair, Record, Text
+from offload.data.tokenizer import load_tokenizer
+from offload.errors import ConfigError
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "What is two and two?"},
+    {"role": "assistant", "content": "It is four."},
+    {"role": "user", "content": "And 日本?"},
+    {"role": "assistant", "content": "Ü — Paris."},
+]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}"
+    "{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+MISTRAL = (  # no generation prompt, and an error when roles do not alternate
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+THINKING = (  # as Qwen3: an empty thought stands before the last answer only
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPEN_THOUGHT = (  # as DeepSeek-R1: the generation prompt opens a thought that the history does not keep
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+COUNTING = "{{ messages | length }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+DATED = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}" + CHATML
+
+
+def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> list[Encoded]:
+    return list(Encoder(tokenizer, train_on_prompt).encode((False, record) for record in records))
+
+
+def trained_runs(tokenizer: Any, document: Encoded) -> list[str]:
+    """Return the texts of the maximal runs of trained tokens."""
+    mask = np.ones(len(document.ids), bool) if document.trained is None else document.trained
+    assert len(mask) == len(document.ids)
+    borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return [tokenizer.decode(document.ids[a:b]) for a, b in zip(borders[::2], borders[1::2], strict=True)]
+
+
+def test_builtin_template(bpe: Any) -> None:
+    (document,) = encode(bpe, Chat("x", CHAT))
+    text = bpe.decode(document.ids)
+    assert text == (
+        "<|system|>\nBe kind.<|endoftext|><|user|>\nWhat is two and two?<|endoftext|>"
+        "<|assistant|>\nIt is four.<|endoftext|><|user|>\nAnd 日本?<|endoftext|><|assistant|>\nÜ — Paris.<|endoftext|>"
+    ), "ended by one EOS, not two"
+    assert trained_runs(bpe, document) == ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]
+    assert document.ids[0] == bpe.convert_tokens_to_ids("<|system|>"), "markers are single tokens"
+
+
+@pytest.mark.parametrize(
+    ("template", "runs"),
+    [
+        (CHATML, ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
+        (MARKED, ["It is four.!", "Ü — Paris.!<|endoftext|>"]),
+        (OPEN_THOUGHT, ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]),
+        (DATED, ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
+    ],
+)
+def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], template: str, runs: list[str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(template))
+    (document,) = encode(tokenizer, Chat("x", CHAT))
+    found = trained_runs(tokenizer, document)
+    if (
+        template is OPEN_THOUGHT
+    ):  # where the generation prompt and the history part, the rest of the border token is trained
+        found = [run.removeprefix(">").removeprefix("assistant>").removeprefix("<assistant>") for run in found]
+    assert found == runs
+
+
+def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(MISTRAL))
+    (document,) = encode(tokenizer, Chat("x", CHAT[1:]))
+    assert trained_runs(tokenizer, document) == [" It is four.<|endoftext|>", " Ü — Paris.<|endoftext|>"]
+    assert tokenizer.decode(document.ids).startswith("<|endoftext|>[INST] What"), "the template's BOS, once"
+    with pytest.raises(
+        ConfigError, match=r"chats\.jsonl:7: .*refuses a conversation of user, user: roles must alternate"
+    ):
+        encode(tokenizer, Chat("chats.jsonl:7", [CHAT[1], CHAT[1]]))
+
+
+def test_a_template_that_rewrites_earlier_turns(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(THINKING))
+    encoder = Encoder(tokenizer, train_on_prompt=False)
+    first, second = encoder.encode([(False, Chat("x", CHAT))])
+    assert encoder.renderer.num_split == 1
+    thought = "<think>\n\n</think>\n\n"
+    assert trained_runs(tokenizer, first) == [f"{thought}It is four.<|im_end|>\n<|endoftext|>"]
+    assert trained_runs(tokenizer, second) == [f"{thought}Ü — Paris.<|im_end|>\n<|endoftext|>"]
+    assert "assistant\nIt is four.<|im_end|>" in tokenizer.decode(second.ids), "as the model will see it"
+    (single,) = encode(tokenizer, Chat("x", CHAT[:3]))
+    assert trained_runs(tokenizer, single) == trained_runs(tokenizer, first)
+
+
+def test_a_template_without_any_stable_beginning_is_refused(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(COUNTING))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:3: .*message 3.*data\.train_on_prompt=true"):
+        encode(tokenizer, Chat("a.jsonl:3", CHAT))
+    (document,) = encode(tokenizer, Chat("a.jsonl:3", CHAT), train_on_prompt=True)
+    assert document.trained is None
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MARKED, THINKING, OPEN_THOUGHT])
+def test_train_on_prompt_trains_all(bpe_folder: Callable[..., str], template: str | None) -> None:
+    tokenizer = load_tokenizer(bpe_folder(template))
+    (document,) = encode(tokenizer, Chat("x", CHAT), train_on_prompt=True)
+    assert document.trained is None
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == rendered.removesuffix("<|endoftext|>")
+
+
+def test_the_clock_of_templates_stands_still(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder(DATED))
+    (document,) = encode(tokenizer, Chat("x", CHAT))
+    assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
+
+
+def test_a_tokenizer_without_template_gets_the_builtin_one(bpe_folder: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(bpe_folder())
+    tokenizer.chat_template = None
+    (document,) = encode(tokenizer, Chat("x", CHAT))
+    assert trained_runs(tokenizer, document) == ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]
+    assert "<|assistant|>" in tokenizer.chat_template, "kept, so that it is saved with the model"
+
+
+def test_prompt_and_completion(bpe: Any) -> None:
+    (document,) = encode(bpe, Pair("x", "The capital of France is", " Paris 日本"))
+    assert bpe.decode(document.ids) == "The capital of France is Paris 日本<|endoftext|>"
+    assert trained_runs(bpe, document) == [" Paris 日本<|endoftext|>"]
+    (document,) = encode(bpe, Pair("x", "a", "b"), train_on_prompt=True)
+    assert document.trained is None
+
+
+def test_a_token_on_the_border_is_trained(bpe: Any) -> None:
+    """'the' is one token: no character of the completion may be lost."""
+    assert len(bpe(" the", add_special_tokens=False)["input_ids"]) == 1
+    (document,) = encode(bpe, Pair("x", "over t", "he lazy dog"))
+    assert trained_runs(bpe, document) == [" the lazy dog<|endoftext|>"]
+
+
+def test_plain_text_is_all_trained_and_ends_in_eos(bpe: Any) -> None:
+    documents = encode(
+        bpe, Text("x", "The fox."), Text("x", ""), Text("x", "A", closes=False), Text("x", " dog.", opens=False)
+    )
+    assert [bpe.decode(document.ids) for document in documents] == ["The fox.<|endoftext|>", "A", " dog.<|endoftext|>"]
+    assert all(document.trained is None for document in documents)
+    assert [document.closes for document in documents] == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_like() -> Any:
+    """A tokenizer in the manner of Llama 2: metaspace with a leading space, and a BOS that it adds itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    text = "The user asks what two and two is and the answer is four. [INST] [/INST] 0123456789!?;:ABCD\n"
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator([text] * 50, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    wrapped: Any = PreTrainedTokenizerFast
+    return wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_the_tokenizers_own_bos_comes_once(sentencepiece_like: Any) -> None:
+    tokenizer = sentencepiece_like
+    tokenizer.chat_template = MISTRAL
+    text, chat, pair = encode(
+        tokenizer,
+        Text("x", "the answer is four"),
+        Chat("x", [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four."}]),
+        Pair("x", "two and two is", " four"),
+    )
+    for document in (text, chat, pair):
+        assert document.ids[0] == tokenizer.bos_token_id
+        assert document.ids[-1] == tokenizer.eos_token_id
+        assert (document.ids == tokenizer.bos_token_id).sum() == 1
+        assert (document.ids == tokenizer.eos_token_id).sum() == 1
+    assert [run.strip() for run in trained_runs(tokenizer, chat)] == ["four.</s>"]
+    assert [run.strip() for run in trained_runs(tokenizer, pair)] == ["four</s>"]
+    assert tokenizer.decode(pair.ids) == tokenizer.decode(tokenizer("two and two is four")["input_ids"]) + "</s>", (
+        "encoded as one text: no second leading space before the completion"
+    )
+
+
+def test_what_the_tokenizer_puts_behind_comes_before_the_eos(sentencepiece_like: Any) -> None:
+    from copy import deepcopy
+
+    from tokenizers import processors
+
+    tokenizer = deepcopy(sentencepiece_like)
+    special = [("<s>", 1), ("<unk>", 0)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <unk>", special_tokens=special
+    )
+    text, pair = encode(tokenizer, Text("x", "two"), Pair("x", "two", " four"))
+    for document in (text, pair):
+        assert document.ids[[0, -2, -1]].tolist() == [1, 0, 2]
+        assert (document.ids == tokenizer.eos_token_id).sum() == 1
+    assert pair.trained is not None
+    assert pair.trained[[0, -2, -1]].tolist() == [False, True, True]
+
+
+def test_a_template_that_writes_its_own_eos_gets_no_other(bpe_folder: Callable[..., str]) -> None:
+    ends_in_a_line = CHATML.replace("<|im_end|>", "{{ eos_token }}")
+    tokenizer = load_tokenizer(bpe_folder(ends_in_a_line))
+    (document,) = encode(tokenizer, Chat("x", CHAT))
+    assert tokenizer.decode(document.ids).endswith("Ü — Paris.<|endoftext|>\n")
+
+
+def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
+    """Some tokenizers trim blanks from a token's range; one of blanks then has none, and belongs where it stands."""
+    from copy import deepcopy
+
+    from tokenizers import processors
+
+    trimming = deepcopy(bpe)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    records = (Pair("x", "two  \n\n ", "It   is four\n\n"), Pair("x", "Fox   ", "\n\nIt"), Pair("x", "日", "本 Ü"))
+    for plain, trimmed in zip(encode(bpe, *records), encode(trimming, *records), strict=True):
+        assert trained_runs(trimming, trimmed) == trained_runs(bpe, plain)
+
+
+def test_a_tokenizer_without_ranges() -> None:
+    """ByT5 is plain Python: no ranges, so prompt and answer are encoded one after the other."""
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    chat, pair = encode(tokenizer, Chat("x", CHAT), Pair("x", "two", "2 日"))
+    assert [run.strip() for run in trained_runs(tokenizer, chat)] == ["It is four.</s>", "Ü — Paris.</s>"]
+    assert trained_runs(tokenizer, pair) == ["2 日</s>"]

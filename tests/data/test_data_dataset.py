@@ -1,0 +1,430 @@
+"""Batches by step: resumable, sliced by rank, the same whoever asks; the cache; and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.data import Dataset, build_dataset
+from offload.data.cache import cached, default_cache_dir
+from offload.errors import ConfigError
+
+Build = Callable[..., Dataset]
+
+
+@pytest.fixture
+def build(tmp_path: Path, bpe_folder: Callable[..., str], prose: str) -> Build:
+    """Build a dataset over 40 documents of prose, by default in rows of 16."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(40):
+        (folder / f"{index:02}.txt").write_text(f"{index} {prose[index:]}")
+    tokenizer = bpe_folder()
+
+    def build(**changes: Any) -> Dataset:
+        settings = {
+            "source": str(folder),
+            "tokenizer": tokenizer,
+            "vocab_size": 400,
+            "sequence_length": 16,
+            "batch_size": 6,
+            "eval_fraction": 0.1,
+            "seed": 5,
+            "cache_dir": tmp_path / "cache",
+        }
+        return build_dataset(**{**settings, **changes})
+
+    return build
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in batch["input_ids"].tolist()]
+
+
+def test_a_batch_is_what_an_engine_takes(build: Build) -> None:
+    dataset = build()
+    batch = dataset.batch(0)
+    assert set(batch) == {"input_ids", "labels"}, "packed rows are full, so nothing is padded"
+    assert all(tensor.dtype == torch.int64 and tensor.shape == (6, 16) for tensor in batch.values())
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert dataset.num_train_rows > 100
+    assert dataset.num_eval_rows > 10
+
+
+def test_an_epoch_is_every_row_once_and_the_next_follows_at_once(build: Build) -> None:
+    dataset = build()
+    num_rows = dataset.num_train_rows
+    assert num_rows % 6, "an epoch that ends inside a batch is what is tested"
+    seen = [row for step in range(2 * num_rows // 6 + 1) for row in rows_of(dataset.batch(step))]
+    ids, _ = dataset.train.read(np.arange(num_rows))
+    every = sorted(map(tuple, ids.tolist()))
+    assert sorted(seen[:num_rows]) == every
+    assert sorted(seen[num_rows : 2 * num_rows]) == every
+    assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
+
+
+def test_train_and_eval_share_no_document(build: Build) -> None:
+    dataset = build()
+    stores = dataset.train.store, dataset.eval.store
+    documents = [
+        {tuple(store.tokens[a:b]) for a, b in zip(store.documents[:-1], store.documents[1:], strict=True)}
+        for store in stores
+    ]
+    assert len(documents[0]) + len(documents[1]) == 40
+    assert not documents[0] & documents[1]
+
+
+def test_a_resumed_run_sees_the_same_batches(build: Build) -> None:
+    first, again = build(), build()
+    for step in (0, 7, 1000, 123_456_789):
+        assert all(torch.equal(first.batch(step)[key], again.batch(step)[key]) for key in ("input_ids", "labels"))
+    again.check_state(first.state_dict())
+    assert not torch.equal(first.batch(3)["input_ids"], build(seed=6).batch(3)["input_ids"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
+    dataset = build(packing=packing, sequence_length=70)
+    for step in range(4):
+        whole = dataset.batch(step)
+        for world_size in (1, 2, 3, 6):
+            slices = [dataset.batch(step, rank, world_size) for rank in range(world_size)]
+            for key in whole:
+                assert torch.equal(torch.cat([part[key] for part in slices]), whole[key])
+            assert all(set(part) == set(whole) for part in slices)
+    with pytest.raises(ConfigError, match=r"train\.batch_size=6 does not divide over 4 ranks"):
+        dataset.batch(0, 0, 4)
+
+
+def test_all_ranks_get_a_mask_when_one_of_them_needs_it(
+    build: Build, write_lines: Callable[..., Path], prose: str
+) -> None:
+    path = write_lines("a.jsonl", *({"text": prose if i % 2 else "short"} for i in range(20)))
+    dataset = build(source=str(path), packing=False, eval_fraction=0.0)
+    masks = [[dataset.batch(step, rank, 6)["attention_mask"] for rank in range(6)] for step in range(3)]
+    assert any(bool(mask.all()) for batch in masks for mask in batch), "a rank whose own row is full"
+    assert all(any(not bool(mask.all()) for mask in batch) for batch in masks)
+
+
+def test_unpacked_rows_are_padded_and_masked(build: Build, prose: str) -> None:
+    dataset = build(packing=False, sequence_length=100)
+    batch = dataset.batch(0)
+    mask = batch["attention_mask"]
+    assert mask.shape == (6, 100)
+    assert mask.dtype == torch.int64
+    assert (batch["labels"][mask == 0] == -100).all()
+    assert torch.equal(batch["labels"][mask == 1], batch["input_ids"][mask == 1])
+    assert (batch["input_ids"][mask == 0] == dataset.tokenizer.pad_token_id).all()
+    for row, length in zip(batch["input_ids"], mask.sum(1), strict=True):
+        text = dataset.tokenizer.decode(row[:length])
+        assert length == 100 or text.endswith(prose[-10:] + "<|endoftext|>")
+    assert any("cut off" in note for note in build(packing=False, sequence_length=20).notes)
+    assert "attention_mask" not in build(packing=False, sequence_length=4).batch(0)
+
+
+def test_fewer_rows_than_a_batch_repeat(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("The quick brown fox.")
+    dataset = build(source=str(tmp_path / "one.txt"), eval_fraction=0.0, batch_size=4)
+    assert dataset.num_train_rows == 1
+    assert len(set(rows_of(dataset.batch(0)))) == 1
+    assert dataset.batch(0)["attention_mask"].sum(1).tolist() == [dataset.train.store.num_tokens] * 4
+    assert dataset.num_eval_rows == 0
+    assert list(dataset.eval_batches(2)) == []
+
+
+def test_one_document_is_split_by_rows(build: Build, tmp_path: Path, prose: str) -> None:
+    (tmp_path / "one.txt").write_text(prose * 20)
+    whole = build(source=str(tmp_path / "one.txt"), eval_fraction=0.0)
+    parts = build(source=str(tmp_path / "one.txt"), eval_fraction=0.25)
+    assert parts.num_train_rows + parts.num_eval_rows == whole.num_train_rows
+    assert parts.num_eval_rows == round(whole.num_train_rows * 0.25)
+    last = parts.eval.read(np.arange(parts.num_eval_rows))[0]
+    assert last.tolist() == whole.train.read(np.arange(parts.num_train_rows, whole.num_train_rows))[0].tolist()
+    assert whole.fingerprint != parts.fingerprint
+
+
+def test_records_are_split_one_by_one(build: Build, write_lines: Callable[..., Path]) -> None:
+    path = write_lines("a.jsonl", *({"text": f"document {i}"} for i in range(400)))
+    dataset = build(source=str(path), eval_fraction=0.2)
+    assert dataset.train.store.num_documents + dataset.eval.store.num_documents == 400
+    assert 50 < dataset.eval.store.num_documents < 110
+
+
+def test_eval_batches_are_every_row_once_for_any_seed(build: Build) -> None:
+    dataset = build()
+    seen = [row for batch in dataset.eval_batches(4) for row in rows_of(batch)]
+    ids, _ = dataset.eval.read(np.arange(dataset.num_eval_rows))
+    assert sorted(seen) == sorted(map(tuple, ids.tolist()))
+    assert seen == [row for batch in build(seed=99).eval_batches(4) for row in rows_of(batch)]
+    assert seen[:8] == [row for batch in dataset.eval_batches(4, max_batches=2) for row in rows_of(batch)]
+    assert seen != list(map(tuple, ids.tolist())), "mixed, so that the first batches are a fair sample"
+
+
+def test_eval_batches_over_ranks(build: Build) -> None:
+    dataset = build()
+    world_size = 4
+    alone = list(dataset.eval_batches(8))
+    ranks = [list(dataset.eval_batches(8, None, rank, world_size)) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {len(alone)}
+    assert len(alone[-1]["labels"]) % world_size, "the last batch is one that does not divide"
+    for index, whole in enumerate(alone):
+        parts = [batches[index] for batches in ranks]
+        assert len({part["input_ids"].shape for part in parts}) == 1, "ranks keep step"
+        labels = torch.cat([part["labels"] for part in parts])
+        num_rows = len(whole["labels"])
+        assert torch.equal(labels[:num_rows], whole["labels"])
+        assert (labels[num_rows:] == -100).all()
+    with pytest.raises(ConfigError, match="6 rows does not divide over 4 ranks"):
+        next(dataset.eval_batches(6, None, 0, 4))
+
+
+def test_num_steps(build: Build) -> None:
+    dataset = build()
+    assert dataset.num_steps(1) == -(-dataset.num_train_rows // 6)
+    assert dataset.num_steps(3) == -(-3 * dataset.num_train_rows // 6)
+
+
+def test_chats_train_the_answers_only(build: Build, write_lines: Callable[..., Path]) -> None:
+    def chat(i: int) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": f"What {i}?"}, {"role": "assistant", "content": f"It is {i}."}]
+        }
+
+    path = write_lines("chats.jsonl", *(chat(i) for i in range(60)))
+    dataset = build(source=str(path), packing=False, sequence_length=40, batch_size=1, eval_fraction=0.0)
+    for step in range(60):
+        batch = dataset.batch(step)
+        labels = batch["labels"][0]
+        number = dataset.tokenizer.decode(batch["input_ids"][0]).split("What ")[1].split("?")[0]
+        assert dataset.tokenizer.decode(labels[labels != -100]) == f"It is {number}.<|endoftext|>"
+    everything = build(source=str(path), packing=False, sequence_length=40, train_on_prompt=True, eval_fraction=0.0)
+    assert everything.train.num_targets > 2 * dataset.train.num_targets
+    assert everything.fingerprint != dataset.fingerprint
+
+
+def test_rows_that_lost_their_answer_are_left_out(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
+    path = write_lines("a.jsonl", {"prompt": prose, "completion": "x"}, {"prompt": "x", "completion": prose})
+    dataset = build(source=str(path), packing=False, eval_fraction=0.0)
+    assert dataset.num_train_rows == 1
+    assert any("1 rows hold no trained token" in note for note in dataset.notes)
+
+
+def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(100) % 50)
+    dataset = build(
+        source=str(tmp_path / "ids.npy"), tokenizer=None, vocab_size=50, sequence_length=10, eval_fraction=0.0
+    )
+    assert dataset.tokenizer is None
+    assert dataset.num_train_rows == 10
+    assert min(rows_of(dataset.batch(0)) + rows_of(dataset.batch(1))) == tuple(range(10))
+    with pytest.raises(ConfigError, match=r"ids\.npy holds the token id 49; the model's vocabulary has 49"):
+        build(source=str(tmp_path / "ids.npy"), tokenizer=None, vocab_size=49)
+    with pytest.raises(ConfigError, match=r"data\.packing=false makes a row of each document"):
+        build(source=str(tmp_path / "ids.npy"), tokenizer=None, packing=False)
+    with pytest.raises(ConfigError, match="mixes token ids with text"):
+        build(source=[str(tmp_path / "ids.npy"), str(tmp_path / "texts")], tokenizer=None)
+
+
+def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
+    build: Build, bpe_folder: Callable[..., str]
+) -> None:
+    model = bpe_folder("{{ messages[0].content }}", "model")
+    assert build(tokenizer=None, model_path=model).tokenizer.chat_template == "{{ messages[0].content }}"
+    assert build(model_path=model).tokenizer.chat_template != "{{ messages[0].content }}"
+    (Path(model) / "tokenizer.json").unlink()
+    (Path(model) / "tokenizer_config.json").unlink()
+    trained = build(tokenizer=None, model_path=model, vocab_size=300)
+    assert len(trained.tokenizer) == 300
+    assert int(trained.batch(0)["input_ids"].max()) < 300
+    assert not any("<|unknown|>" in note for note in trained.notes)
+    assert any("<|unknown|>" in note for note in build(tokenizer=None, vocab_size=64).notes)
+    with pytest.raises(ConfigError, match=r"tokens, the model's vocabulary has 290"):
+        build(vocab_size=290)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sequence_length": 1}, r"data\.sequence_length=1"),
+        ({"batch_size": 0}, r"train\.batch_size=0"),
+        ({"eval_fraction": 1.0}, r"data\.eval_fraction=1\.0"),
+        ({"source": "no-such-place"}, r"data\.source='no-such-place' does not exist"),
+    ],
+)
+def test_settings_out_of_range(build: Build, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(**changes)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.jsonl", ""), ("a.jsonl", '{"text": ""}\n')])
+def test_empty_data_is_refused_with_the_numbers(build: Build, tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    choices: list[dict[str, Any]] = [{}, {"tokenizer": None}]
+    for changes in choices:
+        with pytest.raises(ConfigError, match=r"data\.source=.*has 0 tokens.*data\.sequence_length=16"):
+            build(source=str(tmp_path / name), **changes)
+
+
+def test_another_state_is_refused_by_name(build: Build, tmp_path: Path) -> None:
+    state = build().state_dict()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"sequence_length": 32}, r"data\.sequence_length is 32 and was 16"),
+        ({"packing": False}, r"data\.packing is False and was True"),
+        ({"batch_size": 12}, r"train\.batch_size is 12 and was 6"),
+        ({"seed": 1}, r"run\.seed is 1 and was 5"),
+        ({"eval_fraction": 0.3}, r"data is not what the run began with"),
+    ]
+    for changes, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            build(**changes).check_state(state)
+    (tmp_path / "texts" / "00.txt").write_text("other")
+    with pytest.raises(ConfigError, match="data is not what the run began with"):
+        build().check_state(state)
+
+
+def test_the_cache_is_filled_once_and_shared(build: Build, tmp_path: Path) -> None:
+    reports: list[tuple[str, float]] = []
+
+    def progress(stage: str, fraction: float) -> None:
+        reports.append((stage, fraction))
+
+    build(progress=progress)
+    fractions = [fraction for _, fraction in reports]
+    assert fractions == sorted(fractions)
+    assert reports[-1] == ("tokenizing", 1.0)
+    assert len(reports) > 10
+    reports.clear()
+    build(progress=progress, sequence_length=64, packing=False, batch_size=2, seed=1)
+    assert reports == [], "rows are cut when they are read, so their settings need no new tokens"
+    build(progress=progress, eval_fraction=0.2)
+    assert reports
+
+
+def test_a_damaged_cache_is_made_again(build: Build, tmp_path: Path) -> None:
+    dataset = build()
+    expected, fingerprint = dataset.batch(3)["input_ids"], dataset.fingerprint
+    del dataset
+    for damage in ("tokens.npy", "documents.npy", "meta.json"):
+        (path,) = (tmp_path / "cache" / "tokens").glob(f"*/train/{damage}" if damage != "meta.json" else f"*/{damage}")
+        path.write_bytes(path.read_bytes()[:-9])
+        again = build()
+        assert torch.equal(again.batch(3)["input_ids"], expected)
+        assert again.fingerprint == fingerprint
+
+
+def test_a_cache_that_cannot_be_written(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        build(cache_dir=tmp_path / "file")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "offload"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_cache_dir() == Path("/home/someone/.cache/offload")
+
+
+def test_one_builds_while_the_others_wait(tmp_path: Path) -> None:
+    builds: list[int] = []
+    results: list[str] = []
+
+    def build(folder: Path) -> None:
+        builds.append(1)
+        time.sleep(0.2)
+        (folder / "value").write_text("whole")
+
+    def ask() -> None:
+        results.append(cached(tmp_path, "entry", build, lambda folder: (folder / "value").read_text()))
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["whole"] * 5
+    assert len(builds) == 1
+
+
+def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
+    orphan = tmp_path / "entry.tmp-999999"
+    orphan.mkdir()
+    (orphan / "value").write_text("half")
+
+    def fail(folder: Path) -> None:
+        (folder / "value").write_text("half")
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        cached(tmp_path, "entry", fail, lambda folder: (folder / "value").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["entry.lock"]
+
+
+def test_importing_is_cheap() -> None:
+    code = "import sys, offload.data; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_the_standard_library(tmp_path: Path) -> None:
+    """The built-in default, from nothing: tokenizer trained, tokens packed, deterministic."""
+    dataset = build_dataset(
+        source="builtin:stdlib",
+        vocab_size=2048,
+        sequence_length=256,
+        batch_size=4,
+        eval_fraction=0.02,
+        cache_dir=tmp_path,
+    )
+    assert len(dataset.tokenizer) == 2048
+    assert dataset.num_train_rows > 5000
+    assert 0.01 < dataset.num_eval_rows / dataset.num_train_rows < 0.04
+    assert dataset.notes == ()
+    assert dataset.train.num_targets == dataset.train.store.num_tokens - dataset.num_train_rows + 1, (
+        "one lost a row, none in the last"
+    )
+
+
+def test_the_standard_library_as_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path(sysconfig.get_paths()["stdlib"])
+    for name in (
+        "argparse.py",
+        "json",
+        "logging",
+        "asyncio",
+        "email",
+        "heapq.py",
+    ):  # a few modules, for the time it takes
+        (shutil.copytree if (real / name).is_dir() else shutil.copy)(real / name, tmp_path / name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    dataset = build_dataset(
+        source="builtin:stdlib-chat",
+        vocab_size=1024,
+        sequence_length=256,
+        batch_size=4,
+        eval_fraction=0.1,
+        cache_dir=tmp_path / "cache",
+    )
+    assert dataset.num_eval_rows
+    tokenizer = dataset.tokenizer
+    batch = dataset.batch(0)
+    user, assistant = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        speaker = None
+        for token, label in zip(ids, labels, strict=True):
+            speaker = token if token in (user, assistant) else speaker
+            if speaker == user or token == assistant:
+                assert label == -100, "a question and the marker of an answer are not trained"
+        assert any(label != -100 for label in labels)

@@ -1,0 +1,211 @@
+"""Every format on small files: what is read, how it is recognized, and what is said of a malformed record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.data import formats
+from offload.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
+from offload.data.sources import find_files
+from offload.errors import ConfigError
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+
+
+def read(path: Path, data_format: str = "auto", vocab_size: int = 1000) -> list[Record]:
+    (file,) = find_files(str(path), data_format)
+    return list(read_records(replace(file, format=detect_format(file)), vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("record", "data_format"),
+    [
+        ({"text": "x"}, "jsonl"),
+        ({"messages": [USER, ASSISTANT]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, "sharegpt"),
+        ({"instruction": "x", "output": "y"}, "alpaca"),
+        ({"prompt": "x", "completion": "y"}, "prompt-completion"),
+    ],
+)
+def test_auto_goes_by_the_first_records_keys(write_lines: Callable[..., Path], record: Any, data_format: str) -> None:
+    for name in ("data.jsonl", "data.json"):
+        (file,) = find_files(str(write_lines(name, record)))
+        assert detect_format(file) == data_format
+
+
+def test_auto_goes_by_the_ending(tmp_path: Path) -> None:
+    for name, data_format in [
+        ("a.txt", "text"),
+        ("b.py", "text"),
+        ("c.log", "text"),
+        ("d.npy", "tokens"),
+        ("e.bin", "tokens"),
+    ]:
+        (tmp_path / name).write_text("x")
+        (file,) = find_files(str(tmp_path / name))
+        assert detect_format(file) == data_format
+
+
+def test_auto_says_which_keys_it_knows(write_lines: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1 has the keys \['body', 'title'\].*jsonl: text.*data\.format"):
+        read(write_lines("data.jsonl", {"title": "a", "body": "b"}))
+    with pytest.raises(ConfigError, match=r"data\.jsonl, record 1 has a value of type int"):
+        read(write_lines("data.jsonl", [1]))
+
+
+def test_text_is_a_document_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfline\r\nnext\n")
+    assert read(tmp_path / "a.txt") == [Text(str(tmp_path / "a.txt"), "line\nnext\n")]
+
+
+@pytest.mark.parametrize(
+    "text", ["ab\n" * 40, "x" * 100, "", "short\n", "a" * 16, "a" * 15 + "\n" + "b" * 16 + "\n", "ü\n" * 33]
+)
+def test_long_text_comes_in_pieces(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_PIECE_CHARS", 16)
+    (tmp_path / "a.txt").write_text(text)
+    pieces = [record for record in read(tmp_path / "a.txt") if isinstance(record, Text)]
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece.text) <= 32 for piece in pieces)
+    if max(map(len, text.split("\n"))) < 16:
+        assert all(piece.text.endswith("\n") for piece in pieces[:-1])
+
+
+def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ok\xff\xfe")
+    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 text \(byte 2"):
+        read(tmp_path / "a.txt")
+
+
+def test_jsonl_passes_over_empty_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n\n   \n{"text": "zw\\u00f6lf"}')
+    assert read(path) == [Text(f"{path}:1", "one"), Text(f"{path}:4", "zwölf")]
+
+
+def test_a_json_array_is_read_as_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=2))
+    assert read(path) == [Text(f"{path}, record 1", "one"), Text(f"{path}, record 2", "two")]
+
+
+def test_messages(write_lines: Callable[..., Path]) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    path = write_lines(
+        "a.jsonl", {"messages": [USER, ASSISTANT], "tools": [{"name": "t"}]}, {"messages": [parts, call]}
+    )
+    first, second = read(path)
+    assert first == Chat(f"{path}:1", [USER, ASSISTANT], [{"name": "t"}])
+    assert isinstance(second, Chat)
+    assert [message["content"] for message in second.messages] == ["ab", ""]
+    assert second.messages[1]["tool_calls"] == [{"type": "function"}]
+
+
+def test_sharegpt(write_lines: Callable[..., Path]) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    path = write_lines("a.jsonl", {"conversations": turns, "system": "Be kind."})
+    assert read(path) == [Chat(f"{path}:1", [{"role": "system", "content": "Be kind."}, USER, ASSISTANT])]
+
+
+def test_alpaca(write_lines: Callable[..., Path]) -> None:
+    path = write_lines(
+        "a.jsonl",
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+    )
+    first, second = read(path)
+    assert isinstance(first, Chat)
+    assert first.messages[0]["content"] == "Add\n\n1 2"
+    assert second == Chat(f"{path}:2", [USER, ASSISTANT])
+
+
+def test_prompt_completion(write_lines: Callable[..., Path]) -> None:
+    path = write_lines("a.jsonl", {"prompt": "1+1=", "completion": "2"})
+    assert read(path) == [Pair(f"{path}:1", "1+1=", "2")]
+
+
+@pytest.mark.parametrize(
+    ("data_format", "line", "words"),
+    [
+        ("jsonl", '{"txt": 1}', "a.jsonl:2 lacks 'text'.*it has 'txt'"),
+        ("jsonl", '{"text": 1}', "a.jsonl:2: 'text' must be a string, it is int"),
+        ("jsonl", '"text"', "a.jsonl:2 is a value of type str"),
+        ("jsonl", '{"text": "cut', "a.jsonl:2 is not valid JSON"),
+        ("messages", '{"messages": []}', "a.jsonl:2: 'messages' must be a list of at least one"),
+        ("messages", '{"messages": [{"content": "x"}]}', "a.jsonl:2, message 1 lacks a 'role'"),
+        ("messages", '{"messages": [{"role": "user"}]}', "a.jsonl:2, message 1: 'content' must be a string"),
+        (
+            "messages",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "message 1 has content that is not",
+        ),
+        ("sharegpt", '{"conversations": [{"from": "human"}]}', "a.jsonl:2, message 1 lacks 'from' or 'value'"),
+        ("sharegpt", '{"conversations": [{"from": "ghost", "value": ""}]}', "message 1 is from 'ghost'.*human"),
+        ("alpaca", '{"instruction": "x"}', "a.jsonl:2 lacks 'output' for data.format=alpaca; it has 'instruction'"),
+        (
+            "prompt-completion",
+            '{"prompt": "x", "completion": null}',
+            "a.jsonl:2: 'completion' must be a string, it is NoneType",
+        ),
+    ],
+)
+def test_a_malformed_record_is_named(tmp_path: Path, data_format: str, line: str, words: str) -> None:
+    good = {
+        "jsonl": {"text": "x"},
+        "messages": {"messages": [USER]},
+        "sharegpt": {"conversations": [{"from": "human", "value": "x"}]},
+        "alpaca": {"instruction": "x", "output": "y"},
+        "prompt-completion": {"prompt": "x", "completion": "y"},
+    }
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(good[data_format]) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=words):
+        read(path, data_format)
+
+
+def ids_of(records: list[Record]) -> list[list[int]]:
+    assert all(isinstance(record, Ids) for record in records)
+    return [record.ids.tolist() for record in records if isinstance(record, Ids)]
+
+
+def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_PIECE_TOKENS", 4)
+    np.save(tmp_path / "stream.npy", np.arange(10, dtype=np.int32))
+    records = read(tmp_path / "stream.npy")
+    assert ids_of(records) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [record.closes for record in records if isinstance(record, Ids)] == [False, False, True]
+    np.save(tmp_path / "rows.npy", np.arange(6).reshape(2, 3))
+    assert ids_of(read(tmp_path / "rows.npy")) == [[0, 1, 2], [3, 4, 5]]
+    np.asarray([1, 2, 3], "<u2").tofile(tmp_path / "a.bin")
+    assert ids_of(read(tmp_path / "a.bin")) == [[1, 2, 3]]
+    np.asarray([1, 70000], "<u4").tofile(tmp_path / "wide.bin")
+    assert ids_of(read(tmp_path / "wide.bin", vocab_size=100_000)) == [[1, 70000]]
+    header = np.zeros(256, "<i4")
+    header[:2] = 20240520, 1
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + np.asarray([5, 6], "<u2").tobytes())
+    assert ids_of(read(tmp_path / "llmc.bin")) == [[5, 6]]
+    (tmp_path / "empty.bin").write_bytes(b"")
+    assert ids_of(read(tmp_path / "empty.bin")) == []
+
+
+def test_wrong_token_files_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(ConfigError, match=r"float64 \[3\]; data.format=tokens needs integers"):
+        read(tmp_path / "a.npy")
+    (tmp_path / "b.npy").write_bytes(b"not numpy")
+    with pytest.raises(ConfigError, match=r"b\.npy is not a \.npy file"):
+        read(tmp_path / "b.npy")
+    (tmp_path / "c.bin").write_bytes(b"123")
+    with pytest.raises(ConfigError, match="3 bytes, not a whole number of uint16"):
+        read(tmp_path / "c.bin")

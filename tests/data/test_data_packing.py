@@ -1,0 +1,162 @@
+"""Rows against a plain oracle: every token once and in order, labels right, no target lost but the documented ones."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.data import packing
+from offload.data.packing import IGNORE, Rows
+from offload.data.store import TokenStore, TokenWriter
+
+PAD = 60_000
+documents_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), max_size=12)  # which tokens are trained
+
+
+@contextmanager
+def stored(documents: list[list[bool]], masked: bool) -> Iterator[TokenStore]:
+    """Store documents whose ids are 0, 1, 2, ... so that an id is its place in the stream."""
+    with tempfile.TemporaryDirectory() as temporary:
+        writer = TokenWriter(Path(temporary) / "store", 65536, masked)
+        position = 0
+        for mask in documents:
+            ids = np.arange(position, position + len(mask))
+            cut = len(mask) // 2  # a document may come in pieces
+            writer.append(ids[:cut], np.asarray(mask[:cut], bool) if masked else None, closes=False)
+            writer.append(ids[cut:], np.asarray(mask[cut:], bool) if masked else None, closes=True)
+            position += len(mask)
+        yield TokenStore(Path(temporary) / "store", writer.finish())
+
+
+def trained_positions(documents: list[list[bool]], masked: bool) -> set[int]:
+    return {i for i, trained in enumerate(itertools.chain.from_iterable(documents)) if trained or not masked}
+
+
+def targets(row_ids: np.ndarray, row_labels: np.ndarray) -> list[int]:
+    """Check one row's labels against its ids and return what the shifted loss trains."""
+    used = row_labels != IGNORE
+    assert (row_labels[used] == row_ids[used]).all()
+    return [int(label) for label in row_labels[1:] if label != IGNORE]
+
+
+@settings(deadline=None, max_examples=300)
+@given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
+def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
+    num_tokens = sum(map(len, documents))
+    trained = trained_positions(documents, masked)
+    with stored(documents, masked) as store, patch.object(packing, "_GROUP_TOKENS", group_tokens):
+        rows = Rows.over(store, length, True, PAD)
+        ids, labels = rows.read(np.arange(rows.num_rows))
+        lengths = rows.lengths(np.arange(rows.num_rows))
+
+    expected = []  # (ids, targets) of each row that has a target
+    for start in range(0, num_tokens, length):
+        begin = max(min(start, num_tokens - length), 0)
+        row_targets = [i for i in range(max(begin + 1, start), min(start + length, num_tokens)) if i in trained]
+        if row_targets:
+            expected.append((list(range(begin, min(begin + length, num_tokens))), row_targets))
+    assert [ids[i, : lengths[i]].tolist() for i in range(rows.num_rows)] == [row for row, _ in expected]
+    assert [targets(*pair) for pair in zip(ids, labels, strict=True)] == [row for _, row in expected]
+    assert rows.num_targets == sum(len(row) for _, row in expected)
+    assert all((ids[i, n:] == PAD).all() and (labels[i, n:] == IGNORE).all() for i, n in enumerate(lengths))
+    if num_tokens >= length:
+        assert (lengths == length).all(), "only a stream shorter than a row may be padded"
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents_strategy, st.integers(2, 16), st.booleans())
+def test_packing_trains_every_token_once(documents: list[list[bool]], length: int, masked: bool) -> None:
+    """The promise of the module's docstring, without its mechanism: in order, once, but for the first of each row."""
+    trained = trained_positions(documents, masked)
+    with stored(documents, masked) as store:
+        rows = Rows.over(store, length, True, PAD)
+        ids, labels = rows.read(np.arange(rows.num_rows))
+    seen = [target for pair in zip(ids, labels, strict=True) for target in targets(*pair)]
+    assert seen == sorted(set(seen))
+    lost = trained - set(seen)
+    assert all(position % length == 0 for position in lost)
+    assert set(seen) <= trained
+
+
+@settings(deadline=None, max_examples=300)
+@given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
+def test_unpacked_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
+    trained = trained_positions(documents, masked)
+    with stored(documents, masked) as store, patch.object(packing, "_GROUP_TOKENS", group_tokens):
+        rows = Rows.over(store, length, False, PAD)
+        ids, labels = rows.read(np.arange(rows.num_rows))
+        lengths = rows.lengths(np.arange(rows.num_rows))
+        if rows.num_rows:
+            assert rows.num_truncated_tokens == sum(max(len(mask) - length, 0) for mask in documents)
+    expected, position = [], 0
+    for mask in documents:
+        row = list(range(position, position + min(len(mask), length)))
+        if any(i in trained for i in row[1:]):
+            expected.append((row, [i for i in row[1:] if i in trained]))
+        position += len(mask)
+    assert [ids[i, : lengths[i]].tolist() for i in range(rows.num_rows)] == [row for row, _ in expected]
+    assert [targets(*pair) for pair in zip(ids, labels, strict=True)] == [row for _, row in expected]
+    assert rows.num_without_target == len(documents) - len(expected)
+
+
+def test_parts_are_the_rows_of_the_whole() -> None:
+    with stored([[True] * 50], masked=False) as store:
+        whole = Rows.over(store, 4, True, PAD)
+        part = whole.part(3, 9).part(1, 4)
+        assert part.num_rows == 3
+        assert part.read(np.arange(3))[0].tolist() == whole.read(np.arange(4, 7))[0].tolist()
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    writer = TokenWriter(tmp_path / "store", vocab_size, masked=False)
+    writer.append(np.asarray([0, vocab_size - 1]), None, closes=True)
+    store = TokenStore(tmp_path / "store", writer.finish())
+    assert store.tokens.dtype == dtype
+    assert store.tokens.tolist() == [0, vocab_size - 1]
+    assert isinstance(store.tokens.base, np.memmap) or isinstance(store.tokens, np.memmap), "read through a memory map"
+
+
+def test_a_mask_that_masks_nothing_is_not_kept(tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path / "store", 100, masked=True)
+    writer.append(np.arange(5), np.ones(5, bool), closes=True)
+    meta = writer.finish()
+    assert meta["masked"] is False
+    assert not (tmp_path / "store" / "trained.npy").exists()
+    assert TokenStore(tmp_path / "store", meta).trained is None
+
+
+def test_the_hash_sees_tokens_borders_and_mask(tmp_path: Path) -> None:
+    def content_hash(name: str, ids: list[int], cut: int, mask: list[bool]) -> str:
+        writer = TokenWriter(tmp_path / name, 100, masked=True)
+        writer.append(np.asarray(ids[:cut]), np.asarray(mask[:cut]), closes=True)
+        writer.append(np.asarray(ids[cut:]), np.asarray(mask[cut:]), closes=True)
+        return str(writer.finish()["content_hash"])
+
+    base = content_hash("base", [1, 2, 3], 1, [True, True, False])
+    assert base == content_hash("same", [1, 2, 3], 1, [True, True, False])
+    assert base != content_hash("ids", [1, 2, 4], 1, [True, True, False])
+    assert base != content_hash("cut", [1, 2, 3], 2, [True, True, False])
+    assert base != content_hash("mask", [1, 2, 3], 1, [True, False, False])
+
+
+def test_damaged_files_are_noticed(tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path / "store", 100, masked=False)
+    writer.append(np.arange(50), None, closes=True)
+    meta = writer.finish()
+    path = tmp_path / "store" / "tokens.npy"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"mmap|size|shape|buffer|length"):
+        TokenStore(tmp_path / "store", meta)
+    np.save(path, np.arange(50, dtype=np.uint16))
+    with pytest.raises(ValueError, match="instead of 51"):
+        TokenStore(tmp_path / "store", {**meta, "num_tokens": 51})

@@ -1,0 +1,152 @@
+"""Finding files: builtins, files, folders, globs; the split by file; what is said when nothing is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.data.docstrings import docstring_chats
+from offload.data.sources import SourceFile, find_files, hash_files, held_out_files, split_hash
+from offload.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.md", "sub/deep/c.py", "sub/d.jsonl", ".hidden.txt", ".git/e.txt", "image.png", "t.npy"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path / "data"
+
+
+def names(files: list[SourceFile]) -> list[str]:
+    return [file.name for file in files]
+
+
+def test_a_folder_is_searched_in_order(folder: Path) -> None:
+    assert names(find_files(str(folder))) == ["a.md", "b.txt", "sub/d.jsonl", "sub/deep/c.py", "t.npy"]
+    assert names(find_files(str(folder), "text")) == ["a.md", "b.txt", "sub/deep/c.py"]
+    assert names(find_files(str(folder), "messages")) == ["sub/d.jsonl"]
+    assert names(find_files(str(folder), "tokens")) == ["t.npy"]
+
+
+def test_globs_are_relative_to_their_fixed_part(folder: Path) -> None:
+    assert names(find_files(f"{folder}/**/*.py")) == ["sub/deep/c.py"]
+    assert names(find_files(f"{folder}/sub/*")) == ["d.jsonl"]
+    assert names(find_files(f"{folder}/*.png", "text")) == ["image.png"], (
+        "a glob decides by itself which endings it means"
+    )
+
+
+def test_several_sources_keep_their_order_and_a_file_comes_once(folder: Path) -> None:
+    files = find_files([f"{folder}/b.txt", f"{folder}/*.md", f"{folder}/*.txt"])
+    assert names(files) == ["b.txt", "a.md"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere.txt", ["nowhere.txt", "does not exist"]),
+        ("{folder}/*.csv", ["*.csv", "matches no file"]),
+        ("{folder}/empty", ["a folder without a file", ".jsonl"]),
+        ("builtin:stdlb", ["builtin:stdlb", "did you mean builtin:stdlib"]),
+        ("", ["names nothing"]),
+    ],
+)
+def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str]) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.source") as error:
+        find_files(source.format(folder=folder))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean sharegpt"):
+        find_files("builtin:stdlib", "shargpt")
+    with pytest.raises(ConfigError, match=r"data\.format=alpaca cannot read builtin:stdlib"):
+        find_files("builtin:stdlib", "alpaca")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_an_unreadable_file_is_named(folder: Path) -> None:
+    (folder / "b.txt").chmod(0)
+    with pytest.raises(ConfigError, match=r"b\.txt cannot be read"):
+        find_files(str(folder / "b.txt"))
+
+
+def test_the_standard_library_without_tests_and_tables() -> None:
+    files = find_files("builtin:stdlib")
+    found = names(files)
+    assert found == sorted(found, key=lambda name: name.split("/"))
+    assert {"argparse.py", "asyncio/tasks.py", "json/decoder.py"} <= set(found)
+    parts = {part for name in found for part in name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "encodings", "__pycache__"}
+    assert sum(file.num_bytes for file in files) > 2_000_000
+    assert names(find_files("builtin:stdlib-chat")) == found
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
+def test_the_split_by_file_is_near_what_was_asked(fraction: float) -> None:
+    files = find_files("builtin:stdlib")
+    held_out = held_out_files(files, fraction)
+    share = sum(file.num_bytes for file in files if file.name in held_out) / sum(file.num_bytes for file in files)
+    assert 0.9 * fraction < share <= fraction
+    assert held_out == held_out_files(list(reversed(files)), fraction), "the order of files plays no part"
+
+
+def test_too_few_files_are_not_split() -> None:
+    def file(name: str, num_bytes: int) -> SourceFile:
+        return SourceFile(Path(name), name, "text", num_bytes)
+
+    assert held_out_files([file("a", 1000)], 0.5) == frozenset()
+    assert held_out_files([file("a", 1_000_000), file("b", 100)], 0.1) == frozenset(), "100 bytes stand for nothing"
+    assert len(held_out_files([file("a", 1000), file("b", 1000)], 0.5)) == 1
+    assert held_out_files([file("a", 1000), file("b", 1000)], 0.0) == frozenset()
+
+
+def test_the_hash_is_of_names_and_contents_not_of_places(tmp_path: Path) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "x.txt").write_text("content")
+    one, two = (find_files(str(tmp_path / place)) for place in ("one", "two"))
+    assert hash_files(one) == hash_files(two)
+    (tmp_path / "two" / "x.txt").write_text("contend")
+    assert hash_files(one) != hash_files(find_files(str(tmp_path / "two")))
+
+
+def test_split_hash_is_uniform_and_fixed() -> None:
+    values = [split_hash(f"file{i}") for i in range(4000)]
+    assert all(0 <= value < 1 for value in values)
+    assert 0.47 < sum(values) / 4000 < 0.53
+    assert split_hash("argparse.py") == pytest.approx(0.25961, abs=1e-5), "another hash would move every split"
+
+
+def test_docstrings_become_chats() -> None:
+    source = (
+        '"""Module."""\n'
+        "def documented(x):\n"
+        '    """Say what x is.\n\n    Twice.\n    """\n'
+        "def silent(): pass\n"
+        "class Box:\n"
+        '    """A box."""\n'
+        "    async def open(self):\n"
+        '        """Open it."""\n'
+        "    class Lid:\n"
+        '        """Its lid."""\n'
+    )
+    chats = list(docstring_chats(source, "pkg/__init__.py"))
+    assert [line for line, _ in chats] == [2, 8, 10, 12]
+    subjects = ["pkg.documented", "pkg.Box", "pkg.Box.open", "pkg.Box.Lid"]
+    for (_, messages), subject in zip(chats, subjects, strict=True):
+        assert [message["role"] for message in messages] == ["user", "assistant"]
+        assert f"`{subject}`" in messages[0]["content"]
+    assert [messages[1]["content"] for _, messages in chats] == [
+        "Say what x is.\n\nTwice.",
+        "A box.",
+        "Open it.",
+        "Its lid.",
+    ]
+    assert chats == list(docstring_chats(source, "pkg/__init__.py"))
+    assert f"`{'pkg.sub.documented'}`" in next(docstring_chats(source, "pkg/sub.py"))[1][0]["content"]

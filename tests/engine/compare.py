@@ -1,0 +1,95 @@
+"""Train a model with the engine and with the reference, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import AdamW, Engine
+from tests.engine.reference import Batch, LossFunction, Reference
+
+PROPORTIONAL = AdamW(lr=0.05, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
+"""An update that is nearly lr * gradient. AdamW proper turns a gradient of 1e-9 into a full step, so weights could
+not be compared within a tolerance where only the order of a sum differs."""
+
+
+def train_both(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss_fn: LossFunction | None = None,
+    count: Callable[[Batch], int] | None = None,
+    kept: Callable[[str], bool] = lambda name: False,
+    group: Callable[[nn.Module], None] = lambda model: None,
+    plain: nn.Module | None = None,
+    within: float | None = None,
+    **settings: Any,
+) -> tuple[Engine, Reference]:
+    """Train with both and compare after every step: bit for bit, or `within` a share of the layer's scale.
+
+    `plain`: what the reference trains instead of a copy of `model`. `kept`, `group`: see `Reference`.
+    """
+    known = {
+        key: settings[key] for key in ("optimizer", "precision", "max_grad_norm", "micro_batch_size") if key in settings
+    }
+    if within is not None:
+        known["optimizer"] = settings["optimizer"] = PROPORTIONAL
+    reference = Reference(plain or model, kept=kept, group=group, **known)
+    engine = Engine(model, **settings)
+    for number, batch in enumerate(batches):
+        torch.manual_seed(100 + number)  # dropout masks
+        loss, norm = reference.step(batch, loss_fn, count)
+        torch.manual_seed(100 + number)
+        result = engine.step(batch, loss_fn=loss_fn)
+        assert torch.isfinite(loss), "the reference itself is not finite"
+        if within is None:
+            assert result.loss.item() == loss.item(), f"loss of step {number}"
+            assert result.grad_norm == norm, f"gradient norm of step {number}"
+        else:
+            assert abs(result.loss.item() - loss.item()) <= within * abs(loss.item()), f"loss of step {number}"
+            assert abs(result.grad_norm - norm) <= within * norm, f"gradient norm of step {number}"
+        assert_weights(engine, reference, within, f"after step {number}")
+    return engine, reference
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return dict(engine.named_parameters())
+
+
+def assert_weights(engine: Engine, reference: Reference, within: float | None = None, when: str = "") -> None:
+    """Compare all master weights with the reference's."""
+    assert_same(weights(engine), reference.masters, within, when)
+
+
+def assert_same(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], within: float | None = None, when: str = ""
+) -> None:
+    """Compare named weights: bit for bit, or `within` a share of the largest weight of the layer that they belong
+    to."""
+    assert list(found) == list(wanted)
+    if within is None:
+        different = [name for name in wanted if not same_bits(found[name], wanted[name])]
+        assert not different, f"{when}: {len(different)} of {len(wanted)} differ, first {different[:3]}"
+        return
+    scales: dict[str, float] = {}
+    for name, value in wanted.items():
+        layer = name.rpartition(".")[0]
+        scales[layer] = max(scales.get(layer, 0.0), value.abs().max().item())
+    far = {
+        name: apart / scales[name.rpartition(".")[0]]
+        for name, value in wanted.items()
+        if (apart := (found[name] - value).abs().max().item()) > within * scales[name.rpartition(".")[0]]
+    }
+    assert not far, f"{when}: too far apart, as a share of the layer's scale: {far}"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where two tensors are equal to the bit: NaN equals NaN, and 0 is not -0."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

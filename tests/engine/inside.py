@@ -1,0 +1,38 @@
+"""The only place where these tests look into an engine: states that the contract does not show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload import Engine
+
+
+@dataclass
+class State:
+    """A copy of what is stored for one parameter, flat, and how often it was updated."""
+
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    num_steps: int
+
+
+def states(engine: Engine) -> dict[str, State]:
+    """Return copies of the optimizer states by parameter name."""
+    found = {}
+    for state in engine._parts.store.states:
+        for position, index in enumerate(state.region.parameters):
+            moments = [
+                None if m is None else m[state.span(position)].clone() for m in (state.exp_avg, state.exp_avg_sq)
+            ]
+            found[engine._parts.infos[index].name] = State(*moments, state.steps[position])
+    return found
+
+
+def unit_names(engine: Engine) -> list[str]:
+    return [unit.name for unit in engine._parts.units]
+
+
+def resident_names(engine: Engine) -> list[str]:
+    return [unit.name for unit in engine._parts.units if unit.resident]

@@ -1,0 +1,114 @@
+"""A process of its own that trains and tells its peak; run by test_memory. What is printed is one JSON object.
+
+python -m tests.engine.memory_child MODE FOLDER     filled: weights made unit by unit; loaded: a whole fp32 model
+given away, then 50 steps of a small one
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import Engine
+from offload.tiers.host import trim_heap
+from tests.engine.sizes import elements
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+    "max_position_embeddings": 64,
+}
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 100, (1, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def largest_and_total(model: nn.Module) -> tuple[int, int]:
+    units = [
+        elements(model.model.embed_tokens),
+        elements(model.lm_head),
+        *(elements(layer) for layer in model.model.layers),
+    ]
+    return max(units), sum(units) + elements(model.model.norm)
+
+
+def filled(folder: Path) -> dict[str, Any]:
+    from offload.checkpoint.models import build_model
+    from offload.sections import ModelSection
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    section = ModelSection(path=str(folder / "config.json"), init="random")
+    build_model(section, seed=0)  # imports, and what transformers keeps for ever
+    before = resident_bytes("VmRSS")
+    built = build_model(section, seed=0)
+    largest, total = largest_and_total(built.model)
+    engine = Engine(built.model, precision="bf16", fill=built.fill)
+    constructed = resident_bytes("VmHWM") - before
+    for _ in range(2):
+        engine.step(batch())
+    return {"largest": largest, "total": total, "constructed": constructed, "peak": resident_bytes("VmHWM") - before}
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1, "vocab_size": 64}))
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    largest, total = largest_and_total(model)
+    built = resident_bytes("VmRSS") - before
+    engine = Engine(model, precision="bf16")
+    engine.step(batch())
+    found = {"largest": largest, "total": total, "built": built, "peak": resident_bytes("VmHWM") - before}
+    engine.close()
+    return found | {"grown": growth()}
+
+
+def growth() -> int:
+    """Bytes by which 50 steps of a small model grow the process."""
+    import transformers
+
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    engine = Engine(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
+    rows = {key: torch.randint(3, 256, (8, 64)) for key in ("input_ids", "labels")}
+    gc.collect()
+    gc.disable()  # a leak that a collection would find is one all the same: it comes late
+    measured = []
+    for number in range(60):
+        engine.step(rows)
+        if number in (9, 59):
+            trim_heap()
+            measured.append(resident_bytes("VmRSS"))
+    return measured[1] - measured[0]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    modes = {"filled": filled, "loaded": loaded}
+    print(json.dumps(modes[sys.argv[1]](Path(sys.argv[2]))))

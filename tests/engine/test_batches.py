@@ -1,0 +1,245 @@
+"""From a batch to a loss: micro-batches, ignored labels, what counts as a target, and batches that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine
+from offload.errors import ConfigError, OffloadError
+from tests.engine.compare import train_both, weights
+from tests.engine.families import CAUSAL, batches, bert, build, gemma2, gpt2, gpt_neox, llama, mamba, opt, t5, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.reference import Batch, count_labels, count_shifted
+
+Maker = Callable[[], nn.Module]
+ROUNDING = 1e-6
+DROPOUT = (gpt2, gpt_neox, opt)
+"""Their masks depend on the micro-batch."""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("make", [make for make in CAUSAL if make not in DROPOUT])
+def test_micro_batches_change_the_order_of_sums_only(make: Maker, rows: int) -> None:
+    train_both(build(make), batches(3), micro_batch_size=rows, within=2 * ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [bert, t5])
+def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> None:
+    def without_dropout() -> nn.Module:
+        model = make()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0
+        return model
+
+    train_both(build(without_dropout), batches(3), micro_batch_size=rows, count=count_labels, within=2 * ROUNDING)
+
+
+def shifted_cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(outputs[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("loss_fn", "count"), [(shifted_cross_entropy, count_shifted), (cross_entropy, count_labels)])
+def test_micro_batches_of_a_loss_function(loss_fn: Callable[..., Tensor], count: Callable[[Batch], int]) -> None:
+    """The parts are weighted by what the function counts, so that they add up to its value over the whole batch."""
+    rows = [words(s) for s in range(3)]
+    train_both(build(Stack), rows, loss_fn=loss_fn, count=count, micro_batch_size=3, within=ROUNDING)
+    whole = Engine(build(Stack)).step(rows[0], loss_fn=loss_fn)
+    parts = Engine(build(Stack), micro_batch_size=3).step(rows[0], loss_fn=loss_fn)
+    assert parts.loss.item() == pytest.approx(whole.loss.item(), rel=ROUNDING)
+
+
+def test_a_micro_batch_as_large_as_the_batch_is_no_micro_batch() -> None:
+    train_both(build(llama), batches(3), micro_batch_size=4)
+
+
+def test_micro_batches_in_bf16_round_the_sum_once() -> None:
+    """The sum of the micro-batches' gradients, which torch gives in bf16, is taken in fp32."""
+    train_both(
+        build(Stack),
+        [full(s) for s in range(3)],
+        loss_fn=cross_entropy,
+        count=count_labels,
+        micro_batch_size=2,
+        precision="bf16",
+    )
+
+
+def full(seed: int) -> dict[str, Tensor]:
+    """A batch whose micro-batches of two rows weigh one half each: an exact factor."""
+    batch = words(seed)
+    batch["labels"][batch["labels"] == -100] = 0
+    return batch
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("make", [llama, mamba])
+def test_rows_without_targets(make: Maker, rows: int) -> None:
+    """A micro-batch without a single target would be a division by zero; it counts for nothing."""
+    batch = tokens(1)
+    batch["labels"][1] = -100
+    batch["labels"][2:] = -100
+    engine, _ = train_both(build(make), [tokens(0), batch, tokens(2)], micro_batch_size=rows, within=2 * ROUNDING)
+    assert all(torch.isfinite(value).all() for value in weights(engine).values())
+
+
+def test_rows_without_targets_in_one_piece() -> None:
+    batch = tokens(1)
+    batch["labels"][1:] = -100
+    train_both(build(llama), [batch, tokens(0)])
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(llama, count_shifted), (gemma2, count_shifted), (bert, count_labels), (t5, count_labels)]
+)
+def test_tokens_are_the_targets_that_the_loss_counts(make: Maker, count: Callable[[Batch], int]) -> None:
+    batch = tokens(3)
+    assert count_shifted(batch) != count_labels(batch)
+    for rows in (None, 1):
+        engine = Engine(build(make), micro_batch_size=rows)
+        assert engine.step(batch).tokens == count(batch)
+
+
+def test_evaluation_runs_in_micro_batches_too() -> None:
+    engine, reference = train_both(build(llama), batches(1), micro_batch_size=3, within=2 * ROUNDING)
+    with torch.no_grad():
+        wanted = reference.model.eval()(**tokens(5)).loss.item()
+    assert engine.evaluate(tokens(5)).item() == pytest.approx(wanted, rel=ROUNDING)
+
+
+def test_the_result_of_a_step() -> None:
+    result = Engine(build(llama)).step(tokens())
+    assert result.loss.dtype == torch.float32
+    assert result.loss.dim() == 0
+    assert result.loss.device.type == "cpu"
+    assert not result.loss.requires_grad
+    assert type(result.grad_norm) is float
+    assert result.grad_norm > 0
+    assert result.skipped is False
+
+
+def test_a_loss_function_replaces_the_models_own() -> None:
+    def flat(outputs: Any, batch: Batch) -> Tensor:
+        return outputs.logits.float().square().mean()
+
+    train_both(build(llama), batches(3), loss_fn=flat)
+
+
+def test_a_loss_function_may_use_what_the_model_does_not_take() -> None:
+    def weighted(outputs: Tensor, batch: Batch) -> Tensor:
+        losses = nn.functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses * batch["weights"]).mean()
+
+    rows = [words(s) | {"weights": torch.rand(4, 6)} for s in range(2)]
+    engine = Engine(build(Stack))
+    assert all(torch.isfinite(engine.step(batch, loss_fn=weighted).loss) for batch in rows)
+
+
+@pytest.mark.parametrize("kind", ["padding", "positions"])
+def test_other_inputs_of_the_model(kind: str) -> None:
+    rows = batches(3)
+    for batch in rows:
+        if kind == "padding":
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][2, :4] = 0
+        else:
+            batch["position_ids"] = torch.arange(10).flip(0).expand(4, 10).contiguous()
+    train_both(build(llama), rows)
+
+
+def test_batches_may_change_their_shape() -> None:
+    """Recorded on the first one, a step must do for any other."""
+    train_both(build(gemma2), [tokens(0, 4, 10), tokens(1, 1, 16), tokens(2, 7, 3), tokens(3, 4, 20)])
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [llama, Stack])
+def test_a_batch_without_targets_is_refused(make: Maker) -> None:
+    is_llama = make is llama
+    engine = Engine(build(make))
+    batch = {key: value for key, value in (tokens() if is_llama else words()).items() if key != "labels"}
+    with pytest.raises(ConfigError, match="labels"):
+        engine.step(batch)
+
+
+def test_a_batch_whose_labels_are_all_ignored_is_refused() -> None:
+    engine = Engine(build(llama))
+    batch = tokens()
+    batch["labels"][:, 1:] = -100
+    batch["labels"][:, 0] = 5  # the first label of a row is never predicted
+    before = weights(engine)
+    with pytest.raises(ConfigError, match="target"):
+        engine.step(batch)
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    engine.step(tokens())
+
+
+@pytest.mark.parametrize(("key", "right"), [("input_idz", "input_ids"), ("attention_maks", "attention_mask")])
+@pytest.mark.parametrize("make", [llama, bert, t5, gpt2])
+def test_a_misspelt_key_is_refused_with_the_nearest_name(make: Maker, key: str, right: str) -> None:
+    """Also where the model takes any keyword, and would swallow it in silence."""
+    engine = Engine(build(make))
+    batch = tokens()
+    batch[key] = batch.pop("input_ids") if right == "input_ids" else torch.ones_like(batch["labels"])
+    with pytest.raises(ConfigError, match=f"{key}.*{right}"):
+        engine.step(batch)
+    engine.step(tokens())
+
+
+def test_a_key_that_a_hand_written_model_does_not_take_is_refused() -> None:
+    engine = Engine(build(Stack))
+    with pytest.raises(ConfigError, match=r"'xx'.*did you mean x\?"):
+        engine.step({"xx": words()["x"]})
+
+
+BAD = {
+    "no mapping": [1, 2],
+    "empty": {},
+    "a list": {"input_ids": [[1, 2, 3]], "labels": torch.ones(1, 3, dtype=torch.long)},
+    "no rows": {"input_ids": torch.ones(0, 3, dtype=torch.long), "labels": torch.ones(0, 3, dtype=torch.long)},
+    "unequal rows": {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(3, 3, dtype=torch.long)},
+    "a number": {"input_ids": torch.tensor(1), "labels": torch.tensor(1)},
+}
+
+
+@pytest.mark.parametrize("batch", BAD.values(), ids=BAD)
+def test_a_batch_of_another_form_is_refused(batch: Any) -> None:
+    engine = Engine(build(llama))
+    with pytest.raises(ConfigError, match="batch"):
+        engine.step(batch)
+    with pytest.raises(ConfigError, match="batch"):
+        engine.evaluate(batch)
+    engine.step(tokens())
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    engine = Engine(build(Stack))
+    with pytest.raises(OffloadError, match="loss"):
+        engine.step(words(), loss_fn=lambda outputs, batch: outputs)
+    engine.step(words(), loss_fn=cross_entropy)
+
+
+SETTINGS = {
+    "precision": "fp16",
+    "clip": "sometimes",
+    "on_nonfinite": "ignore",
+    "micro_batch_size": 0,
+    "recompute": "perhaps",
+    "zero_stage": 4,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), SETTINGS.items())
+def test_a_setting_that_is_not_allowed_is_refused_by_its_key(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Engine(build(Stack), **{key: value})

@@ -1,0 +1,136 @@
+"""Budgets: kept to the byte, refused before anything is allocated, and with the numbers that help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from offload import Engine, Placement
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from tests.engine.compare import train_both
+from tests.engine.families import batches, build, gemma2, llama, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.sizes import elements, tier_bytes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16"}, {"max_grad_norm": None}, {"micro_batch_size": 2}], ids=str
+)
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_exactly_enough_is_enough_and_a_byte_less_is_not(make: Any, tier: str, settings: dict[str, Any]) -> None:
+    free = Engine(build(make), **settings)
+    needed = sum(tier_bytes(free, {"device": "device", "host": "cpu"}[tier]).values())
+    key = f"{tier}_memory"
+    Engine(build(make), placement=Placement(**{key: needed}), **settings)
+    with pytest.raises(
+        DoesNotFitError, match=rf"offload\.{key} is .*{needed - 1} bytes.*{needed} bytes.*\b1 bytes\b"
+    ) as refusal:
+        Engine(build(make), placement=Placement(**{key: needed - 1}), **settings)
+    assert f"--offload.{key} to {needed}" in str(refusal.value)
+
+
+def test_a_device_below_the_largest_unit_is_refused_by_its_name() -> None:
+    model = build(llama)
+    model.model.layers[1].self_attn.extra = torch.nn.Parameter(torch.zeros(300, 70))
+    largest = 4 * elements(model.model.layers[1])
+    with pytest.raises(DoesNotFitError) as refusal:
+        Engine(model, placement=Placement(device_memory="20KiB"))
+    message = str(refusal.value)
+    assert "offload.device_memory is 20 KiB" in message
+    assert re.search(rf"largest unit is model\.layers\.1 \({re.escape(format_bytes(largest))} of weights\)", message)
+    assert f"unit slot (largest unit: model.layers.1) {format_bytes(largest)} ({largest})" in message
+
+
+def large_stack() -> Stack:
+    model = build(Stack)
+    model.embedding = torch.nn.Embedding(500_000, 16)
+    return model
+
+
+@pytest.mark.parametrize("budget", [{"host_memory": "8MiB"}, {"device_memory": "1MiB"}], ids=str)
+def test_a_refusal_allocates_nothing_and_leaves_the_model_as_it_was(budget: dict[str, Any]) -> None:
+    model = large_stack()
+    before = {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    modes = [module.training for module in model.modules()]
+    process = psutil.Process()
+    memory = process.memory_info()
+    with pytest.raises(DoesNotFitError, match="Nothing was allocated"):
+        Engine(model, placement=Placement(**budget))
+    after = process.memory_info()
+    assert max(after.rss - memory.rss, after.vms - memory.vms) < 4 << 20, "the states alone are 122 MiB"
+    assert [module.training for module in model.modules()] == modes
+    for name, parameter in model.named_parameters():
+        assert (id(parameter), parameter.data_ptr()) == before[name][:2], name
+        assert torch.equal(parameter, before[name][2]), name
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    cross_entropy(model(words()["x"]), words()).backward()
+    engine = Engine(model)
+    engine.step(words(), loss_fn=cross_entropy)
+
+
+def test_a_refused_transformers_model_keeps_its_cache() -> None:
+    model = build(llama)
+    with pytest.raises(DoesNotFitError):
+        Engine(model, placement=Placement(host_memory=1))
+    assert model.config.use_cache is True
+    assert model(input_ids=tokens()["input_ids"]).past_key_values is not None
+
+
+def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on() -> None:
+    free = Engine(build(llama))
+    device_memory = sum(tier_bytes(free, "device").values()) + (24 << 10)
+    engine = Engine(build(llama), placement=Placement(device_memory=device_memory))
+    undisturbed = Engine(build(llama))
+    for seed in range(3):
+        with pytest.raises(DoesNotFitError, match=r"unit inputs.*(micro_batch_size|sequence_length)"):
+            engine.step(tokens(seed, rows=16, length=20))
+        assert engine.counters.peak_device_bytes <= device_memory
+        small = tokens(seed, rows=1)
+        result, wanted = engine.step(small), undisturbed.step(small)
+        assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    for (name, found), (_, wanted) in zip(engine.named_parameters(), undisturbed.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+
+
+def test_micro_batches_make_room_for_a_batch() -> None:
+    free = Engine(build(llama), micro_batch_size=1)
+    device_memory = sum(tier_bytes(free, "device").values()) + (16 << 10)
+    Engine(build(llama), micro_batch_size=1, placement=Placement(device_memory=device_memory)).step(tokens(rows=8))
+    with pytest.raises(DoesNotFitError, match="unit inputs"):
+        Engine(build(llama), micro_batch_size=8, placement=Placement(device_memory=device_memory)).step(tokens(rows=8))
+
+
+def test_a_tight_budget_trains_bit_equal() -> None:
+    free = Engine(build(gemma2))
+    free.step(tokens())
+    train_both(
+        build(gemma2),
+        batches(3),
+        placement=Placement(device_memory=free.counters.peak_device_bytes, host_memory=free.counters.peak_host_bytes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words_"),
+    [
+        ({"parameters": "gpu"}, r"offload\.parameters.*gpu.*allowed"),
+        ({"optimizer": "devise"}, r"offload\.optimizer.*did you mean device"),
+        ({"parameters": "cpu", "optimizer": "device"}, r"offload\.optimizer is device"),
+        ({"device_memory": "6GB of it"}, r"offload\.device_memory"),
+        ({"host_memory": -5}, r"offload\.host_memory"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(settings: dict[str, Any], words_: str) -> None:
+    with pytest.raises(ConfigError, match=words_):
+        Placement(**settings)
+
+
+def test_sizes_are_numbers_or_text() -> None:
+    assert Placement(device_memory="1.5KiB").device_memory == 1536
+    assert Placement(device_memory=7).device_memory == 7
+    assert Placement(device_memory="none").device_memory is None

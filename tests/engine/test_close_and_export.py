@@ -1,0 +1,148 @@
+"""The end of an engine: the model given back, or written as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offload import Engine, native
+from offload.errors import OffloadError
+from tests.engine.compare import same_bits, weights
+from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
+from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
+
+Maker = Callable[[], nn.Module]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, gemma2, gpt2, mixtral, llama4])
+def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, tmp_path: Path) -> None:
+    engine = Engine(build(make), precision=precision)
+    engine.step(tokens())
+    engine.export(tmp_path)
+    after = engine.step(tokens(1)).loss.item()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert type(loaded) is type(engine.model)
+    assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert loaded.config.use_cache is True
+    assert loaded.config._attn_implementation is not None
+
+    again = Engine(build(make), precision=precision)
+    again.step(tokens())
+    loaded.set_attn_implementation(again.model.config._attn_implementation)
+    again.model.eval()
+    with torch.no_grad():
+        wanted = again.model(input_ids=tokens(2)["input_ids"]).logits
+        found = loaded.eval()(input_ids=tokens(2)["input_ids"]).logits
+    assert torch.equal(found, wanted)
+    again.model.train()
+    assert again.step(tokens(1)).loss.item() == after or make is gpt2, "writing the folder changed the engine"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: Path) -> None:
+    """Under its own names, tied ones once, in the dtype in which the device uses them."""
+    engine = Engine(build(Namespace), precision=precision)
+    engine.step(words(), loss_fn=cross_entropy)
+    engine.export(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    found, wanted = load_file(tmp_path / "model.safetensors"), weights(engine)
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in found.items():
+        master = wanted[name]
+        assert same_bits(tensor, master if precision == "fp32" else native.split(master)[0]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: str) -> None:
+    model = build(make).to(dtype)
+    shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    signature = inspect.signature(model.model.layers[0].forward)
+    engine = Engine(model, precision=precision)
+    assert inspect.signature(model.model.layers[0].forward) == signature, "the signature stays readable"
+    engine.step(tokens())
+    masters = weights(engine)
+    engine.close(restore=True)
+    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()} == shapes
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach(), masters[name].to(dtype)), name
+    assert model.config.use_cache is True
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    if make is gemma2:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    model(**tokens()).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("model", [*MODELS, Recurrent])
+def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
+    """Weights of an engine that made no step come back bit for bit, and a second engine takes them over."""
+    plain, given = build(model), build(model)
+    engine = Engine(given)
+    engine.evaluate(words(), loss_fn=cross_entropy)
+    engine.close(restore=True)
+    for (name, wanted), (_, found) in zip(plain.named_parameters(), given.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    again, fresh = Engine(given), Engine(plain)
+    results = []
+    for each in (again, fresh):
+        torch.manual_seed(0)
+        results.append(each.step(words(), loss_fn=cross_entropy))
+    assert results[0].loss.item() == results[1].loss.item()
+    assert results[0].grad_norm == results[1].grad_norm
+
+
+def test_a_model_that_is_not_restored_has_no_weights() -> None:
+    engine = Engine(build(llama))
+    engine.step(tokens())
+    engine.close()
+    assert all(p.isnan().all() for p in engine.model.parameters())
+    assert engine.model(**tokens()).loss.isnan()
+
+
+def test_a_second_close_is_harmless() -> None:
+    model = build(Stack)
+    engine = Engine(model)
+    engine.close(restore=True)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.close()
+    engine.close(restore=True)
+    assert all(torch.equal(p, first[name]) for name, p in model.named_parameters())
+
+
+USES: dict[str, Callable[[Engine, Path], Any]] = {
+    "step": lambda engine, path: engine.step(tokens()),
+    "evaluate": lambda engine, path: engine.evaluate(tokens()),
+    "named_parameters": lambda engine, path: list(engine.named_parameters()),
+    "backward": lambda engine, path: engine.backward(torch.zeros((), requires_grad=True)),
+    "update": lambda engine, path: engine.update(),
+    "export": lambda engine, path: engine.export(path / "hf"),
+}
+
+
+@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_closed_engine_says_so(use: Callable[[Engine, Path], Any], restore: bool, tmp_path: Path) -> None:
+    engine = Engine(build(llama))
+    engine.close(restore)
+    with pytest.raises(OffloadError, match="closed"):
+        use(engine, tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_close_frees_what_was_held() -> None:
+    engine = Engine(build(llama))
+    engine.step(tokens())
+    engine.close()
+    assert engine.allocations == []

@@ -1,0 +1,221 @@
+"""Steps that go wrong: gradients that are not finite, exceptions half way. Never a wrong weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import Engine
+from offload.errors import NonFiniteError, OffloadError, TornError
+from tests.engine.compare import assert_same, assert_weights, same_bits, weights
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.inside import states
+from tests.engine.reference import Reference, count_labels
+
+
+class Mined(Block):
+    """Can be told to give its own `up.weight`, and nothing else, a gradient of NaN while the loss stays finite, or to
+    raise."""
+
+    explodes = False
+    raises_in: int | None = None
+    calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.raises_in == self.calls:
+            raise KeyError("told to")
+        h = super().forward(h)
+        if self.explodes:
+            h = h + (self.up.weight.sum() * 0).sqrt()  # 0 * inf on the way back
+        return h
+
+
+def mined(**settings: Any) -> Engine:
+    return Engine(build(lambda: Stack(Mined)), **settings)
+
+
+def step(engine: Engine, seed: int = 0) -> Any:
+    return engine.step(words(seed), loss_fn=cross_entropy)
+
+
+def assert_untouched(engine: Engine, before: dict[str, Tensor], states_before: dict[str, Any]) -> None:
+    assert_same(weights(engine), before)
+    for name, state in states(engine).items():
+        assert state.num_steps == states_before[name].num_steps, name
+        assert same_bits(state.exp_avg, states_before[name].exp_avg), name
+        assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("block", [0, 2])
+def test_stop_names_the_parameter_and_the_unit_and_changes_nothing(block: int, precision: str) -> None:
+    engine = mined(precision=precision)
+    reference = Reference(engine_model(), precision=precision)
+    step(engine)
+    reference.step(words(), cross_entropy, count_labels)
+    before, states_before = weights(engine), states(engine)
+    engine.model.blocks[block].explodes = True
+    with pytest.raises(NonFiniteError, match=rf"blocks\.{block}\.up\.weight in unit blocks\.{block} "):
+        step(engine)
+    assert_untouched(engine, before, states_before)
+    engine.model.blocks[block].explodes = False
+    result = step(engine, 1)
+    loss, norm = reference.step(words(1), cross_entropy, count_labels)
+    assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+    assert_weights(engine, reference)
+
+
+def engine_model() -> Stack:
+    return build(lambda: Stack(Mined))
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_skip_leaves_every_state_as_it_was(micro_batch_size: int | None, max_grad_norm: float | None) -> None:
+    engine = mined(on_nonfinite="skip", max_grad_norm=max_grad_norm, micro_batch_size=micro_batch_size)
+    never = mined(on_nonfinite="skip", max_grad_norm=max_grad_norm, micro_batch_size=micro_batch_size)
+    assert not step(engine).skipped
+    step(never)
+    before, states_before = weights(engine), states(engine)
+    engine.model.blocks[0].explodes = True
+    result = step(engine, 5)
+    assert result.skipped
+    assert result.grad_norm != result.grad_norm
+    assert torch.isfinite(result.loss)
+    assert_untouched(engine, before, states_before)
+    engine.model.blocks[0].explodes = False
+    assert not step(engine, 1).skipped
+    step(never, 1)
+    assert_same(weights(engine), weights(never))
+
+
+def test_an_infinite_loss_is_skipped_or_refused() -> None:
+    def infinite(outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.sum() * float("inf")
+
+    engine = mined(on_nonfinite="skip")
+    before = weights(engine)
+    assert engine.step(words(), loss_fn=infinite).skipped
+    assert_same(weights(engine), before)
+    with pytest.raises(NonFiniteError):
+        mined().step(words(), loss_fn=infinite)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_own_loops_meet_non_finite_gradients_alike(skips: bool) -> None:
+    engine = mined(on_nonfinite="skip" if skips else "stop")
+    step(engine)
+    before, states_before = weights(engine), states(engine)
+    engine.model.blocks[1].explodes = True
+    engine.backward(cross_entropy(engine.model(words()["x"]), words()))
+    if skips:
+        assert engine.update().skipped
+    else:
+        with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
+            engine.update()
+    assert_untouched(engine, before, states_before)
+
+
+def test_without_clipping_an_early_unit_can_tear_the_step(tmp_path: Any) -> None:
+    """Later units are updated by the time its gradient comes: the states belong to no step, and nothing may be made
+    of them."""
+    engine = mined(max_grad_norm=None)
+    step(engine)
+    engine.model.blocks[0].explodes = True
+    with pytest.raises(NonFiniteError, match=r"blocks\.0\.up\.weight"):
+        step(engine)
+    engine.model.blocks[0].explodes = False
+    for use in (
+        lambda: step(engine),
+        lambda: dict(engine.named_parameters()),
+        lambda: engine.export(tmp_path / "export"),
+        lambda: engine.evaluate(words(), loss_fn=cross_entropy),
+        lambda: engine.backward(torch.zeros((), requires_grad=True)),
+        lambda: engine.update(),
+    ):
+        with pytest.raises(TornError, match="belong to no step"):
+            use()
+    assert not (tmp_path / "export").exists()
+    engine.close()
+
+
+def test_without_clipping_the_last_unit_tears_nothing() -> None:
+    """Its gradient comes first, before any update."""
+    engine = mined(max_grad_norm=None)
+    step(engine)
+    before = weights(engine)
+
+    def no_number(outputs: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(outputs, batch) + (outputs * 0).sum().sqrt()
+
+    with pytest.raises(NonFiniteError, match=r"head\."):
+        engine.step(words(), loss_fn=no_number)
+    assert_same(weights(engine), before)
+    step(engine)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"debug": True}], ids=str)
+def test_an_exception_in_the_forward_costs_that_step_only(
+    settings: dict[str, Any], max_grad_norm: float | None
+) -> None:
+    engine, undisturbed = (mined(max_grad_norm=max_grad_norm, **settings) for _ in range(2))
+    for seed in range(3):
+        before = engine.allocations
+        engine.model.blocks[2].raises_in = engine.model.blocks[2].calls + 1
+        with pytest.raises(KeyError, match="told to"):
+            step(engine, 9)
+        engine.model.blocks[2].raises_in = None
+        result, wanted = step(engine, seed), step(undisturbed, seed)
+        assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+        assert_same(weights(engine), weights(undisturbed), when=f"step {seed}")
+        if seed:
+            assert engine.allocations == before, "something of the failed step is still held"
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"debug": True}], ids=str)
+def test_an_exception_in_the_backward_costs_that_step_only(settings: dict[str, Any]) -> None:
+    engine, undisturbed = mined(**settings), mined(**settings)
+    step(engine, 0), step(undisturbed, 0)
+    engine.model.blocks[1].raises_in = engine.model.blocks[1].calls + 2  # the recompute; a kept graph would not call it
+    with pytest.raises(KeyError, match="told to"):
+        step(engine, 9)
+    engine.model.blocks[1].raises_in = None
+    result, wanted = step(engine, 1), step(undisturbed, 1)
+    assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    assert_same(weights(engine), weights(undisturbed))
+
+
+def test_an_exception_in_the_loss_function_costs_that_step_only() -> None:
+    engine, reference = Engine(build(llama)), Reference(build(llama))
+    for seed in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.step(tokens(9), loss_fn=lambda outputs, batch: 1 / 0)
+        engine.step(tokens(seed))
+        reference.step(tokens(seed))
+    assert_weights(engine, reference)
+    assert "unit inputs" not in {name for _, name, _ in engine.allocations}
+
+
+def test_an_update_that_overflows_is_reported() -> None:
+    """Units before it were updated, so the states are torn."""
+    engine = mined()
+    step(engine)
+    engine.lr = 3e38
+    with pytest.raises(NonFiniteError, match="lr"):
+        step(engine, 1)
+    with pytest.raises(TornError):
+        step(engine, 2)
+
+
+def test_backward_twice_over_one_forward_is_refused() -> None:
+    engine = Engine(build(Stack))
+    loss = cross_entropy(engine.model(words()["x"]), words())
+    loss.backward(retain_graph=True)
+    with pytest.raises(OffloadError, match="twice"):
+        engine.backward(loss)

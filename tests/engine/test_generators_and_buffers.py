@@ -1,0 +1,174 @@
+"""What training may not touch: the random generators, buffers, the mode of modules; and what evaluation may not touch
+at all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine, Placement
+from tests.engine.compare import assert_weights, same_bits, train_both, weights
+from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.reference import Reference
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, gemma2, gpt2, mixtral])
+def test_evaluate_is_plain_evaluation(make, precision: str) -> None:
+    engine, reference = train_both(build(make), batches(2), precision=precision)
+    reference.model.eval()
+    with torch.no_grad():
+        wanted = reference.model(**tokens(9)).loss.float()
+    assert engine.evaluate(tokens(9)).item() == wanted.item()
+
+
+def test_evaluate_leaves_no_trace() -> None:
+    """Neither before the first step, when it records, nor between two steps: with or without it the run is the same."""
+    model = build(gpt2)
+    reference = Reference(model)
+    engine = Engine(model)
+    modes = {name: module.training for name, module in engine.model.named_modules()}
+    engine.model.transformer.drop.eval()
+    reference.model.transformer.drop.eval()
+    modes["transformer.drop"] = False
+    for seed in range(3):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        counters = copy.copy(engine.counters)
+        loss = engine.evaluate(tokens(9))
+        assert loss.dtype == torch.float32
+        assert loss.dim() == 0
+        assert not loss.requires_grad
+        assert loss.device.type == "cpu"
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (counters.h2d_bytes, counters.d2h_bytes) == (engine.counters.h2d_bytes, engine.counters.d2h_bytes)
+        assert {name: module.training for name, module in engine.model.named_modules()} == modes
+        result = engine.step(tokens(seed))
+        torch.manual_seed(seed)
+        assert result.loss.item() == reference.step(tokens(seed))[0].item()
+    assert_weights(engine, reference)
+
+
+def test_evaluate_does_not_change_what_a_step_counts() -> None:
+    engines = [Engine(build(llama)) for _ in range(2)]
+    for seed in range(3):
+        engines[0].evaluate(tokens(9))
+        for engine in engines:
+            engine.step(tokens(seed))
+        assert [e.counters.h2d_bytes for e in engines] == [engines[1].counters.h2d_bytes] * 2
+        assert [e.counters.d2h_bytes for e in engines] == [engines[1].counters.d2h_bytes] * 2
+
+
+def test_construction_leaves_generators_and_modes_alone() -> None:
+    model = build(gpt2)
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine = Engine(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in model.modules()] == modes
+    list(engine.named_parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_draws_as_many_random_numbers_as_plain_training() -> None:
+    model = build(Noisy)
+    reference = Reference(model)
+    engine = Engine(model)
+    for seed in range(3):  # the generator is not set again between the steps
+        before = torch.get_rng_state()
+        reference.step(words(seed), cross_entropy)
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        engine.step(words(seed), loss_fn=cross_entropy)
+        assert torch.equal(torch.get_rng_state(), after)
+    assert_weights(engine, reference)
+
+
+class WithBuffers(Block):
+    """Buffers of many dtypes, one of them in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("wide", torch.rand(3, dtype=torch.float64))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("narrow", torch.rand(2).bfloat16(), persistent=False)
+        self.register_buffer("offset", torch.rand(WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (
+            super().forward(h)
+            + self.offset.to(h.dtype) * self.flags.sum()
+            + self.narrow.sum().to(h.dtype)
+            + self.wide.sum().to(h.dtype)
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_keep_dtype_and_values(precision: str) -> None:
+    model = build(lambda: Stack(WithBuffers))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine, _ = train_both(model, [words(s) for s in range(2)], loss_fn=cross_entropy, precision=precision)
+    after = dict(engine.model.named_buffers())
+    assert list(after) == list(before)
+    for name, buffer in before.items():
+        assert same_bits(after[name], buffer), name
+
+
+def test_running_statistics_move_once_a_step() -> None:
+    """The recording pass leaves them alone, and a recompute must not move them a second time."""
+    engine, reference = train_both(build(RunningStatistics), [words(s) for s in range(3)], loss_fn=cross_entropy)
+    wanted = dict(reference.model.named_buffers())
+    for name, buffer in engine.model.named_buffers():
+        assert same_bits(buffer, wanted[name]), name
+    assert engine.model.blocks[0].norm.num_batches_tracked.item() == 3
+
+
+class Spectral(Block):
+    """Its norm takes a step of power iteration in every forward: what the weight is depends on a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+
+def test_a_recompute_begins_from_the_buffers_of_its_forward() -> None:
+    engine, reference = train_both(build(lambda: Stack(Spectral)), [words(s) for s in range(3)], loss_fn=cross_entropy)
+    wanted = dict(reference.model.named_buffers())
+    for name, buffer in engine.model.named_buffers():
+        assert same_bits(buffer, wanted[name]), name
+
+
+def test_evaluation_does_not_move_running_statistics() -> None:
+    engine = Engine(build(RunningStatistics))
+    engine.evaluate(words(), loss_fn=cross_entropy)
+    assert engine.model.blocks[0].norm.num_batches_tracked.item() == 0
+    engine.step(words(), loss_fn=cross_entropy)
+    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+    engine.evaluate(words(), loss_fn=cross_entropy)
+    assert all(same_bits(buffer, before[name]) for name, buffer in engine.model.named_buffers())
+
+
+def test_named_parameters_are_copies() -> None:
+    engine = Engine(build(llama), placement=Placement())
+    for _, tensor in engine.named_parameters():
+        assert tensor.dtype == torch.float32
+        assert tensor.device.type == "cpu"
+        assert not tensor.requires_grad
+        tensor.fill_(7)
+    assert not any((value == 7).any() for value in weights(engine).values())
+
+
+def test_a_resting_weight_reads_as_nan() -> None:
+    """Never as zero, or as what another unit left behind."""
+    engine = Engine(build(llama))
+    engine.step(tokens())
+    weight = engine.model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.shape == (48, 32)
+    assert weight.isnan().all()

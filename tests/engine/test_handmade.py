@@ -1,0 +1,112 @@
+"""Models written by hand, streamed, against plain PyTorch, bit for bit: structure and habits that no list of names
+could foresee."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from offload import Engine
+from offload.errors import OffloadError
+from tests.engine.compare import train_both
+from tests.engine.families import build
+from tests.engine.handmade import (
+    MODELS,
+    WIDTH,
+    WORDS,
+    Block,
+    ListedTwice,
+    ReadFromOutside,
+    Recurrent,
+    ScalesItsInput,
+    Stack,
+    UsedTwice,
+    cross_entropy,
+    words,
+)
+from tests.engine.reference import sum_by_layer
+
+NUM_STEPS = 5
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) -> None:
+    batches = [words(seed) for seed in range(2 if debug else NUM_STEPS)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing here needs to stay on the device
+        train_both(build(model), batches, loss_fn=cross_entropy, precision=precision, debug=debug, group=sum_by_layer)
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bool) -> None:
+    """In fp32, over the uses: the reference can tell them apart where every use is an element of the list."""
+    settings = {"precision": precision, "debug": debug, "plain": build(ListedTwice)}
+    train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lstm(precision: str) -> None:
+    """torch runs an fp32 LSTM by another kernel, 3e-8 away, where no gradient is wanted: a unit that recomputes meets
+    both of them."""
+    train_both(
+        build(Recurrent), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, precision=precision, within=1e-6
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) -> None:
+    with pytest.warns(UserWarning, match="embedding.*from outside"):
+        train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
+
+
+class ChangesAView(Stack):
+    """A unit changes in place what is a part of its caller's tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(ScalesItsInput)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x).clone()
+        for block in self.blocks:
+            h = h + block(h[:, :3]).mean()
+        return self.head(h)
+
+
+class SparseEmbedding(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
+
+
+@pytest.mark.parametrize(("model", "name"), [(ChangesAView, r"blocks\.0"), (SparseEmbedding, "embedding")])
+def test_what_cannot_stream_is_refused_by_the_units_name(model: type[nn.Module], name: str) -> None:
+    with pytest.raises(OffloadError, match=name):
+        Engine(build(model)).step(words(), loss_fn=cross_entropy)
+
+
+class Steals(Block):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.stolen = self.up.weight.detach()
+        return super().forward(h)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_debug_poisons_what_is_read_too_late(precision: str) -> None:
+    """A check of the checker: what a unit keeps of its weights is NaN once it has left."""
+    engine = Engine(build(lambda: Stack(Steals)), precision=precision, debug=True)
+    engine.step(words(), loss_fn=cross_entropy)
+    assert all(block.stolen.isnan().all() for block in engine.model.blocks)
+
+
+def test_a_model_in_several_calls_of_the_engine_learns() -> None:
+    """The comparison above would hold for an engine and a reference that both stood still."""
+    engine = Engine(build(MODELS[0]))
+    losses = [engine.step(words(), loss_fn=cross_entropy).loss.item() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(torch.isfinite(value).all() for _, value in engine.named_parameters())

@@ -1,0 +1,268 @@
+"""What is special about some parameters: frozen, without a gradient, tied, kept in fp32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine
+from offload.errors import ConfigError
+from tests.engine.compare import assert_weights, same_bits, train_both, weights
+from tests.engine.families import batches, build, gemma2, llama, t5, tokens
+from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
+from tests.engine.inside import states
+from tests.engine.reference import Reference, count_labels
+from tests.engine.sizes import elements, tier_bytes
+
+
+def freeze(model: nn.Module, *parts: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
+    return model
+
+
+# -- frozen ---------------------------------------------------------------------------------------------------------
+
+FROZEN = {
+    "the first units": ("embed_tokens", "layers.0."),
+    "the last units": ("lm_head", "layers.1."),
+    "parts of units": ("q_proj", "mlp"),
+    "all but one": ("embed", "lm_head", "norm", "mlp", "q_proj", "k_proj", "v_proj", "layers.0."),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
+def test_frozen_parameters_stay_and_the_others_are_bit_equal(parts: tuple[str, ...], precision: str) -> None:
+    model = freeze(build(llama), *parts)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine, _ = train_both(model, batches(3), precision=precision)
+    after = weights(engine)
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == any(part in name for part in parts), name
+
+
+@pytest.mark.parametrize(("dtype", "frozen_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_frozen_parameters_have_neither_moments_nor_gradients(dtype: torch.dtype, frozen_bytes: int) -> None:
+    """In bf16 a frozen weight costs what it had: hi and lo where it came in fp32, hi where it came in bf16."""
+    model = freeze(build(Stack).to(dtype), "blocks")
+    trained = elements(model.embedding) + elements(model.head)
+    frozen = sum(elements(block) for block in model.blocks)
+    engine = Engine(model, precision="bf16")
+    assert tier_bytes(engine, "cpu") == {
+        "weights": 2 * (trained + frozen),
+        "low": 2 * trained + (frozen_bytes - 2) * frozen,
+        "exp avg": 4 * trained,
+        "exp avg sq": 4 * trained,
+        "gradients": 2 * trained,
+    }
+
+
+def test_a_frozen_unit_is_fetched_again_only_where_its_input_needs_a_gradient() -> None:
+    def bytes_of_a_step(*parts: str) -> tuple[int, int]:
+        engine = Engine(freeze(build(Stack), *parts), max_grad_norm=None)
+        engine.step(words(), loss_fn=cross_entropy)
+        return engine.counters.h2d_bytes, engine.counters.d2h_bytes
+
+    block = 4 * elements(Block())
+    h2d, d2h = bytes_of_a_step()
+    early = bytes_of_a_step("embedding", "blocks.0")
+    late = bytes_of_a_step("blocks.2")
+    assert early == (
+        h2d - block - 4 * elements(nn.Embedding(WORDS, WIDTH)),
+        d2h - block - 4 * elements(nn.Embedding(WORDS, WIDTH)),
+    )
+    assert late == (h2d, d2h - block), "a later unit passes the gradient on, so it runs backward too"
+
+
+def test_a_frozen_unit_between_two_steps_of_evaluation() -> None:
+    model = freeze(build(llama), "layers")
+    reference = Reference(model)
+    engine = Engine(model)
+    reference.step(tokens(0))
+    engine.evaluate(tokens(1))
+    engine.step(tokens(0))
+    assert_weights(engine, reference)
+
+
+# -- without a gradient ---------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each expert is a module of its own; the batch decides which one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Tensor, chosen: list[int]) -> Tensor:
+        h = self.norm(h)
+        return h + sum(torch.tanh(self.experts[index](h)) for index in chosen)
+
+
+class Mixture(Stack):
+    def __init__(self) -> None:
+        super().__init__(Experts, depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, chosen = self.embedding(x), sorted(set((x[:, 0] % 3).tolist()))
+        for block in self.blocks:
+            h = block(h, chosen)
+        return self.head(h)
+
+
+def choosing(seed: int, *experts: int) -> dict[str, Tensor]:
+    batch = words(seed)
+    batch["x"][:, 0] = torch.tensor([experts[row % len(experts)] for row in range(4)])
+    return batch
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_expert_that_did_not_run_keeps_weights_moments_and_count(
+    precision: str, max_grad_norm: float | None
+) -> None:
+    plan = [(0, 1, 2), (0, 2), (1,), (0, 1, 2)]
+    model = build(Mixture)
+    settings: dict[str, Any] = {"precision": precision, "max_grad_norm": max_grad_norm}
+    reference = Reference(model, **settings)
+    engine = Engine(model, **settings)
+    for seed, experts in enumerate(plan):
+        batch = choosing(seed, *experts)
+        before, states_before = weights(engine), states(engine)
+        loss, norm = reference.step(batch, cross_entropy, count_labels)
+        result = engine.step(batch, loss_fn=cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+        assert_weights(engine, reference, when=f"step {seed}")
+        found = states(engine)
+        for name, state in found.items():
+            idle = "experts" in name and int(name.split("experts.")[1][0]) not in experts
+            assert state.num_steps == reference.steps[name], name
+            assert (state.num_steps == states_before[name].num_steps) == idle, name
+            if idle:
+                assert same_bits(weights(engine)[name], before[name])
+                assert same_bits(state.exp_avg, states_before[name].exp_avg)
+                assert same_bits(state.exp_avg_sq, states_before[name].exp_avg_sq)
+
+
+class Optional(Stack):
+    """A whole block is left out for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for index, block in enumerate(self.blocks):
+            if index != 1 or x[0, 0] != 0:
+                h = block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_unit_that_did_not_run_is_left_alone(precision: str) -> None:
+    rows = [words(seed) for seed in range(4)]
+    for number, batch in enumerate(rows):
+        batch["x"][0, 0] = 1 if number % 2 == 0 else 0
+    train_both(build(Optional), rows, loss_fn=cross_entropy, precision=precision)
+
+
+# -- tied -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tied_weight_is_stored_once_and_named_once(precision: str) -> None:
+    model = build(Namespace)
+    num_elements = elements(model.transformer.wte) + sum(elements(block) for block in model.transformer.h)
+    num_elements += elements(model.transformer.ln_f)
+    engine = Engine(model, precision=precision)
+    assert tier_bytes(engine, "cpu")["exp avg"] == 4 * num_elements
+    names = [name for name, _ in engine.named_parameters()]
+    assert names == [name for name, _ in build(Namespace).named_parameters()]
+    assert "lm_head.weight" not in names
+
+
+def test_a_tied_weight_may_be_frozen() -> None:
+    train_both(freeze(build(gemma2), "embed_tokens"), batches(2))
+
+
+# -- kept in fp32 ---------------------------------------------------------------------------------------------------
+
+
+class MixedBlock(Block):
+    """Its norm computes in fp32, whatever the rest does."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = self.norm(h.float()).to(self.up.weight.dtype)
+        return h + self.down(torch.tanh(self.up(normed)))
+
+
+def mixed() -> nn.Module:
+    model = Stack(MixedBlock).bfloat16()
+    for block in model.blocks:
+        block.norm.float()
+    return model
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
+def test_a_model_of_two_dtypes_keeps_its_fp32_weights_under_bf16(debug: bool) -> None:
+    def kept(name: str) -> bool:
+        return "norm" in name
+
+    train_both(
+        build(mixed), [words(s) for s in range(4)], loss_fn=cross_entropy, precision="bf16", kept=kept, debug=debug
+    )
+
+
+def test_the_bytes_of_a_model_of_two_dtypes() -> None:
+    model = build(mixed)
+    wide = sum(elements(block.norm) for block in model.blocks)
+    narrow = (
+        sum(elements(block.up, block.down) for block in model.blocks) + elements(model.embedding) + elements(model.head)
+    )
+    engine = Engine(model, precision="bf16")
+    assert sum(tier_bytes(engine, "cpu").values()) == 14 * narrow + 16 * wide
+
+
+def test_a_family_that_keeps_modules_in_fp32_exports_them_so() -> None:
+    model = build(t5)
+    engine = Engine(model, precision="bf16")
+    engine.step(tokens())
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".wo." in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if ".wo." not in name} == {torch.bfloat16}
+
+
+def test_a_bf16_model_under_fp32_becomes_wide() -> None:
+    model = build(llama).bfloat16()
+    wide = copy.deepcopy(model).float()
+    train_both(model, batches(2), plain=wide)
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """As a quantised layer: an integer weight beside a float scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.packed * self.scale)
+
+
+def test_integer_weights_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"1\.packed.*int8.*unquantized"):
+        Engine(nn.Sequential(nn.Linear(4, 4), Packed()))
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="frozen"):
+        Engine(build(Stack).requires_grad_(False))
+    with pytest.raises(ConfigError, match="no parameters"):
+        Engine(nn.Sequential(nn.ReLU()))

@@ -1,0 +1,148 @@
+"""Where the states are does not change a bit; how many bytes are held and moved follows from the shapes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch import nn
+
+from offload import Engine, Placement
+from tests.engine.compare import train_both, weights
+from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
+from tests.engine.sizes import elements, tier_bytes
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device, device": {"parameters": "device", "optimizer": "device"},
+    "device, cpu": {"parameters": "device", "optimizer": "cpu"},
+    "cpu, cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "auto": {"parameters": "auto", "optimizer": "auto"},
+    "auto, small device": {"parameters": "auto", "optimizer": "auto", "device_memory": "256KiB"},
+    "auto, large device": {"parameters": "auto", "optimizer": "auto", "device_memory": "64MiB", "host_memory": "64MiB"},
+}
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str, max_grad_norm: float | None) -> None:
+    settings = {"placement": Placement(**placement), "precision": precision, "max_grad_norm": max_grad_norm}
+    train_both(build(llama), batches(3), **settings)
+
+
+@pytest.mark.parametrize("placement", ["device, device", "device, cpu", "auto, small device"])
+@pytest.mark.parametrize("settings", [{"micro_batch_size": 4}, {"on_nonfinite": "skip"}, {"debug": True}], ids=str)
+def test_every_placement_is_bit_equal_with_tied_weights_and_dropout(placement: str, settings: dict[str, Any]) -> None:
+    train_both(build(gpt2), batches(2), placement=Placement(**PLACEMENTS[placement]), precision="bf16", **settings)
+
+
+@pytest.mark.parametrize(("budget", "tier"), [(None, "device"), ("64MiB", "device"), ("256KiB", "cpu")])
+def test_auto_takes_the_device_where_it_has_room(budget: str | None, tier: str) -> None:
+    engine = Engine(build(llama), placement=Placement("auto", "auto", device_memory=budget))
+    other = {"device": "cpu", "cpu": "device"}[tier]
+    assert "exp avg" in tier_bytes(engine, tier)
+    assert "exp avg" not in tier_bytes(engine, other)
+
+
+class Sizes:
+    """Elements of the regions of a Llama, from its shapes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.embedding, self.head = elements(model.model.embed_tokens), elements(model.lm_head)
+        self.norm, self.layers = elements(model.model.norm), [elements(layer) for layer in model.model.layers]
+
+    @property
+    def streamed(self) -> list[int]:
+        return [self.embedding, *self.layers, self.head]
+
+    @property
+    def total(self) -> int:
+        return sum(self.streamed) + self.norm
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
+def test_a_step_moves_each_unit_twice_and_its_gradient_once(
+    precision: str, width: int, max_grad_norm: float | None
+) -> None:
+    """The last unit of the forward is the first of the backward, and still there; what is small stays, and goes up
+    after its update."""
+    model = build(llama)
+    sizes = Sizes(model)
+    engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm, recompute="always", prefetch=0)
+    for seed in range(3):
+        engine.step(tokens(seed))
+        assert engine.counters.h2d_bytes == width * (2 * sum(sizes.streamed) - sizes.head + sizes.norm)
+        assert engine.counters.d2h_bytes == width * sizes.total
+        assert engine.counters.nvme_read_bytes == engine.counters.nvme_write_bytes == 0
+        assert engine.counters.total == engine.counters.h2d_bytes + engine.counters.d2h_bytes
+
+
+def test_nothing_moves_where_everything_is_on_the_device() -> None:
+    engine = Engine(build(llama), placement=Placement("device", "device"))
+    engine.step(tokens())
+    assert engine.counters.total == 0
+    assert not tier_bytes(engine, "cpu")
+
+
+def test_parameters_on_the_device_go_up_once_a_step() -> None:
+    model = build(llama)
+    total = Sizes(model).total
+    engine = Engine(model, placement=Placement("device", "cpu"))
+    for seed in range(3):
+        engine.step(tokens(seed))
+        assert (engine.counters.h2d_bytes, engine.counters.d2h_bytes) == (4 * total, 4 * total)
+
+
+HOST_BYTES = {("fp32", 1.0): 16, ("fp32", None): 12, ("bf16", 1.0): 14, ("bf16", None): 12}
+
+
+@pytest.mark.parametrize(("precision", "max_grad_norm"), HOST_BYTES)
+def test_host_bytes_a_parameter(precision: str, max_grad_norm: float | None) -> None:
+    """12, and the gradients where they wait for the norm: 2 bytes more in bf16, 4 in fp32. One staging buffer where
+    they do not wait."""
+    model = build(llama)
+    sizes = Sizes(model)
+    engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm)
+    engine.step(tokens())
+    held = tier_bytes(engine, "cpu")
+    staging = held.pop("gradient staging", 0)
+    assert sum(held.values()) == HOST_BYTES[precision, max_grad_norm] * sizes.total
+    assert staging == (0 if max_grad_norm else max(sizes.streamed) * (4 if precision == "fp32" else 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_device_bytes(precision: str) -> None:
+    width = 4 if precision == "fp32" else 2
+    model = build(llama)
+    sizes = Sizes(model)
+    engine = Engine(model, precision=precision)
+    held = {name.split(" (")[0]: size for name, size in tier_bytes(engine, "device").items()}
+    assert held == {
+        "unit slot": width * max(sizes.streamed),
+        "gradient buffer": width * max(sizes.streamed),
+        "resident weights": width * sizes.norm,
+        "lasting gradients": 4 * sizes.norm,
+    }
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
+    engine = Engine(build(make), placement=Placement(**placement | {"device_memory": None}))
+    engine.step(tokens())
+    assert engine.counters.peak_host_bytes == sum(tier_bytes(engine, "cpu").values())
+    assert engine.counters.peak_device_bytes > sum(tier_bytes(engine, "device").values()), "unit inputs come on top"
+    assert "unit inputs" not in tier_bytes(engine, "device"), "and are gone after the step"
+
+
+def test_padding_is_never_trained() -> None:
+    """Whatever the padding holds, the weights and the norm do not know: a second engine with other sizes around
+    agrees."""
+    model = build(llama)
+    one, other = Engine(copy.deepcopy(model)), Engine(model, placement=Placement("device", "device"), debug=True)
+    for seed in range(2):
+        assert one.step(tokens(seed)).grad_norm == other.step(tokens(seed)).grad_norm
+    for name, value in weights(one).items():
+        assert value.equal(weights(other)[name])

@@ -1,0 +1,200 @@
+"""What the recording pass refuses: tensors that would lose their gradient, in silence, once units stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine
+from offload.errors import ConfigError
+from tests.engine.compare import train_both, weights
+from tests.engine.families import build, llama, mixtral, tokens
+from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.inside import resident_names, unit_names
+
+
+@pytest.mark.parametrize("use", ["step", "evaluate", "own loop"])
+def test_router_losses_are_refused(use: str) -> None:
+    """Without this the loss is right and the gate's gradient a twentieth of the true one."""
+    engine = Engine(build(lambda: mixtral(output_router_logits=True)))
+    before = weights(engine)
+    call = (lambda batch: engine.model(**batch)) if use == "own loop" else getattr(engine, use)
+    with pytest.raises(ConfigError, match=r"output_router_logits=True.*False"):
+        call(tokens())
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+
+
+def test_a_refused_flag_can_be_turned_off_on_the_same_engine() -> None:
+    engine = Engine(build(lambda: mixtral(output_router_logits=True)))
+    with pytest.raises(ConfigError):
+        engine.step(tokens())
+    engine.model.config.output_router_logits = False
+    wanted = Engine(build(mixtral)).step(tokens())
+    result = engine.step(tokens())
+    assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+
+
+class Leaks(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        self.saved = self.up(h)
+        return super().forward(h)
+
+
+class LeaksIntoTheLoss(Stack):
+    def __init__(self) -> None:
+        super().__init__(Leaks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.saved.square().mean() for block in self.blocks)
+
+
+class LeaksIntoTheNextUnit(Stack):
+    """Each block reads what the one before it left in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(Leaks)
+        for before, block in zip(self.blocks, list(self.blocks)[1:], strict=False):
+            object.__setattr__(block, "before", before)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            before = getattr(block, "before", None)
+            h = block(h)
+            if before is not None:
+                h = h + before.saved.mean()
+        return self.head(h)
+
+
+class Container:
+    """Not a tree of tensors, so nothing sees through it."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class PassesAContainer(Block):
+    def forward(self, h: Tensor, container: Container) -> Tensor:  # type: ignore[override]
+        if container.kept:
+            h = h + 0.1 * container.kept[-1]
+        h = super().forward(h)
+        container.kept.append(h)
+        return h
+
+
+class SharesAContainer(Stack):
+    def __init__(self) -> None:
+        super().__init__(PassesAContainer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, container = self.embedding(x), Container()
+        for block in self.blocks:
+            h = block(h, container)
+        return self.head(h)
+
+
+class CollectsByHook(Stack):
+    """A forward hook on a module inside a block collects its output, as transformers' recorders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        self.blocks[1].up.register_forward_hook(lambda module, args, output: self.collected.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collected.clear()
+        return super().forward(x) + self.collected[0].square().mean()
+
+
+@dataclass
+class Hidden:
+    """Not registered with pytree either."""
+
+    state: Tensor
+
+
+class WrapsItsResult(Block):
+    def forward(self, h: Tensor) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(h))
+
+
+class ReturnsObjects(Stack):
+    def __init__(self) -> None:
+        super().__init__(WrapsItsResult)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h).state
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    "model", [ReturnsObjects, LeaksIntoTheLoss, LeaksIntoTheNextUnit, SharesAContainer, CollectsByHook]
+)
+def test_tensors_that_leave_a_unit_by_a_side_door_are_refused(model: Callable[[], nn.Module]) -> None:
+    engine = Engine(build(model))
+    with pytest.raises(ConfigError, match=r"inside unit blocks\.\d.*by another way"):
+        engine.step(words(), loss_fn=cross_entropy)
+
+
+class LeaksDetached(Stack):
+    """Statistics that were detached cannot lose a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Leaks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.statistics = [block.saved.detach().square().mean() for block in self.blocks]
+        return result + 0.1 * sum(self.statistics)
+
+
+def test_detached_tensors_may_leave_a_unit() -> None:
+    train_both(build(LeaksDetached), [words(s) for s in range(2)], loss_fn=cross_entropy)
+
+
+class Inner(nn.Module):
+    """A list of modules below a block is a part of that block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + torch.tanh(self.parts[1](torch.tanh(self.parts[0](h))))
+
+
+def test_units_are_the_outermost_lists() -> None:
+    engine = Engine(build(lambda: Stack(Inner)))
+    assert unit_names(engine) == ["embedding", "head", "blocks.0", "blocks.1", "blocks.2"]
+    assert resident_names(engine) == []
+
+
+def test_units_of_a_transformers_model() -> None:
+    engine = Engine(build(llama))
+    assert unit_names(engine) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    assert resident_names(engine) == ["model.norm"]
+
+
+class CallsOtherBlocks(Stack):
+    """One block runs another from inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self.blocks[0], "other", self.blocks[1])
+        self.blocks[0].forward = self.nested  # type: ignore[method-assign]
+
+    def nested(self, h: Tensor) -> Tensor:
+        return Block.forward(self.blocks[0], self.blocks[0].other(h))
+
+
+def test_a_unit_called_from_inside_another_stays_on_the_device() -> None:
+    engine = Engine(CallsOtherBlocks())
+    with pytest.warns(UserWarning, match=r"blocks\.1"):
+        engine.step(words(), loss_fn=cross_entropy)
+    assert resident_names(engine) == ["blocks.1"]

@@ -1,0 +1,110 @@
+// Runs every kernel on arrays of exact size, for the sanitizers (`make sanitize`), and compares instruction sets.
+// Reads or writes outside an array, undefined behaviour and races end the program; differing bits do as well.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+using namespace offload;
+
+namespace {
+
+// Heap arrays with not one element to spare: whatever is touched beyond them is noticed.
+template <class T>
+std::vector<T> values(int64_t n, unsigned seed) {
+  std::vector<T> x(static_cast<size_t>(n));
+  for (auto& value : x) {
+    seed = seed * 1664525u + 1013904223u;
+    const float f = static_cast<float>(static_cast<int>(seed >> 8) - (1 << 23)) / (1 << 23);
+    uint32_t bits;
+    std::memcpy(&bits, &f, sizeof bits);
+    if constexpr (sizeof(T) == 2) value = static_cast<T>(bits >> 16);
+    else value = f;
+  }
+  x.shrink_to_fit();
+  return x;
+}
+
+void require(bool condition, const char* what, int64_t n, Isa isa) {
+  if (condition) return;
+  std::fprintf(stderr, "%s differs: n = %lld, %s\n", what, static_cast<long long>(n), isa_name(isa));
+  std::exit(1);
+}
+
+struct Outcome {
+  std::vector<float> floats;
+  std::vector<uint16_t> hi;
+  std::vector<int16_t> lo;
+  std::vector<double> sums;
+  bool operator==(const Outcome& other) const {
+    const bool same_floats =
+        floats.empty() || std::memcmp(floats.data(), other.floats.data(), floats.size() * sizeof(float)) == 0;
+    return same_floats && hi == other.hi && lo == other.lo && sums == other.sums;
+  }
+};
+
+Outcome all_kernels(int64_t n, Execution how) {
+  auto p = values<float>(n, 1), m = values<float>(n, 2), v = values<float>(n, 3), g = values<float>(n, 4);
+  for (auto& x : v) x *= x;
+  const auto half = values<uint16_t>(n, 5);
+  std::vector<uint16_t> hi(static_cast<size_t>(n)), rounded(static_cast<size_t>(n));
+  std::vector<int16_t> lo(static_cast<size_t>(n));
+  const AdamwScalars scalars{0.5f, 0.99f, 0.1f, 0.999f, 0.001f, 0.3f, 1e-8f, -1e-3f};
+
+  adamw({p.data(), nullptr, m.data(), v.data(), g.data(), false, n}, scalars, how);
+  adamw({p.data(), nullptr, m.data(), v.data(), half.data(), true, n}, scalars, how);
+  split(p.data(), hi.data(), lo.data(), n, how);
+  adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, scalars, how);
+  adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, scalars, how);
+  join(hi.data(), lo.data(), p.data(), n, how);
+  accumulate(g.data(), p.data(), n, how);
+  accumulate(g.data(), half.data(), n, how);
+  round_bf16(g.data(), n, how);
+  to_bf16(p.data(), rounded.data(), n, how);
+
+  const std::vector<int64_t> offsets{0, n / 3, n}, sizes{n, n / 2, 0};
+  std::vector<double> sums(6);
+  sum_squares(p.data(), offsets.data(), sizes.data(), sums.data(), 3, how);
+  sum_squares(half.data(), offsets.data(), sizes.data(), sums.data() + 3, 3, how);
+
+  Outcome outcome{p, hi, lo, sums};
+  for (const auto* x : {&m, &v, &g}) outcome.floats.insert(outcome.floats.end(), x->begin(), x->end());
+  outcome.hi.insert(outcome.hi.end(), rounded.begin(), rounded.end());
+
+  for (int variant = 0; variant < kNumRooflineVariants; ++variant) {
+    roofline_fp32(p.data(), m.data(), v.data(), g.data(), n, variant, how);
+    roofline_split(hi.data(), lo.data(), m.data(), v.data(), half.data(), n, variant, how);
+  }
+  return outcome;
+}
+
+}  // namespace
+
+int main() {
+  std::vector<int64_t> lengths{1000, (1 << 14) + 1, (1 << 17) + 77, 3 * (1 << 17) + 5};
+  for (int64_t n = 0; n <= 100; ++n) lengths.push_back(n);
+  for (const int64_t n : lengths) {
+    const Outcome expected = all_kernels(n, {1, Isa::scalar});
+    for (int i = 0; i < kNumIsas; ++i) {
+      const Isa isa = static_cast<Isa>(i);
+      if (!isa_supported(isa)) continue;
+      for (const int threads : {1, 3}) require(all_kernels(n, {threads, isa}) == expected, "result", n, isa);
+    }
+  }
+  // Several callers at once: one gets the pool, the others compute alone.
+  const int64_t n = (1 << 17) + 77;
+  const Outcome expected = all_kernels(n, {1, Isa::scalar});
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 3; ++c) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 3; ++round) require(all_kernels(n, {3, Isa::scalar}) == expected, "result", n, Isa::scalar);
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  std::puts("all kernels agree");
+  return 0;
+}

@@ -1,0 +1,94 @@
+"""AdamW states for the tests, and the update that torch gives from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from offload import native
+
+
+@dataclass
+class State:
+    """Arrays of one AdamW step, float32 [n] each."""
+
+    p: Tensor
+    m: Tensor
+    v: Tensor
+    g: Tensor
+
+    def copy(self) -> State:
+        return State(*(getattr(self, f.name).clone() for f in fields(self)))
+
+    def at(self, offset: int) -> State:
+        """The same values at an address that is `offset` elements off alignment."""
+        return State(*(torch.cat([x.new_zeros(offset), x])[offset:] for x in (self.p, self.m, self.v, self.g)))
+
+
+def ordinary(n: int, seed: int = 0) -> State:
+    """What training looks like."""
+    r = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(n, generator=r)  # noqa: E731
+    return State(normal() * 0.02, normal() * 1e-3, (normal() * 1e-3) ** 2, normal() * 1e-3)
+
+
+def wild(n: int, seed: int = 0) -> State:
+    """Every magnitude from the smallest denormal to 1e30, zeros of both signs, weights that are zero or tiny."""
+    r = torch.Generator().manual_seed(seed)
+
+    def magnitudes(low: float, high: float) -> Tensor:
+        exponent = torch.rand(n, generator=r, dtype=torch.float64) * (high - low) + low
+        sign = torch.randint(0, 2, (n,), generator=r) * 2 - 1
+        values = (sign * 10**exponent).float()
+        values[torch.rand(n, generator=r) < 0.1] = 0.0
+        values[torch.rand(n, generator=r) < 0.02] = -0.0
+        return values
+
+    g = magnitudes(-45, 30)
+    near = magnitudes(-1, 1).abs()
+    m = torch.where(torch.rand(n, generator=r) < 0.5, -g / 9 * near, magnitudes(-45, 30))  # lerp may cancel
+    v = torch.where(torch.rand(n, generator=r) < 0.5, g * g * near, magnitudes(-45, 38).abs())
+    p = torch.where(torch.rand(n, generator=r) < 0.5, magnitudes(-6, -1), magnitudes(-45, 30))
+    return State(p, m, v, g)
+
+
+def torch_step(
+    state: State, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> State:
+    """One step of torch's single-tensor AdamW, from a copy of `state`."""
+    s = state.copy()
+    parameter = torch.nn.Parameter(s.p)
+    parameter.grad = s.g
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False
+    )
+    optimizer.state[parameter] = {"step": torch.tensor(float(step - 1)), "exp_avg": s.m, "exp_avg_sq": s.v}
+    optimizer.step()
+    return State(parameter.detach(), s.m, s.v, s.g)
+
+
+def native_step(state: State, **settings: object) -> State:
+    """One step of the kernel under test, from a copy of `state` with a float32 master."""
+    s = state.copy()
+    native.adamw(s.p, s.m, s.v, s.g, **settings)  # type: ignore[arg-type]
+    return s
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of equal dtype are equal in every bit; any NaN equals any NaN."""
+    if a.dtype == torch.float32:
+        return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)
+
+
+def ulps_apart(ours: Tensor, theirs: Tensor, before: Tensor) -> Tensor:
+    """|ours - theirs| in units of the last place of max(|p|, |update|), 0 where both are not finite in the same way."""
+    import numpy
+
+    scale = torch.maximum(theirs.abs(), (theirs.double() - before.double()).abs().float())
+    unit = torch.from_numpy(numpy.spacing(scale.numpy())).double()
+    apart = (ours.double() - theirs.double()).abs() / unit
+    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return torch.where(alike, torch.zeros_like(apart), apart)

@@ -1,0 +1,51 @@
+"""`offload.bench adam`: the form of its results, and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from offload import native
+from offload.benches.adam import parse_count
+from offload.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "count"), [("64", 64), ("1.5Ki", 1536), ("64Mi", 1 << 26), ("1e3", 1000)])
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "Mi", "0", "-5", "64MB", "nan", "1e400"])
+def test_wrong_counts(text):
+    with pytest.raises(ConfigError, match="--n is"):
+        parse_count(text)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload.bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built: there is nothing to measure")
+def test_json():
+    done = run("adam", "--json", "--n", "64Ki", "--reps", "1", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert set(document) == {"machine", "versions", "results"}
+    names = {result["name"] for result in document["results"]}
+    assert {"roofline fp32", "roofline split", "offload fp32", "offload split", "torch fused AdamW"} <= names
+    for result in document["results"]:
+        assert result["value"] > 0
+        assert result["unit"] == "ms"
+        assert (result["ratio"] is None) == (result["reference"] is None)
+        assert result["reference"] is None or result["reference"] in names
+
+
+def test_a_wrong_option_leaves_with_2():
+    done = run("adam", "--n", "many")
+    assert done.returncode == 2
+    assert done.stderr.startswith("offload: --n is 'many'")
+    assert run("nothing").returncode == 2

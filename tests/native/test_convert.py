@@ -1,0 +1,60 @@
+"""bfloat16 conversions and accumulation against torch, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload import native
+from tests.native.states import same_bits, wild
+
+ISAS = native.available_isas() or (None,)
+
+
+def rounding_cases() -> torch.Tensor:
+    """All high halves with the low halves around a tie: denormals, ties to both sides, overflow to inf, inf, NaN."""
+    high = torch.arange(1 << 16, dtype=torch.int64) << 16
+    return torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_to_bf16_rounds_as_torch(isa):
+    x = rounding_cases()
+    ours, theirs = native.to_bf16(x, isa=isa), x.bfloat16()
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.view(torch.int16)[~ours.isnan()], theirs.view(torch.int16)[~theirs.isnan()])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_round_bf16_in_place(isa):
+    x = rounding_cases()
+    expected = x.bfloat16().float()
+    assert native.round_bf16_(x, isa=isa) is x
+    assert same_bits(x, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulate(isa, dtype):
+    state = wild(300_001)
+    x = state.m.to(dtype)
+    expected = state.p + x.float()
+    native.accumulate(state.p, x, threads=2, isa=isa)
+    assert same_bits(state.p, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_short_lengths_and_offsets(isa):
+    x = torch.randn(200)
+    for n in range(70):
+        piece = x[1 : n + 1]
+        out = torch.empty(n + 3, dtype=torch.bfloat16)[3:]
+        assert native.to_bf16(piece, out, isa=isa) is out
+        assert torch.equal(out, piece.bfloat16())
+        rounded = piece.clone()
+        native.round_bf16_(rounded, isa=isa)
+        assert torch.equal(rounded, piece.bfloat16().float())
+        total = torch.ones(n + 1)[1:]
+        native.accumulate(total, out, isa=isa)
+        assert torch.equal(total, 1 + out.float())

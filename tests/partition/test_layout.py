@@ -1,0 +1,135 @@
+"""Regions for arbitrary models: every parameter once, none over another, everything aligned."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.partition.layout import PARAMETER_ALIGNMENT, SHARD_MULTIPLE, ParameterInfo, Region, align, build_regions
+
+shapes = st.sampled_from([(), (0,), (1,), (127,), (128,), (129,), (7, 9), (2048,), (3, 683), (70, 60)])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
+    """Return parameters, and units in which each occurs at least once; some are tied to a second one or occur twice
+    in one."""
+    count = draw(st.integers(1, 12))
+    parameters = [
+        ParameterInfo(
+            index=index,
+            name=f"p{index}",
+            shape=draw(shapes),
+            trainable=draw(st.booleans()),
+            compute=draw(st.sampled_from(["bf16", "fp32"])),
+            bf16_source=draw(st.booleans()),
+            lr_scale=draw(st.sampled_from([1.0, 0.5])),
+            weight_decay=draw(st.sampled_from([0.0, 0.1])),
+        )
+        for index in range(count)
+    ]
+    names = [f"unit {number}" for number in range(draw(st.integers(1, 5)))]
+    units: dict[str, list[int]] = {name: [] for name in names}
+    for index in range(count):
+        for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
+            units[name].append(index)
+    return parameters, units
+
+
+@settings(max_examples=40)
+@given(models(), st.sampled_from([1, 2, 8]))
+def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
+    parameters, units = model
+    regions = build_regions(parameters, units, world_size)
+    assert sorted(index for region in regions for index in region.parameters) == list(range(len(parameters)))
+    assert [region.index for region in regions] == list(range(len(regions)))
+    for region in regions:
+        assert region.sizes == tuple(parameters[index].numel for index in region.parameters)
+
+
+@settings(max_examples=40)
+@given(models(), st.sampled_from([1, 2, 8]))
+def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
+    for region in build_regions(*model, world_size):
+        end = 0
+        for offset, size in zip(region.offsets, region.sizes, strict=True):
+            assert offset % PARAMETER_ALIGNMENT == 0
+            assert end <= offset < end + PARAMETER_ALIGNMENT, "overlap, or more padding than the alignment asks for"
+            end = offset + size
+        assert region.numel >= end
+        assert region.numel % (SHARD_MULTIPLE * world_size) == 0
+        assert region.numel - align(end, PARAMETER_ALIGNMENT) < SHARD_MULTIPLE * world_size
+
+
+@settings(max_examples=40)
+@given(models())
+def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
+    parameters, units = model
+    for region in build_regions(parameters, units):
+        assert region.units == tuple(name for name in units if region.parameters[0] in units[name])
+        for index in region.parameters:
+            info = parameters[index]
+            assert region.units == tuple(name for name in units if index in units[name]), "tied elsewhere"
+            assert (region.compute, region.trainable) == (info.compute, info.trainable)
+            assert region.has_low == (info.compute == "bf16" and (info.trainable or not info.bf16_source))
+
+
+@settings(max_examples=40)
+@given(models())
+def test_parameters_of_equal_settings_are_neighbours(model):
+    """So that one kernel call serves them."""
+    parameters, units = model
+    for region in build_regions(parameters, units):
+        settings = [(parameters[index].lr_scale, parameters[index].weight_decay) for index in region.parameters]
+        changes = sum(a != b for a, b in itertools.pairwise(settings))
+        assert changes == len(set(settings)) - 1
+
+
+@settings(max_examples=40)
+@given(models())
+def test_a_tied_parameter_has_one_region_that_names_all_its_units(model):
+    parameters, units = model
+    regions = build_regions(parameters, units)
+    for info in parameters:
+        users = {name for name, indices in units.items() if info.index in indices}
+        homes = [region for region in regions if info.index in region.parameters]
+        assert len(homes) == 1
+        assert set(homes[0].units) == users
+
+
+@settings(max_examples=40)
+@given(models())
+def test_layout_is_a_function_of_its_arguments(model):
+    def facts(regions: tuple[Region, ...]) -> list[tuple]:
+        return [(r.name, r.parameters, r.offsets, r.numel, r.units) for r in regions]
+
+    assert facts(build_regions(*model)) == facts(build_regions(*model))
+
+
+@pytest.mark.parametrize(
+    ("change", "keeps", "accumulates", "bytes_each"),
+    [
+        ({}, False, False, 12),
+        ({}, True, False, 14),
+        ({}, True, True, 16),
+        ({"compute": "fp32"}, False, False, 12),
+        ({"compute": "fp32"}, True, False, 16),
+        ({"compute": "fp32"}, True, True, 16),
+        ({"trainable": False}, True, True, 4),
+        ({"trainable": False, "bf16_source": True}, True, True, 2),
+        ({"trainable": False, "compute": "fp32"}, True, True, 4),
+    ],
+)
+def test_bytes_of_a_parameter(change, keeps, accumulates, bytes_each):
+    info = ParameterInfo(index=0, name="w", shape=(SHARD_MULTIPLE,), trainable=True, compute="bf16", bf16_source=False)
+    (region,) = build_regions([replace(info, **change)], {"unit": [0]})
+    assert sum(region.planes(keeps, accumulates).values()) == bytes_each * SHARD_MULTIPLE
+
+
+@pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])
+def test_align(size, multiple, result):
+    assert align(size, multiple) == result

@@ -1,0 +1,265 @@
+"""Models from shapes and folders: initial weights as the family makes them, on demand, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from offload.checkpoint.deferred import DeferredInit
+from offload.checkpoint.mapped import MappedWeights
+from offload.checkpoint.models import build_model, check_sequence_length, load_model_config, model_kind
+from offload.errors import ConfigError
+from offload.presets import PRESETS
+from offload.sections import ModelSection
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**GROUPED, "pad_token_id": 3},
+    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4},
+    "gemma2": {**GROUPED, "head_dim": 16},
+    "mamba": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "opt": {
+        **{key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+    },
+    "t5": {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+    "bert": SMALL,
+    "gpt_neox": SMALL,
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "modernbert": {
+        **SMALL,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+}
+
+
+def folder_of(path: Path, family: str, **changes: Any) -> Path:
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    config.save_pretrained(path)
+    return path
+
+
+def same_distribution(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare mean, deviation and the share of zeros, to six standard errors."""
+    if theirs.numel() == 1 or theirs.std() == 0:
+        return torch.equal(mine, theirs)
+    error = 6 * theirs.std() / theirs.numel() ** 0.5
+    return bool(
+        (mine.mean() - theirs.mean()).abs() < error
+        and (mine.std() - theirs.std()).abs() < error
+        and ((mine == 0).float().mean() - (theirs == 0).float().mean()).abs() < 1e-3
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_filled_weights_are_distributed_as_transformers_makes_them(family: str, tmp_path: Path) -> None:
+    section = ModelSection(path=str(folder_of(tmp_path, family)), init="random")
+    config = load_model_config(section)
+    torch.manual_seed(1)
+    theirs = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    built = build_model(section, seed=5)
+    built.fill_all()
+    pairs = list(zip(built.model.named_parameters(), theirs.named_parameters(), strict=True))
+    assert [a[0] for a, _ in pairs] == [b[0] for _, b in pairs]  # tied weights are tied in both
+    assert not [a[0] for a, b in pairs if not same_distribution(a[1].detach(), b[1].detach())]
+    for (_, mine), (name, buffer) in zip(built.model.named_buffers(), theirs.named_buffers(), strict=True):
+        assert torch.equal(mine, buffer), name
+
+
+def test_padding_rows_are_zero_and_constructor_values_stay(tmp_path: Path) -> None:
+    built = build_model(ModelSection(path=str(folder_of(tmp_path, "llama")), init="random"), seed=0)
+    built.fill_all()
+    embedding = built.model.get_input_embeddings().weight
+    assert embedding[3].abs().sum() == 0
+    assert embedding[2].abs().sum() > 0
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((8,), 3.0))
+            self.linear = nn.Linear(8, 8)
+            with torch.no_grad():
+                self.linear.bias.fill_(2.0)
+                self.linear.bias *= 4  # noted too, in its order
+            self.norm = self.linear.weight.norm().item()  # a read: what was noted is made first
+
+    with DeferredInit(0) as deferred:
+        model = Scaled()
+    deferred.bind(model)("", model)
+    assert torch.equal(model.scale, torch.full((8,), 3.0))
+    assert torch.equal(model.linear.bias, torch.full((8,), 8.0))
+    assert model.linear.weight.norm().item() == model.norm > 0
+
+
+def test_values_depend_on_the_seed_and_the_name_alone() -> None:
+    def parameters(seed: int, backwards: bool) -> dict[str, torch.Tensor]:
+        built = build_model(ModelSection(preset="tiny"), seed=seed)
+        modules = list(built.model.named_modules())[1:]
+        for name, module in reversed(modules) if backwards else modules:
+            built.fill(name, module)
+        return {name: parameter.detach().clone() for name, parameter in built.model.named_parameters()}
+
+    first, second, other = parameters(0, False), parameters(0, True), parameters(1, False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(
+        first["lm_head.weight" if "lm_head.weight" in first else next(iter(first))], next(iter(other.values()))
+    )
+
+
+def test_a_second_fill_changes_nothing() -> None:
+    built = build_model(ModelSection(preset="tiny"), seed=0)
+    built.fill_all()
+    with torch.no_grad():
+        for parameter in built.model.parameters():
+            parameter.fill_(7.0)
+    built.fill_all()
+    assert all((parameter == 7.0).all() for parameter in built.model.parameters())
+
+
+def test_building_draws_nothing_from_the_callers_generator() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    build_model(ModelSection(preset="tiny"), seed=0).fill_all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_unfilled_model_takes_no_memory() -> None:
+    program = (
+        "import resource, torch\nfrom offload.checkpoint.models import build_model\n"
+        "from offload.sections import ModelSection\n"
+        "build_model(ModelSection(preset='tiny'), seed=0)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "model = build_model(ModelSection(preset='125m'), seed=0).model\n"
+        "size = sum(p.nbytes for p in model.parameters()) // 1024\n"
+        "print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    size, grown = map(int, output.stdout.split())
+    assert size > 400_000  # KiB
+    assert grown < size / 10
+
+
+def saved(path: Path) -> Path:
+    built = build_model(ModelSection(preset="tiny"), seed=0)
+    built.fill_all()
+    built.model.save_pretrained(path)
+    return path
+
+
+def test_pretrained_weights_are_those_of_the_folder(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    built = build_model(ModelSection(path=str(folder)), seed=9)
+    built.fill_all()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for (name, mine), other in zip(built.model.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    random = build_model(ModelSection(path=str(folder), init="random"), seed=9)
+    random.fill_all()
+    assert not torch.equal(next(random.model.parameters()), next(theirs.parameters()))
+
+
+def test_pages_of_taken_weights_are_dropped_and_those_in_place_kept(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    model = build_model(ModelSection(path=str(folder)), seed=0).model
+    fill = MappedWeights()
+    taken, kept = model.model.layers[0].mlp, model.model.layers[1].mlp
+    values = {name: parameter.detach().clone() for name, parameter in kept.named_parameters()}
+    fill("taken", taken)
+    for owner in list(taken.modules()):
+        for key in list(owner._parameters):
+            owner._parameters[key] = nn.Parameter(torch.zeros(()))
+    fill("kept", kept)
+    with torch.no_grad():
+        for parameter in kept.parameters():
+            parameter.add_(1.0)  # written to: dropping these pages would undo it
+    fill("next", model.lm_head)
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter, values[name] + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a JSON file"),
+        ("[]", "no model_type"),
+        ('{"model_type": "no-such-family"}', "no-such-family"),
+        ('{"model_type": "vit"}', "no language model"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 60, "num_attention_heads": 7}', "60"),
+    ],
+)
+def test_a_bad_config_is_one_error(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        build_model(ModelSection(path=str(tmp_path / "config.json")), seed=0)
+
+
+def test_missing_and_damaged_weights_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_model(ModelSection(path=str(tmp_path / "nowhere")), seed=0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        build_model(ModelSection(path=str(tmp_path / "empty")), seed=0)
+    folder_of(tmp_path / "bare", "llama")
+    with pytest.raises(ConfigError, match="no weights"):
+        build_model(ModelSection(path=str(tmp_path / "bare")), seed=0)
+    with pytest.raises(ConfigError, match="without weights"):
+        build_model(ModelSection(path=str(tmp_path / "bare/config.json"), init="pretrained"), seed=0)
+    folder = saved(tmp_path / "cut")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build_model(ModelSection(path=str(folder)), seed=0)
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    with pytest.raises(ConfigError, match=r"lack 9 parameters .*layers\.4"):
+        build_model(ModelSection(path=str(folder)), seed=0)
+
+
+def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+    config = load_model_config(ModelSection(path=str(folder_of(tmp_path / "a", "gpt2", n_positions=64)), init="random"))
+    check_sequence_length(config, 64)
+    with pytest.raises(ConfigError, match="65.*64"):
+        check_sequence_length(config, 65)
+    roberta = AutoConfig.for_model("roberta", **{**SMALL, "max_position_embeddings": 66, "pad_token_id": 1})
+    roberta.save_pretrained(tmp_path / "b")
+    section = ModelSection(path=str(tmp_path / "b"), init="random")
+    build_model(section, seed=0, sequence_length=64)
+    with pytest.raises(ConfigError, match="65.*64"):  # two rows of its table are no positions
+        build_model(section, seed=0, sequence_length=65)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_parameters_they_claim(preset: str) -> None:
+    with torch.device("meta"):
+        config = load_model_config(ModelSection(preset=preset))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    expected = {"tiny": 1.05e6, "small": 33.7e6, "125m": 134e6, "1b": 1.24e9, "3b": 3.21e9, "8b": 8.03e9, "70b": 70.6e9}
+    assert num_parameters == pytest.approx(expected[preset], rel=0.01)

@@ -1,0 +1,64 @@
+"""Batches for causal, masked and encoder-decoder models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.errors import ConfigError
+from offload.objectives import IGNORED, choose_objective
+
+
+def batch(rows: int = 4, length: int = 1000) -> dict[str, torch.Tensor]:
+    ids = torch.arange(rows * length).reshape(rows, length) % 90
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+class Tokens(list[int]):
+    """A tokenizer as far as an objective looks at it: its length and its mask token."""
+
+    def __init__(self, num_tokens: int, mask_token_id: int | None = None) -> None:
+        super().__init__(range(num_tokens))
+        self.mask_token_id = mask_token_id
+
+
+def test_causal_batches_pass_as_they_are() -> None:
+    objective = choose_objective("causal", tokenizer=Tokens(90), vocab_size=90, seed=0)
+    given = batch()
+    given["labels"][0, :10] = IGNORED
+    assert objective.apply(given, 3) is given
+    assert objective.count(given) == 4 * 999 - 9
+
+
+def test_masked_batches_keep_mask_and_scramble_as_bert_does() -> None:
+    objective = choose_objective("masked", tokenizer=Tokens(90), vocab_size=100, seed=0)
+    given = batch()
+    given["attention_mask"][:, 900:] = 0
+    made = objective.apply(given, 0)
+    chosen = made["labels"] != IGNORED
+    assert not chosen[:, 900:].any()
+    assert torch.equal(made["labels"][chosen], given["input_ids"][chosen])
+    assert torch.equal(made["input_ids"][~chosen], given["input_ids"][~chosen])
+    assert chosen[:, :900].float().mean() == pytest.approx(0.15, abs=0.02)
+    masked = made["input_ids"][chosen] == 99  # the row of the embedding that no token uses
+    kept = made["input_ids"][chosen] == given["input_ids"][chosen]
+    assert masked.float().mean() == pytest.approx(0.8, abs=0.06)
+    assert kept.float().mean() == pytest.approx(0.1, abs=0.05)
+    assert objective.count(made) == chosen.sum()
+    again, other = objective.apply(given, 0), objective.apply(given, 1)
+    assert torch.equal(again["input_ids"], made["input_ids"])
+    assert not torch.equal(other["labels"], made["labels"])
+
+
+def test_a_masked_model_needs_a_mask() -> None:
+    assert choose_objective("masked", tokenizer=Tokens(90, 4), vocab_size=90, seed=0)
+    with pytest.raises(ConfigError, match="mask token"):
+        choose_objective("masked", tokenizer=Tokens(90), vocab_size=90, seed=0)
+
+
+def test_encoder_decoder_batches_are_cut_in_half() -> None:
+    made = choose_objective("seq2seq", tokenizer=Tokens(90), vocab_size=90, seed=0).apply(batch(2, 10), 0)
+    assert torch.equal(made["input_ids"][0], torch.arange(5))
+    assert torch.equal(made["labels"][0], torch.arange(5, 10))
+    assert made["attention_mask"].shape == (2, 5)
+    assert all(value.is_contiguous() for value in made.values())

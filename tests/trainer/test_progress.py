@@ -1,0 +1,82 @@
+"""What the user sees, and what a signal does."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from offload.signals import StopSignals
+from offload.telemetry.metrics import MetricsLog
+from offload.telemetry.progress import clock, make_progress
+
+STEP = {
+    "step": 1,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "grad_norm": 0.5,
+    "tokens_per_second": 12345.6,
+    "peak_device_bytes": 6 * 2**20,
+    "peak_host_bytes": 2**30,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_come_every_few_steps_without_control_characters() -> None:
+    stream = io.StringIO()
+    progress = make_progress(10, stream)
+    for step in range(1, 26):
+        progress.step({**STEP, "step": step}, num_steps=25, eta_s=75.0)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    for part in ("loss 2.5000", "lr 1.00e-03", "12,346 tok/s", "device 6 MiB", "host 1 GiB", "eta 1:15"):
+        assert part in lines[0]
+    assert all(character.isprintable() for line in lines for character in line)
+
+
+def test_a_terminal_gets_a_live_line() -> None:
+    stream = Terminal()
+    progress = make_progress(2, stream)
+    progress.say("[data] 100%")  # no markup is read out of what is said
+    for step in (1, 2):
+        progress.step({**STEP, "step": step}, num_steps=None, eta_s=None)
+    progress.close()
+    progress.close()
+    assert "[data] 100%" in stream.getvalue()
+    assert "step 2" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lanes": {}})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # there before the file is closed
+    log.close()
+    assert json.loads(lines[0]) == {"step": 1, "loss": None, "grad_norm": None, "lanes": {}}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
+    said: list[str] = []
+    before = signal.getsignal(number)
+    with StopSignals(said.append) as stop:
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert stop.requested
+        assert stop.name == number.name in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before

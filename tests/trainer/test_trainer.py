@@ -1,0 +1,137 @@
+"""Whole runs inside this process, with the real engine: exactness, families, time limits, going on from an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from offload.config import Config
+from offload.errors import ConfigError, NonFiniteError
+from offload.trainer import Trainer, TrainResult
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+    "bert": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "architectures": ["BertForMaskedLM"],
+    },
+    "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps of a few microseconds gain nothing from threads, and lose much where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Train with settings over a few kilobytes of text; return the result and the lines of metrics.jsonl."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
+
+    def train(name: str, family: str = "llama", **settings: Any) -> tuple[TrainResult, list[dict[str, Any]], str]:
+        folder = tmp_path / f"{family}-shape"
+        AutoConfig.for_model(family, vocab_size=384, **SHAPES[family]).save_pretrained(folder)
+        values = {
+            "run__dir": str(tmp_path / name),
+            "model__path": str(folder / "config.json"),
+            "data__source": str(text),
+            "data__sequence_length": 32,
+            "data__eval_fraction": 0.1,
+            "train__steps": 3,
+            "train__batch_size": 4,
+            "train__precision": "fp32",
+        }
+        config = Config.load(None, {key.replace("__", "."): value for key, value in {**values, **settings}.items()})
+        result = Trainer(config).run()
+        lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
+        return result, lines, capsys.readouterr().out
+
+    return train
+
+
+def test_a_streamed_run_equals_a_resident_one_bit_for_bit(run: Any) -> None:
+    resident, there, _ = run("resident")
+    streamed, here, said = run("streamed", offload__parameters="cpu", offload__optimizer="cpu")
+    assert [line["loss"] for line in here] == [line["loss"] for line in there]
+    assert [line["grad_norm"] for line in here] == [line["grad_norm"] for line in there]
+    assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
+    assert streamed.eval_loss == resident.eval_loss
+    assert "logits bit-equal" in said
+    first, second = (
+        transformers.AutoModelForCausalLM.from_pretrained(result.export) for result in (resident, streamed)
+    )
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_run_repeats_itself(run: Any) -> None:
+    (_, first, _), (_, second, _), (_, other, _) = run("a"), run("b"), run("c", run__seed=1)
+    losses = [[line["loss"] for line in lines] for lines in (first, second, other)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None:
+    result, lines, said = run("run", family, train__micro_batch_size=2)
+    assert "reloaded" in said
+    assert result.export.is_dir()
+    assert all(line["loss"] > 0 for line in lines)
+
+
+def test_an_export_is_trained_on(run: Any) -> None:
+    first, _, _ = run("first", train__steps=30, train__eval_every=0, optimizer__lr=5e-3)
+    second, lines, _ = run("second", model__path=str(first.export), train__steps=1, optimizer__lr=0.0)
+    assert second.eval_loss == pytest.approx(first.eval_loss, rel=1e-6)  # the same tokenizer, weights and eval rows
+    assert lines[0]["loss"] < 5.0  # a fresh model begins at ln 384 = 5.95
+
+
+def test_time_is_a_limit_and_epochs_are_steps(run: Any) -> None:
+    result, lines, said = run("timed", train__steps=10**6, train__max_seconds=1, optimizer__lr=1e-4)
+    assert 1 <= result.steps == len(lines) < 10**6
+    assert "max_seconds" in said
+    result, lines, _ = run("epochs", train__steps=None, train__epochs=0.5, train__batch_size=64)
+    rows = result.steps * 64
+    assert result.steps == len(lines) > 1
+    assert rows > 64
+
+
+def test_the_learning_rate_follows_the_schedule(run: Any) -> None:
+    _, lines, _ = run("lr", train__steps=4, optimizer__lr=0.1, optimizer__schedule="linear", optimizer__warmup_steps=2)
+    assert [line["lr"] for line in lines] == pytest.approx([0.05, 0.1, 0.1, 0.05])
+
+
+def test_a_diverging_run_stops_with_an_error_and_keeps_its_record(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="finite"):
+        run("wild", train__steps=50, optimizer__lr=1e30, optimizer__warmup_steps=0)
+    assert (tmp_path / "wild/metrics.jsonl").stat().st_size > 0
+    assert not (tmp_path / "wild/hf").exists()
+
+
+def test_settings_that_contradict_each_other_are_refused_before_any_work(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"offload\.optimizer"):
+        run("never", offload__parameters="cpu", offload__optimizer="device", model__path="nowhere")
+    assert not (tmp_path / "never").exists()
+
+
+def test_several_ranks_are_refused_rather_than_trained_apart(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 ranks"):
+        run("ranks")

@@ -1,0 +1,221 @@
+"""Trains one family twice, streamed and resident, and says where the two differ."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload import Engine, Placement
+from tests.engine.reference import Reference, sum_by_layer
+from tests.zoo.families import Family
+
+STEPS = {"fp32": 2, "bf16": 1}
+SUMS = "a tensor enters a layer in several places: its gradients are summed layer by layer"
+_SMALL_SHARE = 16
+"""A unit outside the blocks may stay on the device in silence when it is smaller than the largest one over this."""
+
+
+@dataclass
+class Outcome:
+    """What a few steps showed.
+
+    `differences`: the largest one of each kind, as a share of the largest value in the unit (0 is bit-equal); `why`
+    explains them where they are explained. `resident`: units on the device, `reported`: the engine's warnings of them.
+    """
+
+    family: str
+    class_name: str
+    precision: str
+    num_parameters: int = 0
+    num_units: int = 0
+    resident: list[str] = field(default_factory=list)
+    resident_parameters: int = 0
+    reported: list[str] = field(default_factory=list)
+    kept_fp32: list[str] = field(default_factory=list)
+    differences: dict[str, float] = field(default_factory=dict)
+    worst: dict[str, str] = field(default_factory=dict)
+    loss: float = 0.0
+    is_finite: bool = True
+    is_made_in_bf16: bool = False
+    why: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return not any(self.differences.values())
+
+    def note(self, kind: str, got: torch.Tensor, wanted: torch.Tensor, scale: float, where: str = "") -> None:
+        """Enter a comparison of two tensors of one dtype."""
+        self.is_finite &= bool(torch.isfinite(wanted).all())
+        largest = self.differences.setdefault(kind, 0.0)
+        if torch.equal(got, wanted):
+            return
+        difference = (got.double() - wanted.double()).abs().max().item() / max(scale, 1e-30)
+        if not difference <= largest:
+            self.differences[kind] = difference
+            self.worst[kind] = where
+
+
+class Plain(Reference):
+    """The resident run. It keeps its last gradients, and in bf16 sums in fp32 over the calls of a layer as well."""
+
+    def __init__(
+        self, model: nn.Module, precision: str, kept: Callable[[str], bool], group: Callable[[nn.Module], None]
+    ) -> None:
+        super().__init__(model, precision=precision, kept=kept, group=group)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._calls: Counter[int] = Counter()
+        self._first = {name: list(uses) for name, uses in self.named.items()}
+        names = {id(p): name for name, uses in self.named.items() for p in uses}
+        self._places = {
+            (module, key): (names[id(p)], p)
+            for module in self.model.modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        }
+        layers = (layer for parent in self.model.modules() if isinstance(parent, nn.ModuleList) for layer in parent)
+        for layer in layers if precision == "bf16" else ():
+            layer.register_forward_pre_hook(self._renew)
+
+    def _renew(self, layer: nn.Module, args: object) -> None:
+        """Give a layer that is called once more parameters of its own for this call."""
+        self._calls[id(layer)] += 1
+        if self._calls[id(layer)] > 1:
+            for module in layer.modules():
+                for key, p in module._parameters.items():
+                    if p is not None:
+                        module._parameters[key] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+                        self.named[self._places[module, key][0]].append(module._parameters[key])
+
+    def update(self) -> float:
+        self.gradients = dict(self._sums)
+        for (module, key), (_, first) in self._places.items():
+            module._parameters[key] = first
+        self.named = {name: list(uses) for name, uses in self._first.items()}
+        self._calls.clear()
+        return super().update()
+
+
+def examine(family: Family, precision: str) -> Outcome:
+    """Compare, and where bits differ find out why."""
+    outcome = compare(family, precision)
+    if not outcome.is_equal and compare(family, precision, by_layer=True).is_equal:
+        outcome.why = SUMS
+    return outcome
+
+
+def compare(family: Family, precision: str, by_layer: bool = False, made_in: torch.dtype = torch.float32) -> Outcome:
+    """Train `family` for a few steps, streamed and resident; check what is left at the end as well.
+
+    With `by_layer` the resident run sums the gradients of a layer's inputs layer by layer, as a streamed one must.
+    """
+    with _quiet(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = family.build(dtype=made_in)
+        plain = copy.deepcopy(model)
+        configured = [module for module in model.modules() if hasattr(getattr(module, "config", None), "use_cache")]
+        cached = {module: module.config.use_cache for module in configured}
+        engine = Engine(model, placement=Placement(device_memory=None), precision=precision)
+        infos = engine._parts.infos
+        kept = {info.name for info in infos if info.compute == "fp32"}
+        reference = Plain(plain, precision, kept.__contains__, sum_by_layer if by_layer else lambda model: None)
+        outcome = Outcome(family.name, family.class_name, precision, is_made_in_bf16=made_in == torch.bfloat16)
+        outcome.kept_fp32 = sorted(kept) if precision == "bf16" else []
+        for step in range(STEPS[precision]):
+            batch = family.batch(step)
+            torch.manual_seed(100 + step)
+            try:
+                loss, norm = reference.step(batch)
+            except RuntimeError as error:
+                if precision == "fp32" or made_in == torch.bfloat16 or "dtype" not in str(error):
+                    raise
+                return compare(
+                    family, precision, by_layer, torch.bfloat16
+                )  # its buffers are fp32 because the model was made so
+            torch.manual_seed(100 + step)
+            result = engine.step(batch)
+            outcome.loss = loss.item()
+            outcome.note("loss", result.loss, loss, loss.abs().item())
+            outcome.note("norm", torch.tensor(result.grad_norm).double(), torch.tensor(norm).double(), norm)
+            _compare_states(outcome, engine, reference)
+        _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
+        messages = [str(warning.message) for warning in caught]
+        outcome.reported = [text for text in messages if "is read from outside" in text]
+        _check_streamed(outcome, engine)
+        _check_restored(engine, model, cached)
+        return outcome
+
+
+def _compare_states(outcome: Outcome, engine: Engine, reference: Plain) -> None:
+    infos, parts = engine._parts.infos, engine._parts
+    for state in parts.store.states:
+        region = state.region
+        wanted = [reference.gradients.get(infos[index].name) for index in region.parameters]
+        scale = max((gradient.abs().max().item() for gradient in wanted if gradient is not None), default=0.0)
+        touched = parts.gradients.touched.get(region.index, [False] * len(wanted))
+        received = [gradient is not None for gradient in wanted]
+        assert touched == received, f"unit {region.name}: other parameters received a gradient"
+        for index, gradient, offset, size in zip(region.parameters, wanted, region.offsets, region.sizes, strict=True):
+            if gradient is not None:
+                got = state.gradients[offset : offset + size]
+                outcome.note("gradient", got, gradient.reshape(-1).to(got.dtype), scale, infos[index].name)
+    for name, got in engine.named_parameters():
+        outcome.note("parameter", got, reference.masters[name], reference.masters[name].abs().max().item(), name)
+
+
+def _compare_evaluation(outcome: Outcome, engine: Engine, reference: Plain, batch: dict[str, torch.Tensor]) -> None:
+    reference.model.eval()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        plain = reference.model(**batch).loss.float()
+    torch.manual_seed(7)
+    outcome.note("evaluate", engine.evaluate(batch), plain, plain.abs().item())
+
+
+def _check_streamed(outcome: Outcome, engine: Engine) -> None:
+    """Every parameter belongs to a unit; all units stream but the small ones and those that the engine warned of."""
+    units, infos = engine._parts.units, engine._parts.infos
+    sizes = {unit.name: {place.parameter: infos[place.parameter].numel for place in unit.places} for unit in units}
+    stay = {index: size for unit in units if unit.resident for index, size in sizes[unit.name].items()}
+    outcome.num_units, outcome.num_parameters = len(units), sum(info.numel for info in infos)
+    outcome.resident, outcome.resident_parameters = [unit.name for unit in units if unit.resident], sum(stay.values())
+    owned = {index for size in sizes.values() for index in size}
+    assert owned == set(range(len(infos))), "a parameter belongs to no unit"
+    num_streamed = len(units) - len(outcome.resident)
+    assert num_streamed >= 3, f"only {num_streamed} units stream: two blocks and an embedding are wanted"
+    largest = max(sum(size.values()) for size in sizes.values())
+    for name in outcome.resident:
+        if not any(f"unit {name} " in text for text in outcome.reported):
+            is_small = sum(sizes[name].values()) * _SMALL_SHARE < largest
+            assert is_small, f"unit {name} stays on the device without a warning"
+
+
+def _check_restored(engine: Engine, model: nn.Module, cached: dict[nn.Module, bool | None]) -> None:
+    trained = dict(engine.named_parameters())
+    engine.close(restore=True)
+    assert list(trained) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trained[name].to(parameter.dtype)), f"{name} is not as it was trained"
+    for module, use_cache in cached.items():
+        assert module.config.use_cache == use_cache, f"use_cache of {type(module).__name__} has changed"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One thread, and no remarks of transformers on tiny configurations."""
+    threads, logger = torch.get_num_threads(), logging.getLogger("transformers")
+    level = logger.level
+    torch.set_num_threads(1)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        logger.setLevel(level)

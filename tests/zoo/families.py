@@ -1,0 +1,325 @@
+"""A tiny model of every causal language model that transformers registers.
+
+Configurations are shrunk by the names of their fields: a width becomes 64 wherever it is called `hidden_size`,
+`d_model` or `n_embd`. Lists with one entry per layer keep the layers that show every kind of layer. Where the rules
+cannot know what a family needs, `OVERRIDES` says it, and why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+ROWS, TOKENS, VOCABULARY = 4, 14, 160
+FIRST_WORD = 6
+"""Tokens of a batch lie between this and 128: smaller ones mean padding, begin and end, larger ones images or sound."""
+
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"num_nextn_predict_layers|num_kv_shared_layers|num_semantic_quantizers|type_vocab_size|(?!kv).*_channels", 0),
+    (
+        r"(encoder_|decoder_|num_|n_)?(hidden_)?layers?|num_(encoder|decoder|blocks|stack).*layers|num_blocks|num_layers_per_stack",
+        2,
+    ),
+    (r"first_k_dense_replace|num_dense_layers|moe_layer_(start|end)_index|attn_layer_offset|n_shared_experts", 1),
+    (r".*(period|every_n_layers|sliding_window_pattern|layer_interval|layer_group_size|layers_per_attn_res_block)", 2),
+    (r"(num_|n_|moe_num_)?(routed_|local_)?experts", 4),
+    (r"(moe_)?(num_)?(experts_per_tok(en)?|top_?k|moe_k)|zero_expert_num|n_groups?|num_expert_group", 2),
+    (r"topk_group|.*ngroups|mamba_n_groups", 1),
+    (r".*(num_key_value_heads|n_kv_heads|kv_n_heads|num_kv_heads|linear_num_key_heads)", 2),
+    (r".*(num_.*heads(_per_layer)?|n_heads?|attention_heads|num_query_groups|index_n_heads)", 4),
+    (r"index_head_dim", 32),
+    (r"qk_head_dim", 32),
+    (r".*(head_dim|headdim|d_head|dim_head|head_size|kv_channels|rotary_dim|d_kv|rel_extent)", 16),
+    (r".*lora_rank|.*_rank|hc_lowrank", 16),
+    (r"(encoder_|decoder_|mamba_|ssm_)?(d_state|state_size)", 16),
+    (r"index_topk.*", 8),
+    (r".*chunk(_size|_length)|.*block_size", 16),
+    (r".*vocab(_size)?(_per_layer_input|_base)?", VOCABULARY),
+    (
+        r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|model_max_length|.*max_distance",
+        64,
+    ),
+    (r".*sliding_window(_size)?|.*window_size|local_attention.*", 8),
+    (r".*(intermediate|inner|ffn|dff|d_ff|dim_ff|feed_forward|mlp).*(_size|_dim|dim)?", 96),
+    (r"hidden_size_per_layer_input|router_hidden_size|ple_embed_dim", 32),
+    (
+        r".*(hidden_size.*|d_model|n_embd|embed(ding)?_(dim|size)|emb_dim|lru_width|embed_proj_dim|dim_model_base|d_ssm)",
+        64,
+    ),
+    (r".*(height|width|image_size|crop_size)", 32),
+    (r"patch_size", 8),
+)
+_UNSET = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+"""Sizes that some configurations leave to the checkpoint."""
+_PATTERNS = {re.compile(f"(?:{pattern})$"): value for pattern, value in _RULES}
+_TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": 2,
+}
+_SPECIAL = re.compile(r".*(token_id|token_index|_id|_index|_idx)$")
+_LAYER_NUMBERS = re.compile(r".*(_layers|_layer_ids|_idxs|_indices)$")
+_NUM_LAYERS = (  # the first of these that a configuration has
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class with a tiny configuration; `unbuildable` says why there is no model of it here."""
+
+    name: str
+    class_name: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    batch_kind: str = "tokens"
+    unbuildable: str = ""
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        return getattr(transformers, self.class_name)
+
+    def config(self) -> PreTrainedConfig:
+        """Return the configuration, small."""
+        return shrink(self.model_class.config_class, self.overrides)
+
+    def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return a model with random weights, in train mode, made in `dtype` as `from_pretrained` would make it."""
+        torch.manual_seed(seed)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model = self.model_class(self.config()).train()
+        finally:
+            torch.set_default_dtype(before)
+        with torch.no_grad():  # weights that begin at zero would hide what lies behind them
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        return model
+
+    def batch(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return ROWS x TOKENS tokens; the labels are those tokens, some of them ignored."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (ROWS, TOKENS)
+        if self.batch_kind == "codebooks":  # the model shifts them to the right and makes its own input of them
+            return {"labels": torch.randint(FIRST_WORD, 128, (*shape, 4), generator=generator)}
+        tokens = torch.randint(FIRST_WORD, 128, shape, generator=generator)
+        labels = tokens.clone()
+        labels[0, :3] = labels[1, -2:] = labels[3, 5] = -100
+        batch = {"input_ids": tokens, "labels": labels}
+        if self.batch_kind == "pixels":
+            batch["pixel_values"] = torch.randn(ROWS, 3, 32, 32, generator=generator)
+        return batch
+
+
+def shrink(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the default configuration with every size that a rule knows cut down, and with `overrides`."""
+    return config_class(**_small_fields(config_class(), overrides or {}))
+
+
+def _small_fields(default: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from the default, sub-configurations shrunk likewise."""
+    fields = {key: value for key, value in vars(default).items() if not key.startswith("_")}
+    small: dict[str, Any] = {}
+    depth_name = next((name for name in _NUM_LAYERS if isinstance(fields.get(name), int)), None)
+    depth = fields[depth_name] if depth_name else 0
+    kept = _representative_layers(fields, depth)
+    specials = 0
+    for key, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            inner = overrides.get(key, {})
+            small[key] = inner if isinstance(inner, PreTrainedConfig) else type(value)(**_small_fields(value, inner))
+        elif _has_layer_numbers(key, value):
+            small[key] = [kept.index(layer) for layer in value if layer in kept]
+        elif isinstance(value, (list, tuple)) and depth and len(value) == depth and key != "architectures":
+            small[key] = type(value)(_small_value(key, value[index]) for index in kept)
+        elif value is None and key in _UNSET:
+            small[key] = _UNSET[key]
+        elif key == "is_decoder":
+            small[key] = True
+        elif isinstance(value, bool) or not isinstance(value, int):
+            continue
+        elif key == depth_name:
+            small[key] = len(kept)
+        elif _SPECIAL.match(key):
+            small[key] = _TOKENS.get(key, VOCABULARY - 1 - specials if value > 128 else value)
+            specials += key not in _TOKENS and value > 128
+        elif key.endswith("num_key_value_heads") and value == fields.get(key.replace("key_value", "attention")):
+            small[key] = 4
+        else:
+            small[key] = _small_value(key, value)
+    small.update({key: value for key, value in overrides.items() if not isinstance(fields.get(key), PreTrainedConfig)})
+    return {
+        key: value
+        for key, value in small.items()
+        if key in overrides or isinstance(value, PreTrainedConfig) or value != fields.get(key)
+    }
+
+
+def _small_value(key: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return value
+    for pattern, limit in _PATTERNS.items():
+        if pattern.match(key):
+            return min(value, limit or value)
+    return value
+
+
+def _representative_layers(fields: Mapping[str, Any], depth: int) -> list[int]:
+    """Return the numbers of the first layers that show every value of every per-layer list, at least two of them."""
+    kept: set[int] = set()
+    for key, values in fields.items():
+        if _has_layer_numbers(key, values):
+            kept.update((values[0], next((layer for layer in range(depth) if layer not in values), values[0])))
+        elif isinstance(values, (list, tuple)) and depth and len(values) == depth and key != "architectures":
+            kept.update(values.index(value) for value in values)
+    for layer in range(depth):
+        if len(kept) >= 2:
+            break
+        kept.add(layer)
+    return sorted(kept)
+
+
+def _has_layer_numbers(key: str, value: Any) -> bool:
+    """Tell lists of layers from lists with an entry per layer."""
+    return isinstance(value, list) and bool(value) and bool(_LAYER_NUMBERS.match(key)) and value == sorted(set(value))
+
+
+_SHARED_BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # hidden_size * expand must be heads * head size
+    "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_d_head": 32, "layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {"head_dim": 32},
+    # these fields have no default, and the model cannot do without them
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1],
+        "eos_token_id": 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    # by default all layers are of one kind, though the family is known for two
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
+    "laguna": {"layer_types": ["full_attention", "sliding_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    # random blocks need more blocks than 14 tokens make at the size of the others
+    "big_bird": {"block_size": 1, "num_random_blocks": 1},
+    "bigbird_pegasus": {"block_size": 1, "num_random_blocks": 1},
+    # head_dim must be the two parts of a head together
+    "dots3_note_text": {
+        "head_dim": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    # the size of a head differs from layer to layer, and is set by a field of its own
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4": {"text_config": {"global_head_dim": 32}},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma4_unified": {"text_config": {"global_head_dim": 32}},
+    # towers that never run on text, cut down to keep the model small
+    "got_ocr2": {"vision_config": {"output_channels": 16}},
+    "phi4_multimodal": {
+        "audio_config": {"nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}
+    },
+    # the last layers read the keys and values of an earlier one of their kind
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+        "num_kv_shared_layers": 2,
+    },
+    # one block is shared by all hybrid layers: two of them are needed to see it
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": _SHARED_BLOCKS,
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": _SHARED_BLOCKS,
+        "hybrid_layer_ids": [1, 3],
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
+    # hashing into buckets needs more than one chunk; learned axial positions fix the length of the text
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 7, "lsh_attn_chunk_length": 7, "num_buckets": 2},
+}
+BATCHES: dict[str, str] = {"musicgen_decoder": "codebooks", "musicgen_melody_decoder": "codebooks", "git": "pixels"}
+_DRAFTS = "drafts for another model: it takes that model's embeddings, keys and values, and computes no loss"
+UNBUILDABLE: dict[str, str] = {
+    "gemma3n": "its vision tower comes from the package timm",
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+}
+_TABLE = "a module that owns a large table and a child with weights stays on the device"
+_KERNEL = "the attention bias requires a gradient: the forward without a graph picks another kernel"
+OPEN: dict[str, str] = {
+    "doge": _KERNEL,
+    "gemma3": _TABLE,
+    "gemma3n_text": "keys and values go from layer to layer through a dict",
+    "inkling2_text": _TABLE,
+    "inkling_text": _TABLE,
+    "phi4_multimodal": _TABLE,
+    "reformer": "reversible layers run their own backward, outside of forward",
+    "roc_bert": "the model changes a view that a unit returned in place",
+    "rwkv": "eval mode divides the weights of the blocks in place, from outside",
+    "xlm": "every forward makes a cache, and the recompute appends to it",
+}
+"""Families that the engine does not train exactly yet, and why; strict, so that an entry goes when its reason does."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return every family by name; a class registered under several names comes once, under its own configuration's."""
+    names: dict[str, list[str]] = {}
+    for name, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        names.setdefault(class_name, []).append(name)
+    found = {}
+    for class_name, aliases in names.items():
+        own = getattr(transformers, class_name).config_class.model_type
+        name = own if own in aliases or own in CONFIG_MAPPING else aliases[0]
+        found[name] = Family(
+            name, class_name, OVERRIDES.get(name, {}), BATCHES.get(name, "tokens"), UNBUILDABLE.get(name, "")
+        )
+    return found

@@ -1,0 +1,62 @@
+"""Every causal language model of transformers, streamed, trains as plain PyTorch trains it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo.compare import SUMS, examine
+from tests.zoo.families import OPEN, UNBUILDABLE, families
+
+QUICK = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "mixtral",
+    "llama4_text",
+    "mamba",
+    "bert",
+    "bloom",
+    "xlnet",
+    "zamba",
+    "prophetnet",
+)
+"""The default run: all kinds of positions, experts, a state space, shared blocks, dropout, tied weights."""
+
+
+def cases() -> list[object]:
+    """Each buildable family as a parameter; all but the quick ones are slow."""
+    found = []
+    for name in families():
+        marks = [] if name in QUICK else [pytest.mark.slow]
+        if name in UNBUILDABLE:
+            marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
+        if name in OPEN:
+            marks.append(pytest.mark.xfail(reason=OPEN[name], strict=True))
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+def test_the_quick_families_are_registered() -> None:
+    assert set(QUICK) <= set(families())
+
+
+@pytest.mark.parametrize("name", cases())
+def test_two_steps_in_fp32_equal_plain_pytorch(name: str) -> None:
+    outcome = examine(families()[name], "fp32")
+    assert outcome.is_finite
+    if not outcome.is_equal:
+        assert outcome.why == SUMS, f"{outcome.differences} at {outcome.worst}"
+        assert outcome.differences["loss"] < 1e-6, outcome.differences
+        assert outcome.differences["gradient"] < 1e-4, outcome.differences
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_step_in_bf16_equals_plain_pytorch(name: str) -> None:
+    outcome = examine(families()[name], "bf16")
+    assert outcome.is_finite
+    if not outcome.is_equal:
+        assert outcome.why == SUMS, f"{outcome.differences} at {outcome.worst}"
+        assert outcome.differences["loss"] < 1e-3, outcome.differences
