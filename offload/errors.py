@@ -1,4 +1,5 @@
-"""Every error a user can meet. Each message says what was given, why it cannot be, with numbers, and which key or flag to change.
+"""Every error a user can meet. Each message says what was given, why it cannot be, with numbers, and which key or flag
+to change.
 
 The commands print the message as one paragraph and leave with `exit_code`; a traceback is shown only under `--debug`.
 """

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers.initialization
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import initialization as transformers_initialization
 
 Note = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -117,7 +117,7 @@ class DeferredInit(TorchFunctionMode):
     @contextmanager
     def _whole_calls(self) -> Iterator[None]:
         """Note the initialisations of `_WHOLE` as one call each, in the table where transformers looks them up."""
-        table = getattr(transformers.initialization, "TORCH_INIT_FUNCTIONS", {})
+        table = getattr(transformers_initialization, "TORCH_INIT_FUNCTIONS", {})
         originals = {name: table[name] for name in _WHOLE if name in table}
 
         def whole(name: str) -> Callable[..., torch.Tensor]:

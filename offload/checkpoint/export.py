@@ -1,9 +1,12 @@
-"""Write a model that streams as a Hugging Face folder, from views of the master planes: no copy of the model is made."""
+"""Write a model that streams as a Hugging Face folder, from views of the master planes: no copy of the model is
+made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,16 +17,17 @@ from offload.tiers.store import Store
 def export_model(model: nn.Module, store: Store, indices: Mapping[int, int], folder: Path) -> None:
     """Write configuration and safetensors into `folder`.
 
-    `indices` maps the id of what hangs in the model for a parameter to its index in the store. transformers' own writer renames, splits
-    and drops tied names; any other module becomes one `model.safetensors` under its own names.
+    `indices` maps the id of what hangs in the model for a parameter to its index in the store. transformers' own writer
+    renames, splits and drops tied names; any other module becomes one `model.safetensors` under its own names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         index = indices.get(id(tensor))
         tensors[name] = tensor.detach() if index is None else _own_storage(store.view(index))
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder, state_dict=tensors)
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None:
+        save_pretrained(folder, state_dict=tensors)
         return
     from safetensors.torch import save_file
 
@@ -37,7 +41,9 @@ def export_model(model: nn.Module, store: Store, indices: Mapping[int, int], fol
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory under a storage of its own, so that writers do not take an arena's parameters for tied ones."""
+    """Return the same memory under a storage of its own, so that writers do not take an arena's parameters for
+    tied ones.
+    """
     if view.device.type != "cpu":
         return view.cpu()
     flat = view.reshape(-1)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.checkpoints import HostCheckpoints
+from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
-from offload.errors import OffloadError, format_bytes
+from offload.errors import format_bytes
 from offload.optim.adamw import AdamW
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.planning.memory import Allocation, UnitPlan, check_budgets, plan_memory, resident_regions, slot_bytes
@@ -30,7 +30,9 @@ from offload.tiers.store import Store
 
 
 class Assembly:
-    """A model whose parameters stream. `standing[index]` is what hangs in the model for a parameter between its uses."""
+    """A model whose parameters stream. `standing[index]` is what hangs in the model for a parameter between its
+    uses.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,6 @@ class Assembly:
         tiers: tuple[str, str],
         *,
         waits: bool,
-        splits: bool,
         recompute: str,
         counters: Counters,
         seed: int,
@@ -66,7 +67,12 @@ class Assembly:
         sizes = {(a.tier, a.name.split(" (")[0]): a for a in plan}
         slot = sizes.get(("device", "unit slot"))
         self.slots = Slots(
-            self.store, infos, self.device, counters, slot_bytes=slot.num_bytes if slot else 0, slot_name=slot.name if slot else ""
+            self.store,
+            infos,
+            self.device,
+            counters,
+            slot_bytes=slot.num_bytes if slot else 0,
+            slot_name=slot.name if slot else "",
         )
         buffer = sizes.get(("device", "gradient buffer"))
         self.gradients = GradientFlow(
@@ -110,7 +116,8 @@ class Assembly:
 
     def _take(self, fill: Callable[[str, nn.Module], None] | None) -> None:
         """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
-        # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then was taken.
+        # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
+        # was taken.
         for unit in sorted(self.units, key=lambda unit: not unit.whole):
             if fill is not None:
                 fill(unit.name, unit.module)
@@ -119,13 +126,16 @@ class Assembly:
                 assert parameter is not None
                 if place.parameter not in self.standing:
                     self.store.write(place.parameter, parameter)
-                    self.standing[place.parameter] = resting_parameter(self.infos[place.parameter], self.device.torch_device)
+                    self.standing[place.parameter] = resting_parameter(
+                        self.infos[place.parameter], self.device.torch_device
+                    )
                 unit.resting[place.parameter] = self.standing[place.parameter]
             unit.install(unit.resting)
 
     def indices(self) -> dict[int, int]:
-        """Return the index of whatever hangs in the model for a parameter, by its id. (Where a tied weight stays on the device for one
-        unit and streams for another, two things hang for one parameter.)"""
+        """Return the index of whatever hangs in the model for a parameter, by its id. (Where a tied weight stays on the
+        device for one unit and streams for another, two things hang for one parameter.)
+        """
         hanging = [*self.standing.items(), *(item for unit in self.units for item in unit.resting.items())]
         return {id(parameter): index for index, parameter in hanging}
 
@@ -135,7 +145,9 @@ class Assembly:
             if unit.name in names:
                 size = sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r))
                 warnings.warn(
-                    f"unit {unit.name} is read from outside itself: its weights stay on the device ({format_bytes(size)}).", stacklevel=2
+                    f"unit {unit.name} is read from outside itself: its weights stay on the device "
+                    f"({format_bytes(size)}).",
+                    stacklevel=2,
                 )
                 self._settle(unit)
                 unit.resident = True
@@ -191,9 +203,14 @@ class Assembly:
                     value = self.store.read(index).to(self.device.torch_device, self._dtypes[index])
                     made[index] = nn.Parameter(value, requires_grad=self.infos[index].trainable)
                 put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
+            unit.forget_live()
         for config, value in self._configs:
             config.use_cache = value
+        self.slots.free()
+        self.gradients.free()
         self.store.close()
+        self.device.ledger.clear()
+        self.host.clear()
         self.closed = True
 
 
@@ -213,7 +230,9 @@ def assemble(
 ) -> Assembly:
     """Find the units, plan, check the budgets, and only then allocate."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        getattr(model, "activation_checkpointing_disable", getattr(model, "gradient_checkpointing_disable", None))()  # units recompute
+        # Units recompute already; the second name is what transformers called it before 5.23.
+        disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()
     infos = describe_parameters(model, optimizer, precision)
     candidates = find_units(model, infos)
     regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates})
@@ -239,7 +258,6 @@ def assemble(
         placement,
         tiers,
         waits=waits,
-        splits=splits,
         recompute=recompute,
         counters=counters,
         seed=seed,

@@ -1,4 +1,6 @@
-"""One use of a unit in a pass that will have a backward: micro-batch by micro-batch, with a recompute or a kept graph."""
+"""One use of a unit in a pass that will have a backward: micro-batch by micro-batch, with a recompute or a kept
+graph.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 class Arguments:
     """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs.
 
-    Mappings that torch's pytree does not open (such as the one in which Gemma 3n passes keys and values on) are opened too.
+    Mappings that torch's pytree does not open (such as the one in which Gemma 3n passes keys and values on) are opened
+    too.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -60,17 +63,20 @@ class Arguments:
                 leaves.append(others[place[0]])
             else:
                 mapping = copy.copy(kind)
-                mapping.update(self._fill(*place, tensors, others))
+                inner_places, inner_spec = place
+                mapping.update(self._fill(inner_places, inner_spec, tensors, others))
                 leaves.append(mapping)
         return tree_unflatten(leaves, spec)
 
 
 def run_unit(unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
-    """Run a unit's module; return its result, and what it put into mappings among its arguments, as (result, additions)."""
+    """Run a unit's module; return its result, and what it put into mappings among its arguments, as (result,
+    additions).
+    """
     args, kwargs = arguments.fill(tensors, others)
     mappings = _mappings(args, kwargs)
     before = [dict(mapping) for mapping in mappings]
-    result = unit.run(args, kwargs, unit.live())
+    result = unit.run(args, kwargs)
     additions = [
         (number, key, value)
         for number, mapping in enumerate(mappings)
@@ -96,7 +102,9 @@ def _mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMappin
 
 @dataclass
 class Part:
-    """One micro-batch of a call: its rows, the generators and the unit's moving buffers as they were, its graph where that is kept."""
+    """One micro-batch of a call: its rows, the generators and the unit's moving buffers as they were, its graph
+    where that is kept.
+    """
 
     rows: tuple[int, int] | None
     random: tuple[torch.Tensor, ...] | None
@@ -118,7 +126,7 @@ class Call:
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
 
-    # -- forward ----------------------------------------------------------------------------------------------------------------------
+    # -- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
@@ -135,32 +143,38 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     stream.seed(unit, number)
-                part = Part(span, stream.device.random_state() if learned.random else None, [b.clone() for b in learned.buffers])
+                part = Part(
+                    span, stream.device.random_state() if learned.random else None, [b.clone() for b in learned.buffers]
+                )
                 self._parts.append(part)
                 inputs = learned.cut_inputs(tensors, span)
                 others = learned.cut_others(self._arguments.others, span)
                 results.append(self._forward_part(part, inputs, others, keeps))
         finally:
-            stream.leave(unit)
+            stream.leave()
             if ambient is not None:
                 stream.device.set_random_state(ambient)
         self.result = results[0]
-        self.result.tensors = learned.join_outputs(results, rows)
+        self.result.tensors = learned.join_outputs(results)
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
-        for i in learned.changed:  # the caller changes this result in place, which autograd forbids on a view of it
-            self.result.tensors[i] = self.result.tensors[i].clone()
+        for i in learned.changed:  # the caller changes this result in place, which autograd forbids where it is a view
+            if all(self.result.tensors[i] is not t for t in tensors):
+                self.result.tensors[i] = self.result.tensors[i].clone()
         self.dirty = [tensors[i] for i in sorted(learned.mutated) if tensors[i].is_floating_point()]
         return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
 
-    def _forward_part(self, part: Part, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool) -> Arguments:
+    def _forward_part(
+        self, part: Part, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
+    ) -> Arguments:
         stream, unit = self._stream, self.unit
         if keeps:
             try:
                 part.graph = KeptGraph(unit, stream, self._arguments, inputs, self._needs, others)
-                return part.graph.result
+                return part.graph.hand_over()
             except TooMuchToKeepError:
-                # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided before.
+                # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
+                # before.
                 if part.random is not None:
                     stream.device.set_random_state(part.random)
                 if not self._inputs:
@@ -179,44 +193,53 @@ class Call:
         self._stream.hold(inputs, "unit inputs")
         self._inputs, self._versions = inputs, [t._version for t in inputs]
 
-    # -- backward ---------------------------------------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters' go to the stream."""
+        """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters'
+        go to the stream.
+        """
         unit, stream = self.unit, self._stream
         if not self._is_open:
-            raise OffloadError(f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again.")
+            raise OffloadError(
+                f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
+            )
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
         found: list[list[torch.Tensor | None]] = []
         ambient = stream.device.random_state() if unit.learned.random else None
         stream.enter(unit)
         stream.gradients.open(unit.regions)
+        unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
             for part in self._parts:
-                leaves, results = part.graph.take() if part.graph else self._recompute(part)
-                pieces = unit.learned.cut_outputs(gradients, part.rows)
-                pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                with _buffers_as(unit.learned.buffers, part.buffers):
+                    leaves, results = part.graph.take() if part.graph else self._recompute(part)
+                    pieces = unit.learned.cut_outputs(gradients, part.rows)
+                    pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
                 found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
                 del leaves, results, pairs
             stream.gradients.close(unit.regions)
         finally:
+            unit.install(unit.resting)
             if ambient is not None:
                 stream.device.set_random_state(ambient)
-            stream.leave(unit)
+            stream.leave()
             self.close()
         return unit.learned.join_gradients(found, self._shapes)
 
     def _recompute(self, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients come in for."""
+        """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
+        come in for.
+        """
         unit, stream, learned = self.unit, self._stream, self.unit.learned
         saved = [stream.bring_back(t) for t in learned.cut_inputs(self._inputs, part.rows)]
         others = learned.cut_others(self._arguments.others, part.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         if part.random is not None:
             stream.device.set_random_state(part.random)
-        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, len(self._parts)), _buffers_as(learned.buffers, part.buffers):
+        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, len(self._parts)):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
             results = run_unit(unit, self._arguments, inputs, others).tensors
         dirty = [inputs[i] for i in sorted(learned.mutated) if inputs[i].is_floating_point()]
@@ -240,7 +263,8 @@ class Call:
 def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:
     if tensor._version != version:
         raise OffloadError(
-            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in the recording pass; "
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen "
+            f"in the recording pass; "
             f"use an out-of-place operation there."
         )
 
@@ -249,7 +273,7 @@ class Border(torch.autograd.Function):
     """The border between the outer graph and a unit."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, _anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = call.forward(tensors)
@@ -265,7 +289,9 @@ class Border(torch.autograd.Function):
 
 
 def call_unit(unit: Unit, stream: Stream, arguments: Arguments) -> Any:
-    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input does."""
+    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input
+    does.
+    """
     call = Call(unit, stream, arguments)
     outputs = Border.apply(call, stream.anchor if unit.trainable else None, *arguments.tensors)
     # The outputs hold the call through their graph: a call that held them too would be a cycle that nothing frees.
@@ -286,14 +312,16 @@ def call_unit_without_graph(unit: Unit, stream: Stream, arguments: Arguments) ->
                 result.tensors = [stream.own(t) for t in result.tensors]
                 results.append(result)
     finally:
-        stream.leave(unit)
-    return results[0].fill(unit.learned.join_outputs(results, rows))
+        stream.leave()
+    return results[0].fill(unit.learned.join_outputs(results))
 
 
 def run_without_graph(
     unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], needs: Sequence[bool]
 ) -> Arguments:
-    """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last bits."""
+    """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last
+    bits.
+    """
     if not unit.learned.needs_graph:
         return run_unit(unit, arguments, tensors, others)
     with torch.enable_grad():
@@ -306,7 +334,9 @@ def run_without_graph(
 
 @contextmanager
 def _buffers_as(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, buffers that a forward moves (running statistics) are as they were before it; afterwards as they are now."""
+    """Within, buffers that a forward moves (running statistics) are as they were before it; afterwards as they
+    are now.
+    """
     now = [buffer.clone() for buffer in buffers]
     try:
         _copy_all(buffers, values)

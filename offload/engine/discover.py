@@ -1,7 +1,7 @@
 """Find the units of a model by its structure: no list of names, no family.
 
-The blocks are what the outermost lists of modules hold. Every other module that owns parameters is a unit by itself, except the small
-ones (final norms, biases of a parent module), which stay on the device.
+The blocks are what the outermost lists of modules hold. Every other module that owns parameters is a unit by itself,
+except the small ones (final norms, biases of a parent module), which stay on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Place:
 class Candidate:
     """A unit before anything is allocated: a module, the places of its parameters, and whether it streams or stays.
 
-    A parent whose children are units of their own keeps only the parameters that hang directly on it (`whole` is False), and stays.
+    A parent whose children are units of their own keeps only the parameters that hang directly on it (`whole` is
+    False), and stays.
     """
 
     name: str
@@ -63,7 +64,8 @@ def describe_parameters(model: nn.Module, optimizer: AdamW, precision: str) -> l
     for index, (name, parameter) in enumerate(named):
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. Load the model "
+                f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. "
+                f"Load the model "
                 f"unquantized."
             )
         fp32 = precision == "fp32" or (
@@ -86,7 +88,9 @@ def describe_parameters(model: nn.Module, optimizer: AdamW, precision: str) -> l
 
 
 def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
-    """Split `model` into units, in module order. A model without lists of modules is split into the modules that own parameters."""
+    """Split `model` into units, in module order. A model without lists of modules is split into the modules that
+    own parameters.
+    """
     index_of = {id(parameter): index for index, (_, parameter) in enumerate(model.named_parameters())}
     bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
     names = {id(module): name for name, module in model.named_modules()}
@@ -126,7 +130,9 @@ def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of the outermost lists, going through lists of lists; a Sequential counts where every element has parameters."""
+    """Yield the elements of the outermost lists, going through lists of lists; a Sequential counts where every
+    element has parameters.
+    """
 
     def has_parameters(module: nn.Module) -> bool:
         return next(module.parameters(), None) is not None
@@ -151,7 +157,9 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _kept_in_fp32(model: nn.Module) -> list[re.Pattern[str]]:
-    """Return patterns for the names of parameters that a transformers model keeps in fp32 when it runs in a 16-bit dtype."""
+    """Return patterns for the names of parameters that a transformers model keeps in fp32 when it runs in a
+    16-bit dtype.
+    """
     patterns: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

@@ -43,8 +43,9 @@ _RECORDING_TOKENS = 16
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives: the loss (0-dim fp32 CPU tensor), the norm of the gradients before clipping, the target tokens, and whether the
-    update was skipped for a gradient that is not finite. `tokens` is None in own loops."""
+    """What a step gives: the loss (0-dim fp32 CPU tensor), the norm of the gradients before clipping, the target
+    tokens, and whether the update was skipped for a gradient that is not finite. `tokens` is None in own loops.
+    """
 
     loss: torch.Tensor
     grad_norm: float
@@ -55,8 +56,9 @@ class StepResult:
 class Engine:
     """Trains `model` with its states on the tiers that `placement` says; see DESIGN.md, section 7, for every argument.
 
-    The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is called right before a
-    unit's parameters are taken, and may write them (so that a model need never be whole in memory).
+    The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
+    called right before a unit's parameters are taken, and may write them (so that a model need never be whole in
+    memory).
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class Engine:
         self._max_grad_norm = max_grad_norm or None
         self._skips = on_nonfinite == "skip"
         self._micro_batch_size = micro_batch_size
-        # The update waits for the norm, or for the certainty that every gradient is finite; else it runs as gradients land.
+        # The update waits for the norm, or for the certainty that every gradient is finite; else it runs as gradients
+        # land.
         self._waits = self._max_grad_norm is not None or self._skips
         self._parts: Assembly = assemble(
             model,
@@ -123,16 +126,20 @@ class Engine:
         self._is_ours = False
         self._hook = model.register_forward_pre_hook(self._before_own_forward, with_kwargs=True)
 
-    # -- a step -----------------------------------------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
-        """Train on this rank's rows of a batch (tensors [batch, sequence]; labels unshifted, -100 ignored): forward, backward, update."""
+        """Train on this rank's rows of a batch (tensors [batch, sequence]; labels unshifted, -100 ignored):
+        forward, backward, update.
+        """
         self._check_usable()
         batch = self._bring(batch)
         rule = self._record_batch(batch, loss_fn)
         tokens = rule.targets(batch)
         if not tokens and loss_fn is None:
-            raise ConfigError(f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row.")
+            raise ConfigError(
+                f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
+            )
         with self._step():
             loss = torch.zeros((), dtype=torch.float32)
             self._flow.landed = None if self._waits or self._flow.accumulates else self._update
@@ -144,7 +151,9 @@ class Engine:
         return StepResult(loss, norm, tokens, skipped)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
-        """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and generators untouched."""
+        """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
+        generators untouched.
+        """
         self._check_usable()
         batch = self._bring(batch)
         rule = self._record_batch(batch, loss_fn)
@@ -176,7 +185,9 @@ class Engine:
         """Own loops: clip, update, and return the mean of the losses since the last update."""
         self._check_usable()
         if not self._losses:
-            raise ConfigError("engine.update() was called with no engine.backward(loss) before it: there is nothing to update from.")
+            raise ConfigError(
+                "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
+            )
         loss = torch.stack([value.to("cpu", torch.float32) for value in self._losses]).mean()
         try:
             norm, skipped = self._apply()
@@ -187,10 +198,12 @@ class Engine:
         self._is_open = False
         return StepResult(loss, norm, None, skipped)
 
-    # -- states -----------------------------------------------------------------------------------------------------------------------
+    # -- states ----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names once."""
+        """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
+        once.
+        """
         self._check_usable()
         yield from self._parts.store.named()
 
@@ -201,19 +214,23 @@ class Engine:
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
     def export(self, path: str | Path) -> None:
-        """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the device uses each weight."""
+        """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the
+        device uses each weight.
+        """
         self._check_usable()
         with self._parts.unchanged_config():
             export_model(self.model, self._parts.store, self._parts.indices(), Path(path))
 
     def close(self, restore: bool = False) -> None:
-        """Free every tier. The model is left without weights, or gets them back in their original dtype with `restore`."""
+        """Free every tier. The model is left without weights, or gets them back in their original dtype with
+        `restore`.
+        """
         if self._parts.closed:
             return
         self._hook.remove()
         self._parts.close(restore)
 
-    # -- within a step ----------------------------------------------------------------------------------------------------------------
+    # -- within a step ---------------------------------------------------------------------------------------
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -235,11 +252,13 @@ class Engine:
         finally:
             self._is_ours = before
 
-    def _losses_of(self, batch: Batch, rule: LossRule, tokens: int, loss_fn: LossFunction | None) -> Iterator[torch.Tensor]:
+    def _losses_of(
+        self, batch: Batch, rule: LossRule, tokens: int, loss_fn: LossFunction | None
+    ) -> Iterator[torch.Tensor]:
         """Yield the loss in parts that add up to the mean over the batch's target tokens.
 
-        The units cut the batch themselves where they can (the model is called once, and its weights stream once); otherwise the model is
-        called on one micro-batch after the other.
+        The units cut the batch themselves where they can (the model is called once, and its weights stream once);
+        otherwise the model is called on one micro-batch after the other.
         """
         rows = check_batch(batch)
         micro = min(self._micro_batch_size or rows, rows)
@@ -337,7 +356,8 @@ class Engine:
         )
         if non_finite:
             raise NonFiniteError(
-                f"{non_finite} weights of unit {region.name} are no longer finite after the update with lr {self.lr:g}: the step is too "
+                f"{non_finite} weights of unit {region.name} are no longer finite after the update with lr "
+                f"{self.lr:g}: the step is too "
                 f"large. Lower --optimizer.lr, and go on from the last checkpoint."
             )
 
@@ -345,12 +365,16 @@ class Engine:
         bad = [info for info in self._parts.infos if not math.isfinite(self._flow.squares[info.index])]
         units = {i: region.name for region in self._parts.regions for i in region.parameters}
         raise NonFiniteError(
-            f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of {len(self._parts.infos)} "
-            f"parameters). Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such steps."
+            f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
+            f"{len(self._parts.infos)} "
+            f"parameters). Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes "
+            f"on without such steps."
         )
 
     def _give_up(self) -> None:
-        """An exception ended the step: nothing of it stays, or, where some units are updated already, nothing may follow."""
+        """An exception ended the step: nothing of it stays, or, where some units are updated already, nothing may
+        follow.
+        """
         if self._is_updating:
             self._torn = "a step failed after some units were updated and before the others were"
         self._is_updating = False
@@ -364,7 +388,7 @@ class Engine:
         if self._torn:
             raise TornError(f"{self._torn}: the states belong to no step. Load the last checkpoint, or start over.")
 
-    # -- before the first step --------------------------------------------------------------------------------------------------------
+    # -- before the first step -------------------------------------------------------------------------------
 
     def _bring(self, batch: Batch) -> Batch:
         check_batch(batch)
@@ -382,13 +406,16 @@ class Engine:
                 return check_loss(loss_fn(outputs, sample)) if loss_fn else find_loss(outputs)
 
             samples = [self._sample(batch, rows) for rows in _RECORDING_ROWS]
-            self._record([(rows, partial(loss_of, sample)) for rows, sample in zip(_RECORDING_ROWS, samples, strict=True)])
+            self._record(
+                [(rows, partial(loss_of, sample)) for rows, sample in zip(_RECORDING_ROWS, samples, strict=True)]
+            )
             with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparisons
                 rule = probe_loss(self.model, samples[0], run, loss_fn)
                 if loss_fn is None and rule.shifts and rule.takes_count:
                     found = find_chunked_head(self.model, samples[0], run)
                     self._head, self._vocabulary = found or (None, 0)
             self._rule = rule
+            self.counters.clear()
             if self._micro_batch_size is not None and not self._splits:
                 self._parts.accumulate()
         return self._rule
@@ -403,12 +430,14 @@ class Engine:
         return sample
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Own loops call the model directly: record on the first call's own arguments, and make room for sums of gradients."""
+        """Own loops call the model directly: record on the first call's own arguments, and make room for sums of
+        gradients.
+        """
         if self._is_ours or not torch.is_grad_enabled():
             return
         self._check_usable()
         if not self._parts.recorded:
-            self._record([(0, lambda: module(*args, **kwargs))])
+            self._record([(0, lambda: module(*args, **kwargs))] * 2)
         self._open_own_step()
 
     def _open_own_step(self) -> None:
@@ -420,7 +449,9 @@ class Engine:
             self._parts.stream.begin_step()
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
-        """Run the recording passes, (rows, run) by (rows, run); again with more resident units when some are read from outside."""
+        """Run the recording passes, (rows, run) by (rows, run); again with more resident units when some are read
+        from outside.
+        """
         if self._parts.recorded:
             return
         before: Recording | None = None
@@ -433,7 +464,7 @@ class Engine:
                         recording.finish(results)
                 except ConfigError:
                     raise
-                except Exception as error:  # noqa: BLE001 - with NaN in place of weights anything may fail; the next pass has the weights
+                except Exception as error:
                     if not recording.outside_readers:
                         raise error from None
                 else:
@@ -482,4 +513,3 @@ def _check(value: object, allowed: tuple[object, ...], key: str) -> None:
     if value not in allowed:
         names = ", ".join(str(item) for item in allowed)
         raise ConfigError(f"{key} is {value!r}; this version allows {names}.")
-

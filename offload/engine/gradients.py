@@ -1,7 +1,9 @@
-"""A step's gradients, from the backward of a unit to the host: summed in fp32 where there are several contributions, measured, rounded once.
+"""A step's gradients, from the backward of a unit to the host: summed in fp32 where there are several contributions,
+measured, rounded once.
 
-A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once. A region with several
-(tied weights, a unit used twice, weights that stay on the device) waits in an fp32 buffer on the device and lands when the backward is over.
+A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once. A
+region with several (tied weights, a unit used twice, weights that stay on the device) waits in an fp32 buffer on the
+device and lands when the backward is over.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from offload import native
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.partition.layout import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -26,9 +28,9 @@ _FIX = "Raise --offload.device_memory, or keep tied weights untied."
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `landed(region, flat)` is called as soon as a region's gradients are final when they are not kept (`Store` has no gradient planes).
-    `touched[region.index][position]` tells which parameters received one; `squares[parameter]` is the fp64 sum of squares of its fp32
-    gradient.
+    `landed(region, flat)` is called as soon as a region's gradients are final when they are not kept (`Store` has no
+    gradient planes). `touched[region.index][position]` tells which parameters received one; `squares[parameter]` is the
+    fp64 sum of squares of its fp32 gradient.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class GradientFlow:
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = False
+        self._end = 0
         self.landed: Callable[[Region, torch.Tensor], None] | None = None
         self._buffer = device.allocate("gradient buffer", buffer_bytes)
         self._staging = staging
@@ -58,7 +61,9 @@ class GradientFlow:
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
-                for offset, size, end in zip(region.offsets, region.sizes, (*region.offsets[1:], region.numel), strict=True)
+                for offset, size, end in zip(
+                    region.offsets, region.sizes, (*region.offsets[1:], region.numel), strict=True
+                )
                 if offset + size < end
             ]
             for region in regions
@@ -125,7 +130,13 @@ class GradientFlow:
         if parameter.grad is None:  # it went into a unit as an argument, and the unit did not use it
             return
         region, position = self._places[index]
-        gradient, parameter.grad = parameter.grad.view(-1), None
+        if parameter.grad.is_sparse:
+            raise ConfigError(
+                f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense "
+                f"ones are streamed. Make the "
+                f"module with sparse=False."
+            )
+        gradient, parameter.grad = parameter.grad.reshape(-1), None
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.touched[region.index]
         flat = self._lasting.get(region.index)
@@ -146,8 +157,16 @@ class GradientFlow:
             if flat is not None and any(self.touched[region.index]):
                 self._land(region, flat)
 
+    def free(self) -> None:
+        """Let go of every buffer."""
+        self._buffer = self._staging = torch.empty(0, dtype=torch.uint8)
+        self._lasting.clear()
+        self._open.clear()
+
     def finish(self) -> None:
-        """Land what waited on the device, sum and round what was accumulated: afterwards `squares` and the planes are final."""
+        """Land what waited on the device, sum and round what was accumulated: afterwards `squares` and the planes
+        are final.
+        """
         for index, flat in self._lasting.items():
             region = self._store.states[index].region
             if any(self.touched[index]):
@@ -168,8 +187,10 @@ class GradientFlow:
             return
         if region.index in self._landed:
             raise OffloadError(
-                f"unit {' = '.join(region.units)} gave a second gradient after its first had left the device: the model took another "
-                f"path than in the recording pass. Use engine.model and engine.backward, which add up any number of passes."
+                f"unit {' = '.join(region.units)} gave a second gradient after its first had left the device: the "
+                f"model took another "
+                f"path than in the recording pass. Use engine.model and engine.backward, which add up any number "
+                f"of passes."
             )
         self._landed.add(region.index)
         self._measure(region, flat)

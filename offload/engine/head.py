@@ -1,7 +1,9 @@
-"""The loss of a causal LM without its full logits: the final hidden states in chunks of tokens, through the model's own forward.
+"""The loss of a causal LM without its full logits: the final hidden states in chunks of tokens, through the model's own
+forward.
 
-For each chunk the model runs with its base model replaced by one that hands back the chunk, so that soft-capping, logit scaling and
-every other quirk of a family stay its own. `shift_labels` and `num_items_in_batch` make the sum of the parts the loss of the whole.
+For each chunk the model runs with its base model replaced by one that hands back the chunk, so that soft-capping, logit
+scaling and every other quirk of a family stay its own. `shift_labels` and `num_items_in_batch` make the sum of the
+parts the loss of the whole.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class ChunkedHead:
             leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
-            with self._replaced(lambda *args, part=part, **kwargs: part):
+            with self._replaced(lambda *_args, part=part, **_kwargs: part):
                 outputs = self._model(
                     input_ids=batch["input_ids"][:, span], labels=labels, shift_labels=labels, num_items_in_batch=tokens
                 )
@@ -68,7 +70,7 @@ class ChunkedHead:
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
         own = self._base.__dict__.get("forward")
-        self._base.forward = forward  # type: ignore[method-assign]
+        self._base.forward = forward
         try:
             yield
         finally:
@@ -85,7 +87,14 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
     """
     base = getattr(model, "base_model", None)
     labels = batch.get("labels")
-    if base is None or base is model or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
+    if (
+        base is None
+        or base is model
+        or labels is None
+        or "input_ids" not in batch
+        or labels.dim() != 2
+        or labels.shape[1] < 4
+    ):
         return None
     head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
@@ -99,7 +108,7 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
         parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, labels.shape[1] // 2, tokens))
-    except Exception:  # noqa: BLE001 - a head that cannot be run in chunks is run whole
+    except Exception:
         return None
     precise = next(iter(model.parameters())).dtype == torch.float32
     if not abs(parts - whole) <= (1e-5 if precise else 1e-2) * max(1.0, abs(whole)):

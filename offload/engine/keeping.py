@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from offload.engine.unit import Unit
 
 _COPIED_SHARE = 10
-"""A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo the streaming."""
+"""A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo
+the streaming.
+"""
 
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -22,9 +24,9 @@ Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 class Keeping:
     """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for.
 
-    A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For `auto`, the first
-    step of every shape recomputes and measures what a graph would hold; the steps after it keep what fits beside that step's peak, from
-    the last unit back, since those are held for the shortest time.
+    A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For
+    `auto`, the first step of every shape recomputes and measures what a graph would hold; the steps after it keep what
+    fits beside that step's peak, from the last unit back, since those are held for the shortest time.
     """
 
     def __init__(self, mode: str, ledger: Ledger, is_weight: Any) -> None:
@@ -44,7 +46,12 @@ class Keeping:
         if learned.keeps_nothing:
             return True
         weights = sum(region.weight_bytes for region in unit.regions)
-        if self.mode == "always" or learned.mutated or learned.copied_bytes * _COPIED_SHARE > weights:
+        if (
+            self.mode == "always"
+            or learned.mutated
+            or learned.buffers
+            or learned.copied_bytes * _COPIED_SHARE > weights
+        ):
             return False
         return self.mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
 

@@ -1,4 +1,6 @@
-"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot, the rest stays on the device."""
+"""Keep a unit's graph instead of recomputing it: saved weights are remembered by their place in the slot, the
+rest stays on the device.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,28 @@ class TooMuchToKeepError(Exception):
 class KeptGraph:
     """The graph of one micro-batch of a unit, alive from its forward to its backward.
 
-    A tensor that autograd saves and that lies in the slot is packed as (dtype, offset, shape, stride) and rebuilt over the slot once the
-    unit was fetched again, at the same address. Any other is kept, and entered in the device's ledger. It is packed detached: handing
-    back the tensor itself would tie a reference cycle through its own graph.
+    A tensor that autograd saves and that lies in the slot is packed as (dtype, offset, shape, stride) and rebuilt over
+    the slot once the unit was fetched again, at the same address. Any other is kept, and entered in the device's
+    ledger. It is packed detached: handing back the tensor itself would tie a reference cycle through its own graph.
     """
 
     def __init__(
-        self, unit: Unit, stream: Stream, arguments: Arguments, inputs: Sequence[torch.Tensor], needs: Sequence[bool], others: Sequence[Any]
+        self,
+        unit: Unit,
+        stream: Stream,
+        arguments: Arguments,
+        inputs: Sequence[torch.Tensor],
+        needs: Sequence[bool],
+        others: Sequence[Any],
     ) -> None:
         from offload.engine.call import run_unit
 
         self._stream = stream
-        self._held: list[torch.Tensor] = []
-        self._may_refuse = stream.may_give_up_graphs
+        # The graph holds `pack` and `unpack`, and this object holds the graph: what they use are locals, or it would be
+        # a cycle.
+        held: list[torch.Tensor] = []
+        self._held = held
+        may_give_up = stream.may_give_up_graphs
         slot = stream.slots.slot
         begin, end = slot.data_ptr(), slot.data_ptr() + slot.nbytes
 
@@ -44,17 +55,19 @@ class KeptGraph:
                 return tensor.dtype, (address - begin) // tensor.element_size(), tensor.shape, tensor.stride()
             tensor = tensor.detach()
             if not stream.is_weight(tensor):
-                if self._may_refuse and not stream.has_room(tensor):
+                if may_give_up and not stream.has_room(tensor):
                     raise TooMuchToKeepError
                 stream.hold((tensor,), "kept tensors")
-                self._held.append(tensor)
+                held.append(tensor)
             return tensor
 
         def unpack(packed: _Place | torch.Tensor) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
             dtype, offset, shape, stride = packed
-            return torch.as_strided(slot[: slot.nbytes // dtype.itemsize * dtype.itemsize].view(dtype), shape, stride, offset)
+            return torch.as_strided(
+                slot[: slot.nbytes // dtype.itemsize * dtype.itemsize].view(dtype), shape, stride, offset
+            )
 
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         try:
@@ -66,7 +79,13 @@ class KeptGraph:
         self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))
         original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
         result.tensors = [original[id(t)] if id(t) in original else stream.own(t.detach()) for t in result.tensors]
-        self.result = result
+        self._result: Arguments | None = result
+
+    def hand_over(self) -> Arguments:
+        """Return the result, once: the caller's outputs hold this graph, and must not be held by it."""
+        result, self._result = self._result, None
+        assert result is not None
+        return result
 
     def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the leaves and the results of the graph, which is then the caller's."""

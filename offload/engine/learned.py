@@ -16,7 +16,9 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """A tensor's axis that grows with the batch: its size is `multiplier` times the rows (heads, for ALiBi in [batch * heads, ...])."""
+    """A tensor's axis that grows with the batch: its size is `multiplier` times the rows (heads, for ALiBi in
+    [batch * heads, ...]).
+    """
 
     axis: int
     multiplier: int
@@ -31,12 +33,13 @@ class BatchAxis:
 class Learned:
     """Indices are into a unit's input tensors, or its result's, each listed once.
 
-    mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other units receive too.
-    changed: results that the caller changes in place. detached: results that never require a gradient. buffers: its module's buffers that
-    a forward moves. needs_graph: torch takes other kernels for it without a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
-    the batch, and how. splits: it gives the same when the batch is cut in rows. keeps_nothing: its graph saves only its inputs and its
-    weights, so that a recompute would save no memory. copied_bytes: what its graph saves that does not grow with the batch (copies of
-    weights).
+    mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other
+    units receive too. changed: results that the caller changes in place. detached: results that never require a
+    gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
+    a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
+    the batch, and how. splits: it gives the same when the batch is cut in rows. keeps_nothing: its graph saves only its
+    inputs and its weights, so that a recompute would save no memory. copied_bytes: what its graph saves that does not
+    grow with the batch (copies of weights).
     """
 
     mutated: set[int] = field(default_factory=set)
@@ -66,7 +69,9 @@ class Learned:
         return [t if axis is None else axis.cut(t, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
 
     def cut_others(self, others: Sequence[Any], rows: Rows | None) -> Sequence[Any]:
-        """Return the arguments that are no tensors; a number that is the batch size, or a multiple, becomes the micro-batch's."""
+        """Return the arguments that are no tensors; a number that is the batch size, or a multiple, becomes the
+        micro-batch's.
+        """
         if rows is None:
             return others
         return [o if m is None else m * (rows[1] - rows[0]) for o, m in zip(others, self.others, strict=True)]
@@ -78,7 +83,7 @@ class Learned:
         axes = [*self.outputs, *(self.inputs[i] for i in sorted(self.mutated))]
         return [g if g is None or a is None else a.cut(g, rows) for g, a in zip(gradients, axes, strict=False)]
 
-    def join_outputs(self, results: Sequence[Arguments], rows: Sequence[Rows | None]) -> list[torch.Tensor]:
+    def join_outputs(self, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the results of the whole batch."""
         if len(results) == 1:
             return results[0].tensors
@@ -91,7 +96,9 @@ class Learned:
     def join_gradients(
         self, found: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs for the whole batch: joined along the batch, summed where all micro-batches share one."""
+        """Return the gradients of the inputs for the whole batch: joined along the batch, summed where all
+        micro-batches share one.
+        """
         if len(found) == 1:
             return list(found[0])
         joined: list[torch.Tensor | None] = []

@@ -1,4 +1,6 @@
-"""From a batch to a loss: micro-batches, what the model's own loss counts, and how the parts add up to the mean over target tokens."""
+"""From a batch to a loss: micro-batches, what the model's own loss counts, and how the parts add up to the mean
+over target tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ LossFunction = Callable[[Any, Batch], torch.Tensor]
 class LossRule:
     """What the recording pass found about the model's own loss, by trying it.
 
-    `shifts`: position t is scored against label t + 1, so that the first label of a row is no target. `takes_count`: the loss divides by
-    `num_items_in_batch` when it is given.
+    `shifts`: position t is scored against label t + 1, so that the first label of a row is no target. `takes_count`:
+    the loss divides by `num_items_in_batch` when it is given.
     """
 
     shifts: bool = True
@@ -41,7 +43,9 @@ class LossRule:
 def check_batch(batch: Batch) -> int:
     """Return the number of rows of a batch of tensors; ConfigError where it is no such thing."""
     if not isinstance(batch, Mapping) or not batch:
-        raise ConfigError(f"the batch is {type(batch).__name__}; a mapping from names to tensors [batch, ...] is wanted.")
+        raise ConfigError(
+            f"the batch is {type(batch).__name__}; a mapping from names to tensors [batch, ...] is wanted."
+        )
     rows = {}
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -72,7 +76,8 @@ def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> di
     unknown = [key for key in batch if key not in signature]
     if unknown and not has_loss_function:
         raise ConfigError(
-            f"the batch has {unknown[0]!r}, which {type(model).__name__}.forward does not take{nearest(unknown[0], signature)}; it "
+            f"the batch has {unknown[0]!r}, which {type(model).__name__}.forward does not "
+            f"take{nearest(unknown[0], signature)}; it "
             f"takes {', '.join(signature)}."
         )
     return {key: value for key, value in batch.items() if key in signature}
@@ -89,7 +94,8 @@ def find_loss(outputs: Any) -> torch.Tensor:
         loss = outputs
     if not isinstance(loss, torch.Tensor) or loss.dim():
         raise ConfigError(
-            f"the model returned no loss ({type(outputs).__name__}): put labels into the batch, or give engine.step a loss_fn(outputs, "
+            f"the model returned no loss ({type(outputs).__name__}): put labels into the batch, or give "
+            f"engine.step a loss_fn(outputs, "
             f"batch) that returns a 0-dim tensor."
         )
     return loss
@@ -98,16 +104,20 @@ def find_loss(outputs: Any) -> torch.Tensor:
 def check_loss(loss: Any) -> torch.Tensor:
     """Return what a loss function gave, if it is a loss."""
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"loss_fn returned {given}; a 0-dim tensor is wanted, such as the mean over the batch's targets.")
+        given = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise ConfigError(
+            f"loss_fn returned {given}; a 0-dim tensor is wanted, such as the mean over the batch's targets."
+        )
     return loss
 
 
 def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None) -> LossRule:
     """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
 
-    A loss that shifts has no target left when only the first label of each row is kept. A signature does not tell: several families
-    take the argument and ignore it.
+    A loss that shifts has no target left when only the first label of each row is kept. A signature does not tell:
+    several families take the argument and ignore it.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2 or labels.shape[1] < 2 or labels.is_floating_point():

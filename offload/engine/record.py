@@ -5,8 +5,10 @@ Every unit runs with a graph of its own here, cut off at its border. What the pa
 - a unit called from inside another: likewise;
 - inputs changed in place, by the unit or after it: they are cloned, and come back as outputs;
 - outputs that never require a gradient;
-- what a unit's graph would save, and which axes of its tensors grow with the batch (from two passes with different numbers of rows);
-- tensors that leave a unit other than by return and reach the loss or another unit: refused, since their gradient would be lost.
+- what a unit's graph would save, and which axes of its tensors grow with the batch (from two passes with different
+  numbers of rows);
+- tensors that leave a unit other than by return and reach the loss or another unit: refused, since their gradient would
+  be lost.
 """
 
 from __future__ import annotations
@@ -41,14 +43,15 @@ class Use:
     inputs: list[torch.Size]
     others: list[Any]
     outputs: list[torch.Size]
-    saved_bytes: int
+    saved_bytes: int = 0
 
 
 class Recording:
     """What one run of the model shows about its units.
 
-    A leaf of a unit's own graph (its weights, its inputs) is `interior`; what a unit hands out is a `border`. A unit's result may hang on
-    its own interior only, the loss on borders only. `before` is the pass with another number of rows, if there was one.
+    A leaf of a unit's own graph (its weights, its inputs) is `interior`; what a unit hands out is a `border`. A unit's
+    result may hang on its own interior only, the loss on borders only. `before` is the pass with another number of
+    rows, if there was one.
     """
 
     def __init__(self, units: Sequence[Unit], stream: Stream, rows: int, before: Recording | None = None) -> None:
@@ -81,39 +84,35 @@ class Recording:
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
-        random = self._stream.device.random_state()
-        buffers = [(buffer, buffer._version) for buffer in unit.module.buffers()]
         saved = _Saved(self._stream, inputs)
+        random = self._stream.device.random_state()
+        buffers = [(buffer, buffer.clone()) for buffer in unit.module.buffers()]
+        self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self._stream.enter(unit)
         try:
-            live = unit.live()
+            without = None if self._before is None else self._run_without_graph(unit, arguments)
             with torch.enable_grad(), saved.hooks():
                 result = run_unit(unit, arguments, inputs, arguments.others)
-            random_after = self._stream.device.random_state()
             outputs = self._cut(unit, arguments, inputs, result)
-            own = [*leaves, *live.values()]
-            mutated = _moved(inputs, versions)
-            self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
-            self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
-            use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
-            self.uses.setdefault(unit.name, []).append(use)
-            detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-            self._learn(unit, mutated, detached, any(map(_differ, random, random_after)))
-            if not mutated:
-                self._stream.device.set_random_state(random)
-                with torch.no_grad():
-                    again = run_unit(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
-                self._stream.device.set_random_state(random_after)
-                unit.learned.needs_graph |= not all(map(_same, result.tensors, again.tensors))
-            unit.learned.buffers = [buffer for buffer, version in buffers if buffer._version != version]
-            if self._before is not None:
-                learn_batch(unit, self._before, self)
-                if unit.learned.splits and unit.learned.grows:
-                    unit.learned.splits = not mutated and self._splits(unit, arguments)
+            own = [*leaves, *unit.live().values()]
         finally:
-            self._stream.leave(unit)
+            self._stream.leave()
             self._inside = None
+        mutated = _moved(inputs, versions)
+        self._refuse_views(unit, arguments, mutated)
+        self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
+        self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
+        use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
+        self.uses.setdefault(unit.name, []).append(use)
+        if self._before is None:
+            drew = any(not torch.equal(a, b) for a, b in zip(random, self._stream.device.random_state(), strict=True))
+            self._learn(
+                unit, result, mutated, drew, [buffer for buffer, before in buffers if not _same(buffer, before)]
+            )
+        elif without is not None:
+            unit.learned.needs_graph |= not mutated and not all(map(_same, result.tensors, without.tensors))
+            self._learn_batch(unit, arguments)
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
@@ -121,8 +120,21 @@ class Recording:
         self._handed.append((unit, outputs, [t._version for t in outputs]))
         return deliver(result.fill(outputs), args, kwargs)
 
+    def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
+        """Run the unit as a streamed forward does, and leave generators and buffers as they were."""
+        random = self._stream.device.random_state()
+        buffers = [(buffer, buffer.clone()) for buffer in unit.module.buffers()]
+        with torch.no_grad():
+            result = run_unit(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self._stream.device.set_random_state(random)
+        return result
+
     def finish(self, results: Any) -> None:
-        """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit, and what a backward reads."""
+        """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit,
+        and what a backward reads.
+        """
         for unit, tensors, versions in self._watched:
             unit.learned.stale |= _moved(tensors, versions)
         for unit, tensors, versions in self._handed:
@@ -135,8 +147,12 @@ class Recording:
         if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.dim():
             loss.backward()  # of what lies outside the units: a custom backward may read their weights
 
-    def _cut(self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments) -> list[torch.Tensor]:
-        """Return the result's tensors without the unit's graph; an input that came back unchanged stays the caller's own."""
+    def _cut(
+        self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
+    ) -> list[torch.Tensor]:
+        """Return the result's tensors without the unit's graph; an input that came back unchanged stays the
+        caller's own.
+        """
         own = {id(t): original for t, original in zip(inputs, arguments.tensors, strict=True)}
         outputs = []
         for tensor in result.tensors:
@@ -148,17 +164,46 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, mutated: set[int], detached: set[int], random: bool) -> None:
+    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], drew: bool, buffers: list[torch.Tensor]) -> None:
+        """Note what one use of a unit does; over several uses, what any of them does."""
         learned, uses = unit.learned, self.uses[unit.name]
+        detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
+        if len(uses) == 1:
+            learned.detached, learned.random, learned.keeps_nothing = detached, drew, True
         learned.mutated |= mutated
-        if len(uses) == 1 and self._before is None:
-            learned.detached, learned.random, learned.keeps_nothing = detached, random, not mutated
+        learned.buffers = learned.buffers or buffers
         learned.detached &= detached
-        learned.random |= random
+        learned.random |= drew
         learned.keeps_nothing &= not mutated and not uses[-1].saved_bytes
 
+    def _learn_batch(self, unit: Unit, arguments: Arguments) -> None:
+        """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether
+        the unit can be cut.
+        """
+        assert self._before is not None
+        learned, uses, before = unit.learned, self.uses[unit.name], self._before.uses.get(unit.name, [])
+        if self.rows == self._before.rows or len(before) < len(uses):
+            learned.splits = False
+            return
+        learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first=len(uses) == 1)
+        if learned.splits and learned.grows:
+            learned.splits = not learned.mutated and self._splits(unit, arguments)
+
+    def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
+        for i in mutated:
+            if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
+                raise ConfigError(
+                    f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and "
+                    f"that input is a view of "
+                    f"another tensor: its gradient cannot be followed when the unit streams. Give the unit a copy "
+                    f"(.clone()), or write "
+                    f"the operation out of place."
+                )
+
     def _splits(self, unit: Unit, arguments: Arguments) -> bool:
-        """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the comparison."""
+        """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the
+        comparison.
+        """
         modes = [(module, module.training) for module in unit.module.modules()]
         unit.module.eval()
         learned = unit.learned
@@ -167,27 +212,36 @@ class Recording:
             inputs = [t.clone() for t in learned.cut_inputs(arguments.tensors, rows)]
             return run_unit(unit, arguments, inputs, learned.cut_others(arguments.others, rows))
 
+        self._inside = unit
+        self._stream.enter(unit)
         try:
             with torch.no_grad():
                 whole = run(None)
                 spans: list[tuple[int, int] | None] = [(row, row + 1) for row in range(self.rows)]
-                joined = learned.join_outputs([run(span) for span in spans], spans)
-        except Exception:  # noqa: BLE001 - whatever a unit does not do with one row, it is not cut into rows
+                joined = learned.join_outputs([run(span) for span in spans])
+        except Exception:
             return False
         finally:
+            self._stream.leave()
+            self._inside = None
             for module, mode in modes:
                 module.training = mode
         return all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
-        """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its arguments."""
+        """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its
+        arguments.
+        """
         for leaf in _graph_leaves(tensors):
             found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
             if found is not None and id(leaf) not in own:
                 raise ConfigError(
-                    f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} by another way than "
-                    f"arguments and results (a hook, a cache or a shared container), and its gradient would be lost when the unit "
-                    f"streams. Flags that collect such tensors cannot be honoured, as output_router_logits=True for a router loss: set "
+                    f"a tensor computed inside unit {found[1]} reaches "
+                    f"{f'unit {unit.name}' if unit else 'the loss'} by another way than "
+                    f"arguments and results (a hook, a cache or a shared container), and its gradient would be "
+                    f"lost when the unit "
+                    f"streams. Flags that collect such tensors cannot be honoured, as output_router_logits=True "
+                    f"for a router loss: set "
                     f"them to False in the model's config."
                 )
 
@@ -227,34 +281,33 @@ class _Saved:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def learn_batch(unit: Unit, first: Recording, second: Recording) -> None:
-    """Compare a unit's uses in two passes: what grew with the rows, by which axis, and what the graph saves regardless of them.
+def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: bool) -> None:
+    """Compare a unit's use in two passes: what grew with the rows, and by which axis; what its graph holds regardless
+    of them.
 
     Uses of one unit that differ in this, or a tensor with two axes that grew, leave the unit uncut.
     """
-    learned, uses = unit.learned, second.uses[unit.name]
-    earlier = first.uses.get(unit.name, [])
+    learned = unit.learned
+    per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
+    learned.copied_bytes = max(learned.copied_bytes, two.saved_bytes - per_row * rows[1])
+    could = is_first or learned.splits
     learned.splits = False
-    if len(earlier) < len(uses):
-        return
-    one, two = earlier[len(uses) - 1], uses[-1]
-    rows = (first.rows, second.rows)
     try:
         inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
         outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
         others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
     except ValueError:
         return
-    per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
-    learned.copied_bytes = max(learned.copied_bytes, one.saved_bytes - per_row * rows[0])
-    if len(uses) > 1 and (inputs, outputs, others) != (learned.inputs, learned.outputs, learned.others):
+    if not is_first and (inputs, outputs, others) != (learned.inputs, learned.outputs, learned.others):
         return
     learned.inputs, learned.outputs, learned.others = inputs, outputs, others
-    learned.splits = not learned.grows or all(axis is not None for axis in outputs)
+    learned.splits = could and (not learned.grows or all(axis is not None for axis in outputs))
 
 
 def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
-    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is not clear."""
+    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is
+    not clear.
+    """
     if len(first) != len(second):
         raise ValueError("another number of axes")
     grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
@@ -267,7 +320,9 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
 
 
 def _scales(first: Any, second: Any, rows: tuple[int, int]) -> int | None:
-    """Return by which factor an argument that is no tensor is the number of rows; None where it stays; ValueError for anything else."""
+    """Return by which factor an argument that is no tensor is the number of rows; None where it stays; ValueError
+    for anything else.
+    """
     if type(first) is int and type(second) is int and first != second:
         if first % rows[0] or first // rows[0] * rows[1] != second:
             raise ValueError("a number that follows the rows in another way")
@@ -283,10 +338,6 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     if not first.is_floating_point():
         return torch.equal(first, second)
     return bool(torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True))
-
-
-def _differ(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return not torch.equal(first, second)
 
 
 def _close(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -1,4 +1,6 @@
-"""What the units of one engine share: the slots, the gradients, the inputs that wait for their backward, and who is computing."""
+"""What the units of one engine share: the slots, the gradients, the inputs that wait for their backward, and who
+is computing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     from offload.engine.unit import Unit
 
 _FIXES = {
-    "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations cpu, lower "
-    "--train.micro_batch_size or --data.sequence_length, or raise --offload.device_memory.",
-    "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto or always, or raise "
+    "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations "
+    "cpu, lower "
+    "--train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
+    "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto "
+    "or always, or raise "
     "--offload.device_memory.",
 }
 
@@ -35,8 +39,8 @@ _FIXES = {
 class Stream:
     """Serves the units' calls. A unit's use goes enter -> run -> leave, in forward and again in backward.
 
-    `batch_rows` and `micro_batch_rows`: while both are set, every unit whose inputs grow with the batch runs micro-batch by micro-batch,
-    under one fetch (layered gradient accumulation, arXiv:2106.02679).
+    `batch_rows` and `micro_batch_rows`: while both are set, every unit whose inputs grow with the batch runs micro-
+    batch by micro-batch, under one fetch (layered gradient accumulation, arXiv:2106.02679).
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Stream:
         self._num_calls: dict[str, int] = {}
         self._held: dict[int, tuple[int, str]] = {}
 
-    # -- a use of a unit --------------------------------------------------------------------------------------------------------------
+    # -- a use of a unit -------------------------------------------------------------------------------------
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
@@ -78,7 +82,8 @@ class Stream:
         """Bring the unit's weights into the slot, which is its own until `leave`."""
         if self._inside is not None:
             raise OffloadError(
-                f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the recording pass: "
+                f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
+                f"recording pass: "
                 f"there is one slot for both."
             )
         self._inside = unit
@@ -87,7 +92,7 @@ class Stream:
                 self.gradients.make_lasting(region)
         self.slots.fetch(unit.regions)
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self) -> None:
         """Give the slot back."""
         self._inside = None
         if self._debug:
@@ -104,14 +109,16 @@ class Stream:
         return tensor.clone() if 0 <= begin < slot.nbytes else tensor
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
-        """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they are there."""
+        """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
+        are there.
+        """
         live = self.slots.parameters(regions)
         for index, parameter in live.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p, index=index: self.gradients.take(index, p))  # type: ignore[misc]
+                parameter.register_post_accumulate_grad_hook(lambda p, index=index: self.gradients.take(index, p))
         return live
 
-    # -- micro-batches ----------------------------------------------------------------------------------------------------------------
+    # -- micro-batches ---------------------------------------------------------------------------------------
 
     @contextmanager
     def micro_batches(self, batch_rows: int, rows: int) -> Iterator[None]:
@@ -142,9 +149,11 @@ class Stream:
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch)."""
-        torch.manual_seed(hash((self._seed, self.step_number, unit.number, self._num_calls[unit.name], part)) & 0x7FFFFFFFFFFFFFFF)
+        torch.manual_seed(
+            hash((self._seed, self.step_number, unit.number, self._num_calls[unit.name], part)) & 0x7FFFFFFFFFFFFFFF
+        )
 
-    # -- what waits for the backward --------------------------------------------------------------------------------------------------
+    # -- what waits for the backward -------------------------------------------------------------------------
 
     def keeps_graph(self, unit: Unit, shapes: Shapes) -> bool:
         """True where a use of a unit keeps its graph instead of recomputing it."""
@@ -178,7 +187,9 @@ class Stream:
         return self._checkpoints.get(tensor) if self._checkpoints is not None else tensor
 
     def hold(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Enter tensors that wait for the backward in the device's ledger, all or none; one that many units receive counts once."""
+        """Enter tensors that wait for the backward in the device's ledger, all or none; one that many units
+        receive counts once.
+        """
         for number, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -207,7 +218,7 @@ class Stream:
                 del self._held[key]
                 self.device.ledger.release(name, storage.nbytes())
 
-    # -- steps ------------------------------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Start a step."""

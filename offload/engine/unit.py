@@ -1,7 +1,8 @@
 """A unit: one module whose parameters travel together. The one place that reroutes a module's forward.
 
-Its code is untouched. Forward fetches the weights into a device slot, runs the original forward without a graph, and gives the slot back;
-backward fetches again, recomputes under the saved generator state with a graph, and hands the gradients on.
+Its code is untouched. Forward fetches the weights into a device slot, runs the original forward without a graph, and
+gives the slot back; backward fetches again, recomputes under the saved generator state with a graph, and hands the
+gradients on.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def resting_parameter(info: ParameterInfo, device: torch.device) -> nn.Parameter:
     """Return what stands for a parameter while its weights are elsewhere: one NaN, expanded.
 
-    Device, dtype and shape are right, the storage is one element, and a stray read is NaN. (On `meta` some operations return
-    uninitialised memory without a word.)
+    Device, dtype and shape are right, the storage is one element, and a stray read is NaN. (On `meta` some operations
+    return uninitialised memory without a word.)
     """
     nan = torch.full((), float("nan"), dtype=_DTYPES[info.compute], device=device)
     return nn.Parameter(nan.expand(info.shape), requires_grad=info.trainable)
 
 
 class Unit:
-    """A module, the places of its parameters, the regions that hold them, and what the recording pass has learned about it."""
+    """A module, the places of its parameters, the regions that hold them, and what the recording pass has learned
+    about it.
+    """
 
     def __init__(self, number: int, candidate: Candidate, regions: Sequence[Region], stream: Stream) -> None:
         self.number = number
@@ -48,7 +51,7 @@ class Unit:
         self._stream = stream
         self._original: Callable[..., Any] | None = None
 
-    # -- the module's parameters ------------------------------------------------------------------------------------------------------
+    # -- the module's parameters -----------------------------------------------------------------------------
 
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
         """Hang Parameters (by the model's index) in the module."""
@@ -65,7 +68,7 @@ class Unit:
         """The unit's place on the device has changed."""
         self._live = None
 
-    # -- the module's forward ---------------------------------------------------------------------------------------------------------
+    # -- the module's forward --------------------------------------------------------------------------------
 
     def route(self) -> None:
         """Send calls of the module through the stream. Its signature stays readable."""
@@ -76,7 +79,7 @@ class Unit:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._stream.call(self, args, kwargs)
 
-        self.module.forward = forward  # type: ignore[method-assign]
+        self.module.forward = forward
 
     def unroute(self) -> None:
         """Give the module its own forward back."""
@@ -88,18 +91,23 @@ class Unit:
             self.module.forward = self._own
         self._original = None
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any], weights: dict[int, nn.Parameter]) -> Any:
-        """Run the original forward with `weights` in place."""
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the original forward with the weights in place; leave what hung there before."""
         assert self._original is not None
-        self.install(weights)
+        place = self.places[0]
+        were_there = place.module._parameters[place.key] is not self.resting[place.parameter]
+        self.install(self.live())
         try:
             return self._original(*args, **kwargs)
         finally:
-            self.install(self.resting)
+            if not were_there:
+                self.install(self.resting)
 
 
 def put_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Set a parameter by the short way, or through the module's own `__setattr__` where it keeps references (the RNNs of torch do)."""
+    """Set a parameter by the short way, or through the module's own `__setattr__` where it keeps references (the
+    RNNs of torch do).
+    """
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[key] = parameter
     else:

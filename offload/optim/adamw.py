@@ -13,11 +13,13 @@ _GROUP_KEYS = ("lr_scale", "weight_decay")
 
 @dataclass(frozen=True)
 class AdamW:
-    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), as `torch.optim.AdamW` computes it.
+    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), as `torch.optim.AdamW` computes
+    it.
 
     `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y}); the first expression that
-    `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default. Parameters with fewer
-    than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group sets `weight_decay`.
+    `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default. Parameters with
+    fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group sets
+    `weight_decay`.
     """
 
     lr: float = 1e-3
@@ -42,7 +44,10 @@ class AdamW:
                 raise ConfigError(f"optimizer.groups: {pattern!r} is no regular expression: {error}.") from error
             for key in values:
                 if key not in _GROUP_KEYS:
-                    raise ConfigError(f"optimizer.groups[{pattern!r}]: unknown key {key!r}{nearest(key, _GROUP_KEYS)}; allowed: lr_scale, weight_decay.")
+                    raise ConfigError(
+                        f"optimizer.groups[{pattern!r}]: unknown key {key!r}{nearest(key, _GROUP_KEYS)}; allowed: "
+                        f"lr_scale, weight_decay."
+                    )
 
     def settings(self, name: str, num_dimensions: int) -> tuple[float, float]:
         """Return (learning-rate multiplier, weight decay) of the parameter called `name`."""

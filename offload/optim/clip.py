@@ -17,7 +17,9 @@ def total_norm(squares: Sequence[float]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return c = min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` defines it; 1 without a limit."""
+    """Return c = min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` defines it; 1 without a
+    limit.
+    """
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + _EPSILON))

@@ -24,8 +24,8 @@ def update_region(
 ) -> int:
     """Update the parameters of a region that received a gradient; return how many weights are no longer finite.
 
-    `gradients` is flat over the region (fp32, or bf16); `scale` multiplies it (the clipping coefficient). A parameter that was not
-    `touched` keeps its weights, its moments and its step count, as in torch.
+    `gradients` is flat over the region (fp32, or bf16); `scale` multiplies it (the clipping coefficient). A parameter
+    that was not `touched` keeps its weights, its moments and its step count, as in torch.
     """
     non_finite = 0
     first = 0
@@ -39,18 +39,21 @@ def update_region(
             last += 1
         span = slice(state.span(first).start, state.span(last).stop)
         steps, lr_scale, weight_decay = alike
-        assert state.exp_avg is not None and state.exp_avg_sq is not None
-        non_finite += native.adamw(
-            state.weights[span] if state.low is None else (state.weights[span], state.low[span]),
-            state.exp_avg[span],
-            state.exp_avg_sq[span],
-            gradients[span],
-            step=steps + 1,
-            lr=lr * lr_scale,
-            betas=rule.betas,
-            eps=rule.eps,
-            weight_decay=weight_decay,
-            grad_scale=scale,
+        assert state.exp_avg is not None
+        assert state.exp_avg_sq is not None
+        non_finite += int(
+            native.adamw(
+                state.weights[span] if state.low is None else (state.weights[span], state.low[span]),
+                state.exp_avg[span],
+                state.exp_avg_sq[span],
+                gradients[span],
+                step=steps + 1,
+                lr=lr * lr_scale,
+                betas=rule.betas,
+                eps=rule.eps,
+                weight_decay=weight_decay,
+                grad_scale=scale,
+            )
         )
         for position in range(first, last + 1):
             state.steps[position] += 1

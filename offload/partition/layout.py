@@ -1,4 +1,6 @@
-"""Flat regions: where each parameter lies in the buffers that travel. Pure: shapes in, offsets out (ZeRO, arXiv:1910.02054, section 5)."""
+"""Flat regions: where each parameter lies in the buffers that travel. Pure: shapes in, offsets out (ZeRO,
+arXiv:1910.02054, section 5).
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ class ParameterInfo:
 class Region:
     """One flat buffer of parameters that travel together and are updated alike.
 
-    `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-rate multiplier
-    and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that uses the region: more than one
-    where weights are tied.
+    `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-
+    rate multiplier and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that
+    uses the region: more than one where weights are tied.
     """
 
     index: int
@@ -63,8 +65,9 @@ class Region:
     def planes(self, keeps_gradients: bool, accumulates: bool) -> dict[str, int]:
         """Return the bytes of each plane of states.
 
-        A trained bf16 parameter costs 2 (`hi`) + 2 (`lo`) + 4 + 4 = 12 bytes, and 2 more where gradients wait for the norm (4 where they
-        are summed over several backward passes); an fp32 parameter 4 + 4 + 4 = 12, and 4 more. A frozen one costs its weights.
+        A trained bf16 parameter costs 2 (`hi`) + 2 (`lo`) + 4 + 4 = 12 bytes, and 2 more where gradients wait for the
+        norm (4 where they are summed over several backward passes); an fp32 parameter 4 + 4 + 4 = 12, and 4 more. A
+        frozen one costs its weights.
         """
         planes = {"weights": self.weight_bytes}
         if self.has_low:
@@ -86,7 +89,8 @@ def build_regions(
 ) -> tuple[Region, ...]:
     """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions.
 
-    Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored, alike.
+    Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
+    alike.
     """
     users: dict[int, list[str]] = {}
     for unit, indices in units.items():
@@ -97,7 +101,7 @@ def build_regions(
         info = parameters[index]
         has_low = info.compute == "bf16" and (info.trainable or not info.bf16_source)
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low), []).append(info)
-    regions = []
+    regions: list[Region] = []
     for (names, compute, trainable, has_low), members in groups.items():
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
         offsets, end = [], 0

@@ -28,7 +28,9 @@ class UnitPlan:
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
-    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters, or in fp32 where micro-batches add up."""
+    """Bytes of a region's gradients on their way from a backward pass: in the dtype of the parameters, or in fp32
+    where micro-batches add up.
+    """
     if not region.trainable:
         return 0
     return 4 * region.numel if wide else region.weight_bytes
@@ -53,7 +55,9 @@ def plan_memory(
     keeps_gradients: bool,
     splits: bool,
 ) -> list[Allocation]:
-    """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add up in fp32."""
+    """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
+    up in fp32.
+    """
     states_tier = "device" if optimizer_tier == "device" else "cpu"
     totals: dict[str, int] = {}
     for region in regions:
@@ -61,7 +65,9 @@ def plan_memory(
             totals[plane] = totals.get(plane, 0) + num_bytes
     plan = [Allocation(states_tier, plane.replace("_", " "), num_bytes) for plane, num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
-        plan.append(Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0)))
+        plan.append(
+            Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0))
+        )
 
     resident = resident_regions(units)
     if parameters_tier == "device":
@@ -78,7 +84,10 @@ def plan_memory(
         Allocation(
             "device",
             "gradient buffer",
-            max((sum(transient_gradient_bytes(r, splits) for r in u.regions if r not in lasting) for u in transient), default=0),
+            max(
+                (sum(transient_gradient_bytes(r, splits) for r in u.regions if r not in lasting) for u in transient),
+                default=0,
+            ),
         )
     )
     return [allocation for allocation in plan if allocation.num_bytes]
@@ -101,11 +110,16 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
             continue
         table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
         raise DoesNotFitError(
-            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} ({total} bytes), "
-            f"{format_bytes(total - budget)} ({total - budget} bytes) more: {table}. {floor if tier == 'device' else ''}"
-            f"Nothing was allocated. Raise --{flags[tier]} to {total}" + (_device_fix if tier == "device" else _host_fix)
+            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} "
+            f"({total} bytes), "
+            f"{format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
+            f"{floor if tier == 'device' else ''}"
+            f"Nothing was allocated. Raise --{flags[tier]} to {total}"
+            + (_device_fix if tier == "device" else _host_fix)
         )
 
 
 _device_fix = ", or place states lower with --offload.parameters cpu --offload.optimizer cpu."
-_host_fix = ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm 0 frees the waiting gradients)."
+_host_fix = (
+    ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm 0 frees the waiting gradients)."
+)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), and the peaks so far.
+    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), and the peaks so
+    far.
 
-    What moves between two steps belongs to the later one: weights that stay on the device go up right after their update, for the next
-    step.
+    What moves between two steps belongs to the later one: weights that stay on the device go up right after their
+    update, for the next step.
     """
 
     h2d_bytes: int = 0

@@ -1,6 +1,7 @@
 """The device: a GPU, or an arena of ordinary memory that is held to the same budget.
 
-The CPU device makes everything above it provable on a machine without a GPU: the same slots, the same copies, the same refusals.
+The CPU device makes everything above it provable on a machine without a GPU: the same slots, the same copies, the same
+refusals.
 """
 
 from __future__ import annotations

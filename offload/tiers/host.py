@@ -13,19 +13,24 @@ _PIN_CHUNK_BYTES = 1 << 30
 
 
 class Arena:
-    """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are pinned.
+    """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are
+    pinned.
 
-    An arena is a mapping of its own: torch's pinned allocator rounds a block up to a power of two, and the heap keeps what it freed.
+    An arena is a mapping of its own: torch's pinned allocator rounds a block up to a power of two, and the heap keeps
+    what it freed.
     """
 
     def __init__(self, num_bytes: int, pin: bool = False) -> None:
         self.num_bytes = num_bytes
         self.pinned_bytes = 0
         self._taken = 0
-        # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge pages.
+        # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge
+        # pages.
         self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= 4 << 20:
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages refuses the advice, and nothing is lost
+            with contextlib.suppress(
+                OSError
+            ):  # a kernel without transparent huge pages refuses the advice, and nothing is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if pin and num_bytes:
@@ -55,7 +60,8 @@ class Arena:
             if status != 0:
                 warnings.warn(
                     f"the system pinned {offset} of {self.num_bytes} bytes of host memory and refused the next {size} "
-                    f"(CUDA error {status}): copies from the rest are staged by the driver and slower. Raise `ulimit -l`.",
+                    f"(CUDA error {status}): copies from the rest are staged by the driver and slower. Raise "
+                    f"`ulimit -l`.",
                     stacklevel=2,
                 )
                 return

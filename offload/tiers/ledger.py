@@ -9,7 +9,9 @@ from offload.errors import DoesNotFitError, format_bytes
 
 @dataclass
 class Ledger:
-    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of what is there."""
+    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of
+    what is there.
+    """
 
     tier: str
     budget_bytes: int | None = None
@@ -28,6 +30,11 @@ class Ledger:
         self.current_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)
         self.step_peak_bytes = max(self.step_peak_bytes, total)
+
+    def clear(self) -> None:
+        """Everything was freed."""
+        self.allocations.clear()
+        self.current_bytes = 0
 
     def has_room(self, num_bytes: int) -> bool:
         """True where `num_bytes` more would still be within the budget."""
@@ -49,7 +56,9 @@ class Ledger:
         short = self.current_bytes + num_bytes - self.budget_bytes
         held = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
         return (
-            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and {name} needs "
-            f"{format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too little. "
+            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and "
+            f"{name} needs "
+            f"{format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too "
+            f"little. "
             f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'}"
         )

@@ -14,8 +14,8 @@ TIERS = ("device", "cpu")
 class Placement:
     """The tier of each kind of state; budgets in bytes or as text ("6GiB"), None for no limit.
 
-    `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu. Gradients wait where
-    the optimizer states are.
+    `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu.
+    Gradients wait where the optimizer states are.
     """
 
     parameters: str = "cpu"
@@ -35,16 +35,24 @@ class Placement:
         for key in ("parameters", "optimizer", "gradients", "activations"):
             value, allowed = getattr(self, key), ("auto", *TIERS)
             if value == "nvme":
-                raise ConfigError(f"offload.{key} is nvme, and this version has no nvme tier yet; allowed: auto, device, cpu.")
+                raise ConfigError(
+                    f"offload.{key} is nvme, and this version has no nvme tier yet; allowed: auto, device, cpu."
+                )
             if value not in allowed:
-                raise ConfigError(f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: auto, device, cpu.")
+                raise ConfigError(
+                    f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: auto, device, cpu."
+                )
         if self.optimizer == "device" and self.parameters == "cpu":
             raise ConfigError(
-                "offload.optimizer is device and offload.parameters is cpu: states above their parameters save nothing. "
+                "offload.optimizer is device and offload.parameters is cpu: states above their parameters save "
+                "nothing. "
                 "Set --offload.parameters device, or --offload.optimizer cpu."
             )
-        if self.gradients == "device" and self.optimizer == "cpu" or self.gradients == "cpu" and self.optimizer == "device":
+        if (self.gradients == "device" and self.optimizer == "cpu") or (
+            self.gradients == "cpu" and self.optimizer == "device"
+        ):
             raise ConfigError(
-                f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait beside the optimizer "
+                f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait "
+                f"beside the optimizer "
                 f"states. Set --offload.gradients auto."
             )

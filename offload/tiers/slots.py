@@ -18,12 +18,19 @@ _SLOT_ALIGNMENT_BYTES = 512
 class Slots:
     """Where the weights of a unit are while it computes.
 
-    `fetch` brings a unit's regions into the slot, one copy a region; `parameters` are Parameters that view the slot, made once a unit.
-    The slot belongs to the unit that was fetched last: there is one, sized for the largest unit.
+    `fetch` brings a unit's regions into the slot, one copy a region; `parameters` are Parameters that view the slot,
+    made once a unit. The slot belongs to the unit that was fetched last: there is one, sized for the largest unit.
     """
 
     def __init__(
-        self, store: Store, infos: Sequence[ParameterInfo], device: Device, counters: Counters, *, slot_bytes: int, slot_name: str
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        device: Device,
+        counters: Counters,
+        *,
+        slot_bytes: int,
+        slot_name: str,
     ) -> None:
         self._store, self._infos, self._device, self._counters = store, infos, device, counters
         self._resident: dict[int, torch.Tensor] = {}
@@ -32,14 +39,20 @@ class Slots:
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.weights.untyped_storage().data_ptr() for state in store.states)
-        self.slot = device.allocate(slot_name, slot_bytes) if slot_bytes and not self._on_device else torch.empty(0, dtype=torch.uint8)
+        self.slot = (
+            device.allocate(slot_name, slot_bytes)
+            if slot_bytes and not self._on_device
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Give regions a place of their own on the device and bring them up."""
         for region in regions:
             if region.index in self._resident or self._on_device:
                 continue
-            flat = self._device.allocate("resident weights", region.weight_bytes).view(self._store[region].weights.dtype)
+            flat = self._device.allocate("resident weights", region.weight_bytes).view(
+                self._store[region].weights.dtype
+            )
             self._resident[region.index] = flat
             self._storages.add(flat.untyped_storage().data_ptr())
             self._bring_up(region, flat)
@@ -101,6 +114,11 @@ class Slots:
         """Overwrite the slot with NaN (in bf16 and in fp32), so that a late reader is found out."""
         self.slot.view(torch.int32).fill_(0x7FC07FC0)
         self._holds = None
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self.slot = torch.empty(0, dtype=torch.uint8)
+        self._resident.clear()
 
     def _bring_up(self, region: Region, flat: torch.Tensor) -> None:
         self._device.copy(flat, self._store[region].weights)

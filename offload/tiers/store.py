@@ -1,7 +1,7 @@
 """The one owner of "where is it": every region's planes, on the tier that the placement says.
 
-A plane is a flat tensor over a region: `weights` (what travels: the bf16 high half, or the fp32 master), `low` (the low half of a split
-master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wait for the norm.
+A plane is a flat tensor over a region: `weights` (what travels: the bf16 high half, or the fp32 master), `low` (the low
+half of a split master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wait for the norm.
 """
 
 from __future__ import annotations
@@ -73,21 +73,29 @@ class Store:
     ) -> None:
         self.tier, self._device, self._host = tier, device, host
         self._home = {
-            parameter: (region.index, position) for region in regions for position, parameter in enumerate(region.parameters)
+            parameter: (region.index, position)
+            for region in regions
+            for position, parameter in enumerate(region.parameters)
         }
         self._infos = infos
         self.states: list[RegionState] = []
         planes = {region: region.planes(keeps_gradients=False, accumulates=False) for region in regions}
         self._arenas: dict[str, Arena] = {}
-        made = self._allocate("states", {region: {name: _dtype(region, name) for name in names} for region, names in planes.items()})
+        made = self._allocate(
+            "states", {region: {name: _dtype(region, name) for name in names} for region, names in planes.items()}
+        )
         for region in regions:
             found = {name: made.get((region, name)) for name in _DTYPES}
             self.states.append(RegionState(region, gradients=None, steps=[0] * len(region.parameters), **found))  # type: ignore[arg-type]
 
     def hold_gradients(self, accumulates: bool) -> None:
-        """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several passes are summed."""
+        """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several
+        passes are summed.
+        """
         trained = [state for state in self.states if state.region.trainable]
-        wanted = {s.region: {"gradients": torch.float32 if accumulates else _dtype(s.region, "weights")} for s in trained}
+        wanted = {
+            s.region: {"gradients": torch.float32 if accumulates else _dtype(s.region, "weights")} for s in trained
+        }
         if all(s.gradients is not None and s.gradients.dtype == wanted[s.region]["gradients"] for s in trained):
             return
         for state in trained:
@@ -99,7 +107,9 @@ class Store:
         for (region, _), flat in self._allocate("gradients", wanted).items():
             self.states[region.index].gradients = flat
 
-    def _allocate(self, kind: str, wanted: dict[Region, dict[str, torch.dtype]]) -> dict[tuple[Region, str], torch.Tensor]:
+    def _allocate(
+        self, kind: str, wanted: dict[Region, dict[str, torch.dtype]]
+    ) -> dict[tuple[Region, str], torch.Tensor]:
         """Make planes: by one arena on the host, one by one on the device."""
         planes = [(region, name, dtype) for region, names in wanted.items() for name, dtype in names.items()]
         if self.tier == "device":
@@ -109,7 +119,9 @@ class Store:
             }
         for region, name, dtype in planes:
             self._host.reserve(name.replace("_", " "), region.numel * dtype.itemsize)
-        arena = Arena(sum(region.numel * dtype.itemsize for region, _, dtype in planes), pin=self._device.pins_host_memory)
+        arena = Arena(
+            sum(region.numel * dtype.itemsize for region, _, dtype in planes), pin=self._device.pins_host_memory
+        )
         self._arenas[kind] = arena
         return {(region, name): arena.take(region.numel, dtype) for region, name, dtype in planes}
 
@@ -147,6 +159,7 @@ class Store:
         self.states.clear()
         for arena in self._arenas.values():
             arena.close()
+        self._arenas.clear()
 
 
 def _dtype(region: Region, plane: str) -> torch.dtype:

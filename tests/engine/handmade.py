@@ -216,7 +216,14 @@ class ManyResults(Block):
         if state is not None:
             h = h + 0.1 * state["hidden"]
         words = h.argmax(-1)
-        return {"pair": (h, h), "state": {"hidden": torch.sin(h)}, "words": words, "depth": 1, "unused": h * 2}
+        return {
+            "pair": (h, h),
+            "state": {"hidden": torch.sin(h)},
+            "words": words,
+            "depth": 1,
+            "scale": h.detach().abs().max(),
+            "unused": h * 2,
+        }
 
 
 class TreesOfTensors(Stack):
@@ -228,6 +235,7 @@ class TreesOfTensors(Stack):
         for block in self.blocks:
             out = block(h, state, gain=0.5)
             h, state, words = sum(out["pair"]), out["state"], words + out["words"] * out["depth"]
+            h = h / (1.0 + float(out["scale"].float().numpy()))  # numpy refuses what requires a gradient
         return {"logits": self.head(h) + words.unsqueeze(-1) * 0.01}
 
 

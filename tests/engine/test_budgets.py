@@ -13,7 +13,7 @@ from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from tests.engine.compare import train_both
 from tests.engine.families import batches, build, gemma2, llama, tokens
-from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.sizes import elements, tier_bytes
 
 
@@ -97,14 +97,6 @@ def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on(
         assert torch.equal(found, wanted), name
 
 
-def test_micro_batches_make_room_for_a_batch() -> None:
-    free = Engine(build(llama), micro_batch_size=1)
-    device_memory = sum(tier_bytes(free, "device").values()) + (16 << 10)
-    Engine(build(llama), micro_batch_size=1, placement=Placement(device_memory=device_memory)).step(tokens(rows=8))
-    with pytest.raises(DoesNotFitError, match="unit inputs"):
-        Engine(build(llama), micro_batch_size=8, placement=Placement(device_memory=device_memory)).step(tokens(rows=8))
-
-
 def test_a_tight_budget_trains_bit_equal() -> None:
     free = Engine(build(gemma2))
     free.step(tokens())
@@ -113,6 +105,45 @@ def test_a_tight_budget_trains_bit_equal() -> None:
         batches(3),
         placement=Placement(device_memory=free.counters.peak_device_bytes, host_memory=free.counters.peak_host_bytes),
     )
+
+
+def test_kept_graphs_give_way_to_the_budget() -> None:
+    """What recomputing everything needs is enough for `auto`, also where it had kept graphs in the steps before."""
+
+    def train(engine: Engine) -> list[float]:
+        norms = [engine.step(tokens(seed)).grad_norm for seed in range(3)]
+        both = engine.model(**tokens(4)).loss + engine.model(**tokens(5)).loss  # twice as much waits for its backward
+        engine.backward(both)
+        norms.append(engine.update().grad_norm)
+        return [*norms, engine.step(tokens(6, rows=8)).grad_norm]
+
+    recomputing = Engine(build(llama), recompute="always")
+    wanted = train(recomputing)
+    needed = recomputing.counters.peak_device_bytes
+    for budget in (needed, needed + (80 << 10)):
+        engine = Engine(build(llama), recompute="auto", placement=Placement(device_memory=budget))
+        assert train(engine) == wanted
+        assert engine.counters.peak_device_bytes <= budget
+        assert engine.counters.peak_device_bytes > needed or budget == needed, "no graph was kept"
+
+
+class Widens(Block):
+    """Its graph would hold a copy of its weight in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(16, 4096, bias=False)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return super().forward(h) + (h.float() @ self.wide.weight.float().T).mean(-1, keepdim=True).to(h.dtype)
+
+
+def test_a_unit_whose_graph_copies_its_weights_recomputes() -> None:
+    engine = Engine(build(lambda: Stack(Widens)), precision="bf16", recompute="never")
+    engine.step(words(rows=1, length=2), loss_fn=cross_entropy)
+    outputs = engine.model(words(rows=1, length=2)["x"])
+    assert sum(tier_bytes(engine, "device").get(name, 0) for name in ("kept tensors", "unit inputs")) < 4 * 16 * 4096
+    del outputs
 
 
 @pytest.mark.parametrize(

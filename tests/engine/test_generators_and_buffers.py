@@ -63,6 +63,41 @@ def test_evaluate_does_not_change_what_a_step_counts() -> None:
         assert [e.counters.d2h_bytes for e in engines] == [engines[1].counters.d2h_bytes] * 2
 
 
+class DropsOut(Stack):
+    """Random in train mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize("model", [DropsOut, RunningStatistics])
+def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: type[nn.Module]) -> None:
+    """`from_pretrained` returns a model in eval mode: what is learned from it must not be taken for what it does in
+    train mode."""
+    given = build(model)
+    reference = Reference(given)
+    engine = Engine(given.eval())
+    engine.evaluate(words(9), loss_fn=cross_entropy)
+    torch.manual_seed(1)
+    first = engine.step(words(8), loss_fn=cross_entropy)
+    reference.model.eval()
+    torch.manual_seed(1)
+    assert first.grad_norm == reference.step(words(8), cross_entropy)[1]
+    for seed in range(2):
+        engine.model.train()
+        reference.model.train()
+        torch.manual_seed(seed)
+        result = engine.step(words(seed), loss_fn=cross_entropy)
+        torch.manual_seed(seed)
+        loss, norm = reference.step(words(seed), cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+    assert_weights(engine, reference)
+    for (name, found), (_, wanted) in zip(engine.model.named_buffers(), reference.model.named_buffers(), strict=True):
+        assert same_bits(found, wanted), name
+
+
 def test_construction_leaves_generators_and_modes_alone() -> None:
     model = build(gpt2)
     model.transformer.h[0].eval()

@@ -42,6 +42,13 @@ def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) 
         train_both(build(model), batches, loss_fn=cross_entropy, precision=precision, debug=debug, group=sum_by_layer)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_kept_graphs_are_bit_equal(model: type[nn.Module], precision: str) -> None:
+    settings = {"precision": precision, "recompute": "never", "debug": True, "group": sum_by_layer}
+    train_both(build(model), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)
+
+
 @pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bool) -> None:
@@ -50,13 +57,13 @@ def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bo
     train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
 
 
+@pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_lstm(precision: str) -> None:
-    """torch runs an fp32 LSTM by another kernel, 3e-8 away, where no gradient is wanted: a unit that recomputes meets
-    both of them."""
-    train_both(
-        build(Recurrent), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, precision=precision, within=1e-6
-    )
+def test_lstm(precision: str, recompute: str) -> None:
+    """torch runs an fp32 LSTM by another kernel, 3e-8 away, where no gradient is wanted: a forward that is recomputed
+    later must not."""
+    batches = [words(s) for s in range(NUM_STEPS)]
+    train_both(build(Recurrent), batches, loss_fn=cross_entropy, precision=precision, recompute=recompute)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.partition.layout import PARAMETER_ALIGNMENT, SHARD_MULTIPLE, ParameterInfo, Region, align, build_regions
+from offload.partition.layout import ParameterInfo, Region, align, build_regions
+
+ALIGNMENT, SHARD = 128, 2048  # elements: 256 bytes of bf16, and pages of 4096 bytes in the planes of two
 
 shapes = st.sampled_from([(), (0,), (1,), (127,), (128,), (129,), (7, 9), (2048,), (3, 683), (70, 60)])
 
@@ -57,12 +59,12 @@ def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
     for region in build_regions(*model, world_size):
         end = 0
         for offset, size in zip(region.offsets, region.sizes, strict=True):
-            assert offset % PARAMETER_ALIGNMENT == 0
-            assert end <= offset < end + PARAMETER_ALIGNMENT, "overlap, or more padding than the alignment asks for"
+            assert offset % ALIGNMENT == 0
+            assert end <= offset < end + ALIGNMENT, "overlap, or more padding than the alignment asks for"
             end = offset + size
         assert region.numel >= end
-        assert region.numel % (SHARD_MULTIPLE * world_size) == 0
-        assert region.numel - align(end, PARAMETER_ALIGNMENT) < SHARD_MULTIPLE * world_size
+        assert region.numel % (SHARD * world_size) == 0
+        assert region.numel - align(end, ALIGNMENT) < SHARD * world_size
 
 
 @settings(max_examples=40)
@@ -125,9 +127,9 @@ def test_layout_is_a_function_of_its_arguments(model):
     ],
 )
 def test_bytes_of_a_parameter(change, keeps, accumulates, bytes_each):
-    info = ParameterInfo(index=0, name="w", shape=(SHARD_MULTIPLE,), trainable=True, compute="bf16", bf16_source=False)
+    info = ParameterInfo(index=0, name="w", shape=(SHARD,), trainable=True, compute="bf16", bf16_source=False)
     (region,) = build_regions([replace(info, **change)], {"unit": [0]})
-    assert sum(region.planes(keeps, accumulates).values()) == bytes_each * SHARD_MULTIPLE
+    assert sum(region.planes(keeps, accumulates).values()) == bytes_each * SHARD
 
 
 @pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])

@@ -9,15 +9,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload import Engine, Placement
-from tests.engine.reference import Reference, sum_by_layer
-from tests.zoo.families import Family
+from offload.engine.unit import Unit
+from tests.engine.compare import PROPORTIONAL
+from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
+from tests.zoo.families import ROWS, Family
 
 STEPS = {"fp32": 2, "bf16": 1}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the engine runs a step: what it recomputes, and how many rows of the batch are a micro-batch."""
+
+    name: str
+    recompute: str = "always"
+    rows: int | None = None
+
+
+ALWAYS, NEVER = Mode("always"), Mode("never", "never")
+MICRO = tuple(Mode(f"{rows} of {ROWS} rows", rows=rows) for rows in (1, 2, 3))
 SUMS = "a tensor enters a layer in several places: its gradients are summed layer by layer"
 _SMALL_SHARE = 16
 """A unit outside the blocks may stay on the device in silence when it is smaller than the largest one over this."""
@@ -28,7 +44,8 @@ class Outcome:
     """What a few steps showed.
 
     `differences`: the largest one of each kind, as a share of the largest value in the unit (0 is bit-equal); `why`
-    explains them where they are explained. `resident`: units on the device, `reported`: the engine's warnings of them.
+    explains them where they are explained. `resident`: units on the device, `reported`: the engine's warnings of them,
+    `unsplit`: units that do not take the batch in parts, and why.
     """
 
     family: str
@@ -38,6 +55,7 @@ class Outcome:
     num_units: int = 0
     resident: list[str] = field(default_factory=list)
     resident_parameters: int = 0
+    unsplit: dict[str, str] = field(default_factory=dict)
     reported: list[str] = field(default_factory=list)
     kept_fp32: list[str] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
@@ -66,10 +84,8 @@ class Outcome:
 class Plain(Reference):
     """The resident run. It keeps its last gradients, and in bf16 sums in fp32 over the calls of a layer as well."""
 
-    def __init__(
-        self, model: nn.Module, precision: str, kept: Callable[[str], bool], group: Callable[[nn.Module], None]
-    ) -> None:
-        super().__init__(model, precision=precision, kept=kept, group=group)
+    def __init__(self, model: nn.Module, precision: str, **settings: Any) -> None:
+        super().__init__(model, precision=precision, **settings)
         self.gradients: dict[str, torch.Tensor] = {}
         self._calls: Counter[int] = Counter()
         self._first = {name: list(uses) for name, uses in self.named.items()}
@@ -103,44 +119,56 @@ class Plain(Reference):
         return super().update()
 
 
-def examine(family: Family, precision: str) -> Outcome:
+def examine(family: Family, precision: str, mode: Mode = ALWAYS) -> Outcome:
     """Compare, and where bits differ find out why."""
-    outcome = compare(family, precision)
-    if not outcome.is_equal and compare(family, precision, by_layer=True).is_equal:
+    outcome = compare(family, precision, mode)
+    if not outcome.is_equal and not mode.rows and compare(family, precision, mode, by_layer=True).is_equal:
         outcome.why = SUMS
     return outcome
 
 
-def compare(family: Family, precision: str, by_layer: bool = False, made_in: torch.dtype = torch.float32) -> Outcome:
+def compare(
+    family: Family,
+    precision: str,
+    mode: Mode = ALWAYS,
+    by_layer: bool = False,
+    made_in: torch.dtype = torch.float32,
+) -> Outcome:
     """Train `family` for a few steps, streamed and resident; check what is left at the end as well.
 
     With `by_layer` the resident run sums the gradients of a layer's inputs layer by layer, as a streamed one must.
+    In micro-batches neither has dropout, and the update is one that a rounding of the gradient does not turn.
     """
     with _quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = family.build(dtype=made_in)
+        model = family.build_calm() if mode.rows else family.build(dtype=made_in)
         plain = copy.deepcopy(model)
         configured = [module for module in model.modules() if hasattr(getattr(module, "config", None), "use_cache")]
         cached = {module: module.config.use_cache for module in configured}
-        engine = Engine(model, placement=Placement(device_memory=None), precision=precision)
+        shared: dict[str, Any] = {"precision": precision, "micro_batch_size": mode.rows}
+        if mode.rows:
+            shared["optimizer"] = PROPORTIONAL
+        # Poisoned slots: a graph that is kept must find its weights where they are fetched again.
+        engine = Engine(model, placement=Placement(), recompute=mode.recompute, debug=mode is NEVER, **shared)
         infos = engine._parts.infos
         kept = {info.name for info in infos if info.compute == "fp32"}
-        reference = Plain(plain, precision, kept.__contains__, sum_by_layer if by_layer else lambda model: None)
+        group = sum_by_layer if by_layer else lambda model: None
+        reference = Plain(plain, kept=kept.__contains__, group=group, **shared)
         outcome = Outcome(family.name, family.class_name, precision, is_made_in_bf16=made_in == torch.bfloat16)
         outcome.kept_fp32 = sorted(kept) if precision == "bf16" else []
         for step in range(STEPS[precision]):
             batch = family.batch(step)
             torch.manual_seed(100 + step)
+            result = engine.step(batch)
+            torch.manual_seed(100 + step)
+            assert engine._rule is not None
             try:
-                loss, norm = reference.step(batch)
+                loss, norm = reference.step(batch, count=count_shifted if engine._rule.shifts else count_labels)
             except RuntimeError as error:
                 if precision == "fp32" or made_in == torch.bfloat16 or "dtype" not in str(error):
                     raise
-                return compare(
-                    family, precision, by_layer, torch.bfloat16
-                )  # its buffers are fp32 because the model was made so
-            torch.manual_seed(100 + step)
-            result = engine.step(batch)
+                # its buffers are fp32 because the model was made so
+                return compare(family, precision, mode, by_layer, torch.bfloat16)
             outcome.loss = loss.item()
             outcome.note("loss", result.loss, loss, loss.abs().item())
             outcome.note("norm", torch.tensor(result.grad_norm).double(), torch.tensor(norm).double(), norm)
@@ -148,9 +176,23 @@ def compare(family: Family, precision: str, by_layer: bool = False, made_in: tor
         _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
         messages = [str(warning.message) for warning in caught]
         outcome.reported = [text for text in messages if "is read from outside" in text]
+        outcome.unsplit = {unit.name: _why_not_split(unit) for unit in engine._parts.units if not _splits(unit)}
         _check_streamed(outcome, engine)
         _check_restored(engine, model, cached)
         return outcome
+
+
+def _splits(unit: Unit) -> bool:
+    return unit.resident or unit.learned.splits
+
+
+def _why_not_split(unit: Unit) -> str:
+    learned = unit.learned
+    if learned.mutated:
+        return "changes an input in place"
+    if not learned.grows or not all(learned.outputs):
+        return "no batch axis at its border"
+    return "mixes rows"
 
 
 def _compare_states(outcome: Outcome, engine: Engine, reference: Plain) -> None:
