@@ -11,12 +11,13 @@ KERNELS := $(wildcard csrc/*)
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test lint type bench sanitize check clean
+.PHONY: help setup build train test test-zoo lint type bench sanitize check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
 	@echo "make test      pytest                        (ARGS=...)"
+	@echo "make test-zoo  every causal LM family of transformers against plain PyTorch"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
@@ -60,6 +61,9 @@ train: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-zoo: $(READY)
+	$(BIN)/python -m pytest -m slow tests/zoo $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

@@ -204,8 +204,8 @@ class Assembly:
                     made[index] = nn.Parameter(value, requires_grad=self.infos[index].trainable)
                 put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
             unit.forget_live()
-        for config, value in self._configs:
-            config.use_cache = value
+        for config, used in self._configs:
+            config.use_cache = used
         self.slots.free()
         self.gradients.free()
         self.store.close()

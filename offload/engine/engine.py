@@ -120,6 +120,7 @@ class Engine:
         self._head: ChunkedHead | None = None
         self._vocabulary = 0
         self._losses: list[torch.Tensor] = []
+        self._recorded_modes: list[bool] = []
         self._is_open = False  # a step of an own loop has begun
         self._is_updating = False
         self._torn: str | None = None
@@ -134,6 +135,7 @@ class Engine:
         """
         self._check_usable()
         batch = self._bring(batch)
+        self._forget_other_modes()
         rule = self._record_batch(batch, loss_fn)
         tokens = rule.targets(batch)
         if not tokens and loss_fn is None:
@@ -323,7 +325,7 @@ class Engine:
     @property
     def _splits(self) -> bool:
         """True where every unit gives the same when the batch is cut in rows."""
-        return all(unit.learned.splits for unit in self._parts.units if not unit.resident)
+        return all(unit.learned.splits for unit in self._parts.units if unit.learned.is_used and not unit.resident)
 
     def _apply(self) -> tuple[float, bool]:
         """Finish the gradients, clip, update; return the norm and whether the update was skipped."""
@@ -396,7 +398,7 @@ class Engine:
 
     def _record_batch(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
         """Record on a few rows and tokens of the first batch; return what was found about the loss."""
-        if self._rule is None:
+        if self._rule is None or not self._parts.recorded:
 
             def run(inputs: Batch, **extra: Any) -> Any:
                 return self.model(**select_inputs(self.model, inputs, loss_fn is not None), **extra)
@@ -409,8 +411,12 @@ class Engine:
             self._record(
                 [(rows, partial(loss_of, sample)) for rows, sample in zip(_RECORDING_ROWS, samples, strict=True)]
             )
+
+            def probe() -> LossRule:
+                return probe_loss(self.model, samples[0], run, loss_fn)
+
             with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparisons
-                rule = probe_loss(self.model, samples[0], run, loss_fn)
+                rule = self._watched(probe)
                 if loss_fn is None and rule.shifts and rule.takes_count:
                     found = find_chunked_head(self.model, samples[0], run)
                     self._head, self._vocabulary = found or (None, 0)
@@ -436,6 +442,7 @@ class Engine:
         if self._is_ours or not torch.is_grad_enabled():
             return
         self._check_usable()
+        self._forget_other_modes()
         if not self._parts.recorded:
             self._record([(0, lambda: module(*args, **kwargs))] * 2)
         self._open_own_step()
@@ -473,8 +480,31 @@ class Engine:
                 self._parts.make_resident(recording.outside_readers)
             before = recording
         self._parts.recorded = True
+        self._recorded_modes = self._modes()
         self._flow.begin_step()
         self.counters.clear()
+
+    def _watched(self, run: Callable[[], LossRule]) -> LossRule:
+        """Run what may read weights from outside in eval mode alone (RWKV rescales its blocks there)."""
+        while True:
+            recording = Recording(self._parts.units, self._parts.stream, 0)
+            try:
+                with recording.reads():
+                    result = run()
+            except Exception:
+                if not recording.outside_readers:
+                    raise
+            if not recording.outside_readers:
+                return result
+            self._parts.make_resident(recording.outside_readers)
+
+    def _modes(self) -> list[bool]:
+        return [module.training for module in self.model.modules()]
+
+    def _forget_other_modes(self) -> None:
+        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
+        if self._parts.recorded and self._modes() != self._recorded_modes:
+            self._parts.recorded = False
 
     @contextmanager
     def _recording(self, recording: Recording) -> Iterator[None]:

@@ -37,9 +37,9 @@ class Learned:
     units receive too. changed: results that the caller changes in place. detached: results that never require a
     gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
     a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
-    the batch, and how. splits: it gives the same when the batch is cut in rows. keeps_nothing: its graph saves only its
-    inputs and its weights, so that a recompute would save no memory. copied_bytes: what its graph saves that does not
-    grow with the batch (copies of weights).
+    the batch, and how. splits: it gives the same when the batch is cut in rows. is_used: the recording pass called it.
+    keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
+    copied_bytes: what its graph saves that does not grow with the batch (copies of weights).
     """
 
     mutated: set[int] = field(default_factory=set)
@@ -54,6 +54,7 @@ class Learned:
     others: list[int | None] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)
     splits: bool = False
+    is_used: bool = False
     keeps_nothing: bool = False
     copied_bytes: int = 0
 
@@ -81,7 +82,12 @@ class Learned:
         if rows is None:
             return list(gradients)
         axes = [*self.outputs, *(self.inputs[i] for i in sorted(self.mutated))]
-        return [g if g is None or a is None else a.cut(g, rows) for g, a in zip(gradients, axes, strict=False)]
+        # A result that every micro-batch gives alike was handed on once, by the first.
+        shared = [g if rows[0] == 0 else None for g in gradients]
+        return [
+            g if g is None else once if a is None else a.cut(g, rows)
+            for g, once, a in zip(gradients, shared, axes, strict=False)
+        ]
 
     def join_outputs(self, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the results of the whole batch."""

@@ -143,9 +143,11 @@ class Recording:
         for unit, tensors, _ in self._watched:
             unit.learned.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
+        # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and not loss.dim():
-            loss.backward()  # of what lies outside the units: a custom backward may read their weights
+        received = [t for _, tensors, _ in self._watched for t in tensors]
+        for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
+            torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True)
 
     def _cut(
         self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
@@ -169,7 +171,7 @@ class Recording:
         learned, uses = unit.learned, self.uses[unit.name]
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
         if len(uses) == 1:
-            learned.detached, learned.random, learned.keeps_nothing = detached, drew, True
+            learned.detached, learned.random, learned.keeps_nothing, learned.is_used = detached, drew, True, True
         learned.mutated |= mutated
         learned.buffers = learned.buffers or buffers
         learned.detached &= detached
@@ -300,8 +302,10 @@ def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: 
         return
     if not is_first and (inputs, outputs, others) != (learned.inputs, learned.outputs, learned.others):
         return
+    if all(axis is None for axis in outputs):  # a position table that takes the tokens for their shape: run it whole
+        inputs, others = [None] * len(inputs), [None] * len(others)
     learned.inputs, learned.outputs, learned.others = inputs, outputs, others
-    learned.splits = could and (not learned.grows or all(axis is not None for axis in outputs))
+    learned.splits = could
 
 
 def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:

@@ -17,7 +17,7 @@ from torch import nn
 from offload import Engine, Placement
 from offload.engine.unit import Unit
 from tests.engine.compare import PROPORTIONAL
-from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
+from tests.engine.reference import Batch, Reference, count_labels, count_shifted, sum_by_layer
 from tests.zoo.families import ROWS, Family
 
 STEPS = {"fp32": 2, "bf16": 1}
@@ -35,6 +35,8 @@ class Mode:
 ALWAYS, NEVER = Mode("always"), Mode("never", "never")
 MICRO = tuple(Mode(f"{rows} of {ROWS} rows", rows=rows) for rows in (1, 2, 3))
 SUMS = "a tensor enters a layer in several places: its gradients are summed layer by layer"
+ROUNDING = 1e-6
+"""A gradient in micro-batches may be this far off, as a share of the largest one in its unit."""
 _SMALL_SHARE = 16
 """A unit outside the blocks may stay on the device in silence when it is smaller than the largest one over this."""
 
@@ -45,7 +47,8 @@ class Outcome:
 
     `differences`: the largest one of each kind, as a share of the largest value in the unit (0 is bit-equal); `why`
     explains them where they are explained. `resident`: units on the device, `reported`: the engine's warnings of them,
-    `unsplit`: units that do not take the batch in parts, and why.
+    `unsplit`: units that do not take the batch in parts, and why. `order`: where micro-batches differ by more than a
+    rounding, how far the gradients of plain PyTorch are apart when it takes the batch whole and in the same parts.
     """
 
     family: str
@@ -55,6 +58,7 @@ class Outcome:
     num_units: int = 0
     resident: list[str] = field(default_factory=list)
     resident_parameters: int = 0
+    order: float = 0.0
     unsplit: dict[str, str] = field(default_factory=dict)
     reported: list[str] = field(default_factory=list)
     kept_fp32: list[str] = field(default_factory=list)
@@ -122,6 +126,8 @@ class Plain(Reference):
 def examine(family: Family, precision: str, mode: Mode = ALWAYS) -> Outcome:
     """Compare, and where bits differ find out why."""
     outcome = compare(family, precision, mode)
+    if mode.rows and outcome.differences["gradient"] > ROUNDING:
+        outcome.order = compare(family, precision, mode, measures_order=True).order
     if not outcome.is_equal and not mode.rows and compare(family, precision, mode, by_layer=True).is_equal:
         outcome.why = SUMS
     return outcome
@@ -133,11 +139,13 @@ def compare(
     mode: Mode = ALWAYS,
     by_layer: bool = False,
     made_in: torch.dtype = torch.float32,
+    measures_order: bool = False,
 ) -> Outcome:
     """Train `family` for a few steps, streamed and resident; check what is left at the end as well.
 
     With `by_layer` the resident run sums the gradients of a layer's inputs layer by layer, as a streamed one must.
-    In micro-batches neither has dropout, and the update is one that a rounding of the gradient does not turn.
+    In micro-batches neither has dropout, and the update is one that a rounding of the gradient does not turn; with
+    `measures_order` a resident run on whole batches is compared with the one in micro-batches too.
     """
     with _quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,23 +164,27 @@ def compare(
         reference = Plain(plain, kept=kept.__contains__, group=group, **shared)
         outcome = Outcome(family.name, family.class_name, precision, is_made_in_bf16=made_in == torch.bfloat16)
         outcome.kept_fp32 = sorted(kept) if precision == "bf16" else []
+        whole = Plain(plain, **shared | {"micro_batch_size": None}) if measures_order else None
+        count = _targets_of(reference, family.batch()) if mode.rows else None
         for step in range(STEPS[precision]):
             batch = family.batch(step)
             torch.manual_seed(100 + step)
-            result = engine.step(batch)
-            torch.manual_seed(100 + step)
-            assert engine._rule is not None
             try:
-                loss, norm = reference.step(batch, count=count_shifted if engine._rule.shifts else count_labels)
+                loss, norm = reference.step(batch, count=count)
             except RuntimeError as error:
                 if precision == "fp32" or made_in == torch.bfloat16 or "dtype" not in str(error):
                     raise
                 # its buffers are fp32 because the model was made so
                 return compare(family, precision, mode, by_layer, torch.bfloat16)
+            torch.manual_seed(100 + step)
+            result = engine.step(batch)
             outcome.loss = loss.item()
             outcome.note("loss", result.loss, loss, loss.abs().item())
             outcome.note("norm", torch.tensor(result.grad_norm).double(), torch.tensor(norm).double(), norm)
             _compare_states(outcome, engine, reference)
+            if whole is not None:
+                whole.step(batch)
+                _measure_order(outcome, engine, reference, whole)
         _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
         messages = [str(warning.message) for warning in caught]
         outcome.reported = [text for text in messages if "is read from outside" in text]
@@ -180,6 +192,15 @@ def compare(
         _check_streamed(outcome, engine)
         _check_restored(engine, model, cached)
         return outcome
+
+
+def _targets_of(reference: Reference, batch: Batch) -> Callable[[Batch], int]:
+    """Return what a micro-batch weighs: to a model that shifts its labels, the first of a row is no target."""
+    first = torch.full_like(batch["labels"], -100)
+    first[:, 0] = batch["labels"][:, 0]
+    with torch.no_grad():
+        loss = copy.deepcopy(reference.model).eval()(**{**batch, "labels": first}).loss
+    return count_labels if loss.isfinite() and loss != 0 else count_shifted
 
 
 def _splits(unit: Unit) -> bool:
@@ -210,6 +231,15 @@ def _compare_states(outcome: Outcome, engine: Engine, reference: Plain) -> None:
                 outcome.note("gradient", got, gradient.reshape(-1).to(got.dtype), scale, infos[index].name)
     for name, got in engine.named_parameters():
         outcome.note("parameter", got, reference.masters[name], reference.masters[name].abs().max().item(), name)
+
+
+def _measure_order(outcome: Outcome, engine: Engine, reference: Plain, whole: Plain) -> None:
+    for unit in engine._parts.units:
+        names = {engine._parts.infos[place.parameter].name for place in unit.places} & reference.gradients.keys()
+        pairs = [(reference.gradients[name], whole.gradients[name]) for name in names]
+        scale = max((wanted.abs().max().item() for wanted, _ in pairs), default=0.0)
+        for wanted, got in pairs:
+            outcome.order = max(outcome.order, (got - wanted).abs().max().item() / max(scale, 1e-30))
 
 
 def _compare_evaluation(outcome: Outcome, engine: Engine, reference: Plain, batch: dict[str, torch.Tensor]) -> None:
