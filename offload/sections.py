@@ -239,7 +239,9 @@ class TrainSection(Section):
         default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."
     )
     head_chunk_bytes: Size = Field(
-        default=None, description="Largest size of the logits made at once. none: all at once."
+        default=256 * 2**20,
+        description="Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of "
+        "tokens. none: all at once.",
     )
 
 

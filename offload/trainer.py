@@ -337,6 +337,7 @@ def _engine(config: Config, built: Any) -> Engine:
         on_nonfinite=train.on_nonfinite,
         micro_batch_size=train.micro_batch_size,
         recompute=train.recompute,
+        head_chunk_bytes=train.head_chunk_bytes,
         prefetch=config.offload.prefetch,
         zero_stage=config.offload.zero_stage,
         throttle=config.offload.throttle,

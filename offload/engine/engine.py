@@ -34,6 +34,7 @@ from offload.optim.adamw import AdamW
 from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.update import update_region
 from offload.partition.layout import Region
+from offload.sections import parse_size
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
@@ -54,7 +55,7 @@ class StepResult:
 
 
 class Engine:
-    """Trains `model` with its states on the tiers that `placement` says; see DESIGN.md, section 7, for every argument.
+    """Trains `model` with its states on the tiers that `placement` says; see docs/design.md, section Engine, for every argument.
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them (so that a model need never be whole in
@@ -77,7 +78,7 @@ class Engine:
         throttle: Mapping[str, Any] | None = None,
         seed: int = 0,
         debug: bool = False,
-        head_chunk_bytes: int = 256 << 20,
+        head_chunk_bytes: int | str | None = "256MiB",
         fill: Callable[[str, nn.Module], None] | None = None,
     ) -> None:
         _check(precision, ("fp32", "bf16"), "train.precision")
@@ -116,7 +117,7 @@ class Engine:
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._rule: LossRule | None = None
-        self._head_chunk_bytes = head_chunk_bytes
+        self._head_chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         self._head: ChunkedHead | None = None
         self._vocabulary = 0
         self._losses: list[torch.Tensor] = []
@@ -289,7 +290,7 @@ class Engine:
 
     def _head_columns(self, batch: Batch, loss_fn: LossFunction | None) -> int | None:
         """Return how many columns of the batch a chunk of the head takes, or None where the logits are made whole."""
-        if self._head is None or loss_fn is not None:
+        if self._head is None or loss_fn is not None or self._head_chunk_bytes is None:
             return None
         rows, length = batch["labels"].shape
         columns = max(1, self._head_chunk_bytes // (rows * self._vocabulary * 4))

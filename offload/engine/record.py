@@ -92,10 +92,13 @@ class Recording:
         self._stream.enter(unit)
         try:
             without = None if self._before is None else self._run_without_graph(unit, arguments)
+            live = list(unit.live().values())
+            fetched = [weight._version for weight in live]
             with torch.enable_grad(), saved.hooks():
                 result = run_unit(unit, arguments, inputs, arguments.others)
+            self._refuse_changed_weights(unit, live, fetched)
             outputs = self._cut(unit, arguments, inputs, result)
-            own = [*leaves, *unit.live().values()]
+            own = [*leaves, *live]
         finally:
             self._stream.leave()
             self._inside = None
@@ -190,6 +193,14 @@ class Recording:
         learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first=len(uses) == 1)
         if learned.splits and learned.grows:
             learned.splits = not learned.mutated and self._splits(unit, arguments)
+
+    def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        if _moved(weights, versions):
+            raise ConfigError(
+                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change "
+                f"would stay "
+                f"on the device and be lost. Build the module without it."
+            )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
         for i in mutated:

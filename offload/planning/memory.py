@@ -121,5 +121,6 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
 
 _device_fix = ", or place states lower with --offload.parameters cpu --offload.optimizer cpu."
 _host_fix = (
-    ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm 0 frees the waiting gradients)."
+    ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm none frees the waiting "
+    "gradients)."
 )

@@ -307,6 +307,10 @@ OPEN: dict[str, str] = {
     "rwkv": "eval mode divides the weights of the blocks in place, from outside",
 }
 """Families that the engine does not train exactly yet, and why; strict, so that an entry goes when its reason does."""
+OPEN_IN_PARTS: dict[str, str] = OPEN | {
+    "xlm": "it makes a cache, to which every micro-batch appends in evaluate",
+}
+"""The same, for micro-batches."""
 
 
 @cache

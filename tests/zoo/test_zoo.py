@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zoo.compare import SUMS, examine
-from tests.zoo.families import OPEN, UNBUILDABLE, families
+from tests.zoo.compare import ALWAYS, MICRO, NEVER, SUMS, Mode, examine
+from tests.zoo.families import OPEN, OPEN_IN_PARTS, UNBUILDABLE, families
 
 QUICK = (
     "llama",
@@ -26,15 +26,15 @@ QUICK = (
 """The default run: all kinds of positions, experts, a state space, shared blocks, dropout, tied weights."""
 
 
-def cases() -> list[object]:
+def cases(unequal: dict[str, str] = OPEN) -> list[object]:
     """Each buildable family as a parameter; all but the quick ones are slow."""
     found = []
     for name in families():
         marks = [] if name in QUICK else [pytest.mark.slow]
         if name in UNBUILDABLE:
             marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
-        if name in OPEN:
-            marks.append(pytest.mark.xfail(reason=OPEN[name], strict=True))
+        if name in unequal:
+            marks.append(pytest.mark.xfail(reason=unequal[name], strict=True))
         found.append(pytest.param(name, marks=marks))
     return found
 
@@ -43,9 +43,11 @@ def test_the_quick_families_are_registered() -> None:
     assert set(QUICK) <= set(families())
 
 
+@pytest.mark.parametrize("mode", [ALWAYS, NEVER], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", cases())
-def test_two_steps_in_fp32_equal_plain_pytorch(name: str) -> None:
-    outcome = examine(families()[name], "fp32")
+def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
+    """With recompute `always` and `never`: a graph is kept while the weights that it has saved leave the slot."""
+    outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite
     if not outcome.is_equal:
         assert outcome.why == SUMS, f"{outcome.differences} at {outcome.worst}"
@@ -53,10 +55,19 @@ def test_two_steps_in_fp32_equal_plain_pytorch(name: str) -> None:
         assert outcome.differences["gradient"] < 1e-4, outcome.differences
 
 
+@pytest.mark.parametrize("mode", [ALWAYS, NEVER], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", cases())
-def test_a_step_in_bf16_equals_plain_pytorch(name: str) -> None:
-    outcome = examine(families()[name], "bf16")
+def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
+    outcome = examine(families()[name], "bf16", mode)
     assert outcome.is_finite
     if not outcome.is_equal:
         assert outcome.why == SUMS, f"{outcome.differences} at {outcome.worst}"
         assert outcome.differences["loss"] < 1e-3, outcome.differences
+
+
+@pytest.mark.parametrize("mode", MICRO, ids=lambda mode: f"{mode.rows}rows")
+@pytest.mark.parametrize("name", cases(OPEN_IN_PARTS))
+def test_micro_batches_equal_plain_pytorch_up_to_the_order_of_sums(name: str, mode: Mode) -> None:
+    outcome = examine(families()[name], "fp32", mode)
+    assert outcome.is_finite
+    assert outcome.is_within_rounding, f"{outcome.differences} at {outcome.worst}; order of sums {outcome.order:.1e}"
