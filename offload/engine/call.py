@@ -239,7 +239,7 @@ class Call:
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         if part.random is not None:
             stream.device.set_random_state(part.random)
-        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, len(self._parts)):
+        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, leaves, len(self._parts)):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
             results = run_unit(unit, self._arguments, inputs, others).tensors
         dirty = [inputs[i] for i in sorted(learned.mutated) if inputs[i].is_floating_point()]

@@ -55,7 +55,8 @@ class StepResult:
 
 
 class Engine:
-    """Trains `model` with its states on the tiers that `placement` says; see docs/design.md, section Engine, for every argument.
+    """Trains `model` with its states on the tiers that `placement` says; docs/design.md, section Engine, has every
+    argument.
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them (so that a model need never be whole in

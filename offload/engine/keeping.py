@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +25,18 @@ class Keeping:
     """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for.
 
     A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For
-    `auto`, the first step of every shape recomputes and measures what a graph would hold; the steps after it keep what
-    fits beside that step's peak, from the last unit back, since those are held for the shortest time.
+    `auto`, the first step of every shape recomputes and measures what a graph would hold beside the unit's inputs; the
+    steps after it keep what fits, from the last unit back, since those are held for the shortest time. Room for graphs
+    is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
     """
 
-    def __init__(self, mode: str, ledger: Ledger, is_weight: Any) -> None:
+    def __init__(self, mode: str, ledger: Ledger, is_weight: Callable[[torch.Tensor], bool]) -> None:
         self.mode, self._ledger, self._is_weight = mode, ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._kept: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
+        self._others_peak_bytes = 0
+        self._step_peak_bytes = 0
 
     @property
     def may_give_up(self) -> bool:
@@ -55,18 +58,29 @@ class Keeping:
             return False
         return self.mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
 
+    def has_room(self, num_bytes: int) -> bool:
+        """True where a graph may hold `num_bytes` more."""
+        budget = self._ledger.budget_bytes
+        return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
+
+    def saw(self) -> None:
+        """Something more is held than before: note the most that graphs and everything else have held."""
+        self._step_peak_bytes = max(self._step_peak_bytes, self._held_bytes)
+        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - self._held_bytes)
+
     @contextmanager
-    def measure(self, unit: Unit, shapes: Shapes, num_parts: int) -> Iterator[None]:
-        """Around a recompute: note what its graph would hold if it were kept."""
+    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+        """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
         key = (unit.name, *shapes)
         if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
             yield
             return
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._is_weight(tensor):
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and not self._is_weight(tensor):
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
 
@@ -75,13 +89,21 @@ class Keeping:
         self._sizes[key] = sum(storages.values()) * num_parts
         self._new.append(key)
 
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._step_peak_bytes = self._held_bytes
+
     def end_step(self) -> None:
         """Choose among what this step has measured."""
         if not self._new or self._ledger.budget_bytes is None:
             return
-        room = self._ledger.budget_bytes - self._ledger.step_peak_bytes
+        room = self._ledger.budget_bytes - self._others_peak_bytes - self._step_peak_bytes
         for key in self._new:  # backward order: the last unit comes first
             if self._sizes[key] <= room:
                 self._kept.add(key)
                 room -= self._sizes[key]
         self._new.clear()
+
+    @property
+    def _held_bytes(self) -> int:
+        return self._ledger.allocations.get("kept tensors", 0)

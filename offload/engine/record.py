@@ -132,6 +132,7 @@ class Recording:
             for buffer, before in buffers:
                 buffer.copy_(before)
         self._stream.device.set_random_state(random)
+        result.tensors = [self._stream.own(t) for t in result.tensors]
         return result
 
     def finish(self, results: Any) -> None:
@@ -223,7 +224,9 @@ class Recording:
 
         def run(rows: tuple[int, int] | None) -> Arguments:
             inputs = [t.clone() for t in learned.cut_inputs(arguments.tensors, rows)]
-            return run_unit(unit, arguments, inputs, learned.cut_others(arguments.others, rows))
+            result = run_unit(unit, arguments, inputs, learned.cut_others(arguments.others, rows))
+            result.tensors = [self._stream.own(t) for t in result.tensors]
+            return result
 
         self._inside = unit
         self._stream.enter(unit)

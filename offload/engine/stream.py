@@ -72,7 +72,8 @@ class Stream:
         if self.recording is not None:
             return self.recording.call(unit, args, kwargs)
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
-        arguments = Arguments(without_caches(args, kwargs) if torch.is_grad_enabled() else (args, kwargs))
+        is_step = torch.is_grad_enabled() or self._batch is not None
+        arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
         if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
             self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
             return deliver(call_unit(unit, self, arguments), args, kwargs)
@@ -159,9 +160,11 @@ class Stream:
         """True where a use of a unit keeps its graph instead of recomputing it."""
         return self._keeping.keeps(unit, shapes)
 
-    def measure_kept(self, unit: Unit, shapes: Shapes, num_parts: int) -> AbstractContextManager[None]:
-        """Around a recompute: learn what keeping its graph would have cost."""
-        return self._keeping.measure(unit, shapes, num_parts)
+    def measure_kept(
+        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
+    ) -> AbstractContextManager[None]:
+        """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
+        return self._keeping.measure(unit, shapes, inputs, num_parts)
 
     @property
     def may_give_up_graphs(self) -> bool:
@@ -171,7 +174,7 @@ class Stream:
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True where the device's budget has room to hold a tensor."""
         storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._held or self.device.ledger.has_room(storage.nbytes())
+        return storage.data_ptr() in self._held or self._keeping.has_room(storage.nbytes())
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in the slot, or in weights that stay on the device."""
@@ -203,6 +206,7 @@ class Stream:
                     self.let_go(tensors[:number])
                     raise
             self._held[key] = (count + 1, first)
+        self._keeping.saw()
 
     def let_go(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tensors are no longer waited for."""
@@ -223,7 +227,7 @@ class Stream:
     def begin_step(self) -> None:
         """Start a step."""
         self._num_calls.clear()
-        self.device.ledger.begin_step()
+        self._keeping.begin_step()
         self.gradients.begin_step()
 
     def end_step(self) -> None:

@@ -19,7 +19,6 @@ class Ledger:
     allocations: dict[str, int] = field(default_factory=dict)
     current_bytes: int = 0
     peak_bytes: int = 0
-    step_peak_bytes: int = 0
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
         """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
@@ -29,20 +28,11 @@ class Ledger:
         self.allocations[name] = self.allocations.get(name, 0) + num_bytes
         self.current_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)
-        self.step_peak_bytes = max(self.step_peak_bytes, total)
 
     def clear(self) -> None:
         """Everything was freed."""
         self.allocations.clear()
         self.current_bytes = 0
-
-    def has_room(self, num_bytes: int) -> bool:
-        """True where `num_bytes` more would still be within the budget."""
-        return self.budget_bytes is None or self.current_bytes + num_bytes <= self.budget_bytes
-
-    def begin_step(self) -> None:
-        """Measure the peak of a step from here."""
-        self.step_peak_bytes = self.current_bytes
 
     def release(self, name: str, num_bytes: int) -> None:
         """Give back `num_bytes` that were reserved under `name`."""

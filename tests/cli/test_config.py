@@ -103,10 +103,8 @@ def test_what_is_not_built_yet_is_refused(key: str, allowed: tuple[Any, ...], mi
         "offload.throttle": {"h2d": 1},
         "offload.nvme_dir": "here",
         "offload.prefetch": 2,
-        "train.recompute": "never",
         "train.clip": "speculative",
         "checkpoint.resume": "runs/train",
-        "offload.activations": "cpu",
     }
     value = other.get(key, "nvme" if key.startswith("offload") and "memory" not in key else 5)
     with pytest.raises(ConfigError, match="not built yet"):

@@ -36,8 +36,9 @@ def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> No
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "dropout_prob"):
-                module.dropout_prob = 0.0
+            for name in ("dropout_prob", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
         return model
 
     train_both(build(without_dropout), batches(3), micro_batch_size=rows, count=count_labels, within=2 * ROUNDING)

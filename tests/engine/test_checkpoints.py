@@ -1,0 +1,199 @@
+"""Activation checkpoints on the host: the inputs of units move out in the forward and back in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine, Placement
+from offload.errors import DoesNotFitError
+from tests.engine.compare import train_both
+from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, tokens
+from tests.engine.handmade import WIDTH, Block, ChangesBetweenUnits, InPlaceBlocks, Stack, cross_entropy, words
+from tests.engine.sizes import tier_bytes
+
+Maker = Callable[[], nn.Module]
+ROWS, LENGTH = 4, 10
+
+
+def on_host(**budget: Any) -> Placement:
+    return Placement(activations="cpu", **budget)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, gemma2, gpt2, mixtral, mamba])
+def test_bit_equal(make: Maker, precision: str) -> None:
+    train_both(build(make), batches(3), precision=precision, placement=on_host(), debug=True)
+
+
+@pytest.mark.parametrize("model", [InPlaceBlocks, ChangesBetweenUnits])
+def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
+    train_both(build(model), [words(s) for s in range(3)], loss_fn=cross_entropy, placement=on_host(), debug=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "auto"}, {"recompute": "never"}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_with_micro_batches(rows: int, settings: dict[str, Any]) -> None:
+    train_both(build(llama), batches(3), micro_batch_size=rows, placement=on_host(), within=2e-6, **settings)
+
+
+def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
+    for seed in range(count):
+        engine.step(tokens(seed, **shape))
+    return engine.counters.h2d_bytes, engine.counters.d2h_bytes
+
+
+@pytest.mark.parametrize("rows", [None, 1, 3])
+@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 2)])
+def test_what_moves_is_counted(precision: str, item: int, rows: int | None) -> None:
+    """Each of the two blocks sends its input [rows, length, 32] out once and back once, in whatever parts. Tables and
+    heads need their inputs for no recompute."""
+    settings = {"precision": precision, "micro_batch_size": rows}
+    device = moved(Engine(build(llama), **settings))
+    host = moved(Engine(build(llama), placement=on_host(), **settings))
+    checkpoints = 2 * ROWS * LENGTH * 32 * item
+    assert host == (device[0] + checkpoints, device[1] + checkpoints)
+    assert moved(Engine(build(llama), placement=on_host(), **settings), rows=8, length=20) == (
+        device[0] + 4 * checkpoints,
+        device[1] + 4 * checkpoints,
+    )
+
+
+class Sharing(Stack):
+    """All blocks receive the same mask and the same scale, the second of which requires a gradient."""
+
+    class Masked(Block):
+        def forward(self, h: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(h * mask)
+
+    def __init__(self) -> None:
+        super().__init__(Sharing.Masked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        mask = (torch.arange(x.shape[1]) > 0).to(h.dtype).view(1, -1, 1).expand(len(x), -1, WIDTH).contiguous()
+        for block in self.blocks:
+            h = block(h, mask)
+        return self.head(h)
+
+
+def test_what_every_unit_receives_stays_and_is_kept_once() -> None:
+    held: dict[str, dict[str, int]] = {}
+
+    def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if outputs.requires_grad:
+            held.update({tier: tier_bytes(engine, tier) for tier in ("device", "cpu")})
+        return cross_entropy(outputs, batch)
+
+    engine = Engine(build(Sharing), placement=on_host())
+    for seed in range(2):
+        engine.step(words(seed), loss_fn=loss_fn)
+    hidden = 4 * words()["x"].numel() * WIDTH
+    assert held["device"]["unit inputs"] == hidden, "one mask, however many blocks"
+    assert held["cpu"]["activation checkpoints"] == 3 * hidden
+    train_both(build(Sharing), [words(s) for s in range(2)], loss_fn=cross_entropy, placement=on_host())
+
+
+def deep(num_layers: int) -> Maker:
+    return lambda: llama(num_hidden_layers=num_layers)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"precision": "bf16"}], ids=str)
+def test_the_device_holds_as_much_for_64_layers_as_for_4(settings: dict[str, Any]) -> None:
+    peaks = {"cpu": set(), "device": set()}
+    host = {}
+    for num_layers in (4, 16, 64):
+        for activations, found in peaks.items():
+            engine = Engine(build(deep(num_layers)), placement=Placement(activations=activations), **settings)
+            engine.step(tokens())
+            found.add(engine.counters.peak_device_bytes)
+            if activations == "cpu":
+                host[num_layers] = tier_bytes(engine, "cpu")["activation checkpoints"]
+    assert len(peaks["cpu"]) == 1, peaks["cpu"]
+    assert len(peaks["device"]) == 3, "a check of the checker"
+    assert host[64] == 4 * host[16] == 16 * host[4]
+
+
+def test_buffers_are_used_again() -> None:
+    engine = Engine(build(llama), placement=on_host())
+    engine.step(tokens())
+    held = tier_bytes(engine, "cpu")
+    assert held["activation checkpoints"] == 2 * ROWS * LENGTH * 32 * 4
+    for seed in range(5):
+        engine.step(tokens(seed))
+    assert tier_bytes(engine, "cpu") == held
+    engine.close()
+    assert not engine.allocations
+
+
+def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes_on() -> None:
+    free = Engine(build(llama), placement=on_host())
+    room = sum(tier_bytes(free, "cpu").values()) + 2 * LENGTH * 32 * 4
+    engine, undisturbed = Engine(build(llama), placement=on_host(host_memory=room)), Engine(build(llama))
+    for seed in range(2):
+        with pytest.raises(DoesNotFitError, match=r"offload\.host_memory.*activation checkpoints"):
+            engine.step(tokens(seed))
+        assert "unit inputs" not in tier_bytes(engine, "device")
+        small = tokens(seed, rows=1)
+        result, wanted = engine.step(small), undisturbed.step(small)
+        assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+
+
+@pytest.mark.parametrize("recompute", ["auto", "always"])
+def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str) -> None:
+    """With inputs on the device the same budget is too small."""
+    engine = Engine(build(deep(12)), placement=on_host())
+    engine.step(tokens())
+    device_memory = engine.counters.peak_device_bytes
+    with pytest.raises(DoesNotFitError, match="unit inputs"):
+        Engine(build(deep(12)), placement=Placement(device_memory=device_memory)).step(tokens())
+    placement = on_host(device_memory=device_memory)
+    engine, _ = train_both(build(deep(12)), batches(3), placement=placement, recompute=recompute)
+    assert engine.counters.peak_device_bytes <= device_memory
+
+
+def test_auto_keeps_graphs_and_moves_the_rest() -> None:
+    """A unit that keeps its graph sends nothing out."""
+    always = moved(Engine(build(deep(6)), placement=on_host()), count=3)
+    never = moved(Engine(build(deep(6)), placement=on_host(), recompute="never"), count=3)
+    checkpoint = ROWS * LENGTH * 32 * 4
+    assert always[1] - never[1] == 6 * checkpoint
+    engine = Engine(build(deep(6)), placement=on_host())
+    engine.step(tokens())
+    low = engine.counters.peak_device_bytes
+    engine = Engine(build(deep(6)), recompute="never")
+    engine.step(tokens())
+    placement = on_host(device_memory=(low + engine.counters.peak_device_bytes) // 2)
+    engine, _ = train_both(build(deep(6)), batches(3), placement=placement, recompute="auto", debug=True)
+    num_moved = (engine.counters.d2h_bytes - never[1]) / checkpoint
+    assert num_moved in (1, 2, 3, 4, 5)
+
+
+def test_a_loss_that_is_dropped_gives_its_buffers_back() -> None:
+    engine = Engine(build(llama), placement=on_host())
+    for _ in range(3):
+        loss = engine.model(**tokens()).loss
+        del loss
+    engine.backward(engine.model(**tokens()).loss)
+    engine.update()
+    assert tier_bytes(engine, "cpu")["activation checkpoints"] == 2 * ROWS * LENGTH * 32 * 4
+    assert "unit inputs" not in tier_bytes(engine, "device")
+
+
+def test_an_exception_gives_its_buffers_back() -> None:
+    engine = Engine(build(Stack), placement=on_host())
+    engine.step(words(), loss_fn=cross_entropy)
+    held = engine.allocations
+
+    def fails(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        raise ZeroDivisionError
+
+    for seed in range(3):
+        with pytest.raises(ZeroDivisionError):
+            engine.step(words(seed), loss_fn=fails)
+        engine.step(words(seed), loss_fn=cross_entropy)
+    assert engine.allocations == held

@@ -1,0 +1,240 @@
+"""The head in chunks of tokens: the same loss, norm and weights, without ever making the whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from offload import Engine, Placement
+from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.families import (
+    GROUPED,
+    SIZES,
+    SPECIAL,
+    VOCABULARY,
+    batches,
+    build,
+    gemma2,
+    gpt_neox,
+    llama,
+    mamba,
+    mixtral,
+    qwen3,
+    tokens,
+)
+from tests.engine.sizes import tier_bytes
+
+Maker = Callable[[], nn.Module]
+ROUNDING = 1e-6
+ROWS, LENGTH = 4, 10
+CHUNK = ROWS * VOCABULARY * 4 * 3
+"""Bytes of the logits of three columns of a batch."""
+
+
+def granite() -> nn.Module:
+    """Divides its logits."""
+    return t.GraniteForCausalLM(t.GraniteConfig(**GROUPED | SPECIAL, logits_scaling=3.0, embedding_multiplier=2.0))
+
+
+def cohere() -> nn.Module:
+    """Tied; multiplies its logits."""
+    return t.CohereForCausalLM(t.CohereConfig(**GROUPED | SPECIAL, logit_scale=0.3))
+
+
+CHUNKED = (llama, qwen3, gemma2, gpt_neox, mixtral, mamba, granite, cohere)
+
+
+def bart() -> nn.Module:
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    return t.BartForCausalLM(t.BartConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=32, dropout=0.0))
+
+
+def pegasus() -> nn.Module:
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    config = t.PegasusConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=32, dropout=0.0)
+    return t.PegasusForCausalLM(config)
+
+
+def xlnet() -> nn.Module:
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": VOCABULARY, "dropout": 0.0}
+    return t.XLNetLMHeadModel(t.XLNetConfig(**sizes))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(results):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.numel = max(self.numel, leaf.numel())
+        return results
+
+
+@contextmanager
+def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Within, collect the shapes that a streamed module is given."""
+    shapes: list[tuple[int, ...]] = []
+    hook = module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        yield shapes
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize("make", CHUNKED)
+def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None) -> None:
+    def calm() -> nn.Module:
+        model = make()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    settings = {"micro_batch_size": micro, "within": 2 * ROUNDING}
+    engine, _ = train_both(build(calm), batches(3), head_chunk_bytes=CHUNK, **settings)
+    with calls_of(engine.model.get_output_embeddings()) as shapes:
+        engine.step(tokens(3))
+    assert [shape[1] for shape in shapes] == [3, 3, 3], "the last column has no target"
+    whole = Engine(build(calm), PROPORTIONAL)
+    for batch in (*batches(3), tokens(3)):
+        whole.step(batch)
+    assert_same(weights(engine), weights(whole), 2 * ROUNDING)
+
+
+@pytest.mark.parametrize("make", CHUNKED)
+def test_evaluate_in_chunks(make: Maker) -> None:
+    engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
+    engine.evaluate(tokens())
+    with calls_of(engine.model.get_output_embeddings()) as shapes:
+        found = engine.evaluate(tokens()).item()
+    assert found == pytest.approx(whole.evaluate(tokens()).item(), rel=ROUNDING)
+    assert [shape[1] for shape in shapes] == [3, 3, 3], "the last column has no target"
+
+
+@pytest.mark.parametrize("make", [bart, pegasus, xlnet])
+def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
+    """Its signature swallows them; only the comparison of chunks with the whole tells."""
+    engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
+    for seed in range(2):
+        result, wanted = engine.step(tokens(seed)), whole.step(tokens(seed))
+        assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    with calls_of(engine.model.get_output_embeddings()) as shapes:
+        engine.step(tokens(2))
+    assert [shape[0] * shape[1] for shape in shapes] == [ROWS * LENGTH]
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+@pytest.mark.parametrize("chunk_bytes", [CHUNK, 1])
+def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> None:
+    """Weights are small here, the vocabulary is not: the largest tensor of all is a chunk's."""
+    vocabulary = 2000
+    chunk_bytes *= vocabulary // VOCABULARY
+    columns = max(1, chunk_bytes // (ROWS * vocabulary * 4))
+
+    def largest(**settings: Any) -> int:
+        engine = Engine(build(lambda: llama(vocab_size=vocabulary, hidden_size=8)), **settings)
+        engine.step(tokens())
+        with Largest() as seen:
+            getattr(engine, method)(tokens(1))
+        return seen.numel
+
+    assert largest() >= ROWS * LENGTH * vocabulary, "a check of the checker"
+    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with its padding
+    assert largest(head_chunk_bytes=chunk_bytes) <= max(ROWS * columns * vocabulary, weights_)
+    assert ROWS * columns * vocabulary < ROWS * LENGTH * vocabulary / 2
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break(recompute: str) -> None:
+    """Logits that an engine keeps for the backward are inside of no unit, but those that the head's unit hands out
+    are: the largest thing on the ledger is a chunk's."""
+    vocabulary = 4096
+
+    def make() -> nn.Module:
+        return llama(vocab_size=vocabulary, hidden_size=16, tie_word_embeddings=True)
+
+    engine = Engine(build(make), head_chunk_bytes=ROWS * vocabulary * 4)
+    engine.step(tokens())
+    budget = engine.counters.peak_device_bytes
+    assert budget < sum(tier_bytes(engine, "device").values()) + ROWS * LENGTH * vocabulary * 4
+    settings = {"head_chunk_bytes": ROWS * vocabulary * 4, "recompute": "auto" if recompute == "never" else "always"}
+    train_both(build(make), batches(2), placement=Placement(device_memory=budget), within=2 * ROUNDING, **settings)
+
+
+def test_the_head_is_fetched_once() -> None:
+    moved = []
+    for settings in (
+        {},
+        {"head_chunk_bytes": CHUNK},
+        {"head_chunk_bytes": 1},
+        {"head_chunk_bytes": 1, "micro_batch_size": 1},
+    ):
+        engine = Engine(build(llama), **settings)
+        for seed in range(2):
+            engine.step(tokens(seed))
+        moved.append((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
+    assert len(set(moved)) == 1, moved
+
+
+def test_rows_and_chunks_without_targets() -> None:
+    """A chunk whose labels are all ignored is left out; a row without labels adds nothing."""
+    batch = tokens()
+    batch["labels"][1] = -100
+    batch["labels"][:, 4:7] = -100  # the second chunk, after the shift
+    engine, _ = train_both(build(llama), [batch, tokens(1)], head_chunk_bytes=CHUNK, within=2 * ROUNDING)
+    with calls_of(engine.model.lm_head) as shapes:
+        engine.step(batch)
+    assert len(shapes) == 2
+
+
+def test_other_inputs_go_to_the_base_model() -> None:
+    """A mask and positions are the whole batch's; only ids and labels are cut."""
+    batch_list = []
+    for seed in range(2):
+        batch = tokens(seed)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][:, -2:] = 0
+        batch["labels"][:, -2:] = -100
+        batch["position_ids"] = torch.arange(LENGTH).expand(ROWS, LENGTH) + 3
+        batch_list.append(batch)
+    train_both(build(llama), batch_list, head_chunk_bytes=CHUNK, within=2 * ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["model", "lm_head"])
+def test_frozen_weights_below_or_in_the_head(name: str) -> None:
+    model = build(llama)
+    getattr(model, name).requires_grad_(False)
+    train_both(model, batches(2), head_chunk_bytes=CHUNK, within=2 * ROUNDING)
+
+
+def test_own_loops_and_loss_functions_get_real_logits() -> None:
+    engine = Engine(build(llama), head_chunk_bytes=CHUNK)
+    engine.step(tokens())
+    assert engine.model(**tokens()).logits.shape == (ROWS, LENGTH, VOCABULARY)
+    seen = []
+
+    def loss_fn(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(outputs.logits.shape)
+        return outputs.loss
+
+    engine.step(tokens(), loss_fn=loss_fn)
+    assert set(seen) == {(ROWS, LENGTH, VOCABULARY)}
+
+
+def test_one_chunk_is_bit_equal() -> None:
+    train_both(build(gemma2), batches(3), head_chunk_bytes=ROWS * LENGTH * VOCABULARY * 4)
+    assert SIZES["vocab_size"] == VOCABULARY

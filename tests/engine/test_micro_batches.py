@@ -1,0 +1,340 @@
+"""Layer-major micro-batches: every unit takes the batch in parts, and its weights move once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+
+from offload import AdamW, Engine, Placement, native
+from tests.engine.compare import PROPORTIONAL, train_both, weights
+from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.handmade import WIDTH, WORDS, Block, Stack, cross_entropy, words
+from tests.engine.reference import Batch, count_labels
+
+Maker = Callable[[], nn.Module]
+ROUNDING = 2e-6
+
+
+def bloom() -> nn.Module:
+    """ALiBi in [batch * heads, 1, sequence]."""
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    return t.BloomForCausalLM(t.BloomConfig(**sizes, **SPECIAL))
+
+
+def mpt() -> nn.Module:
+    """ALiBi in [heads, 1, sequence], with as many heads as there are rows in a batch of four."""
+    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "expansion_ratio": 2, "max_seq_len": 32}
+    return t.MptForCausalLM(t.MptConfig(**sizes))
+
+
+def xlnet() -> nn.Module:
+    """[sequence, batch, hidden]."""
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": 64, "dropout": 0.0}
+    return t.XLNetLMHeadModel(t.XLNetConfig(**sizes))
+
+
+def calm_gpt2() -> nn.Module:
+    return gpt2(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+
+
+# -- what moves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "never"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("make", [llama, gemma2, mixtral, gpt2])
+def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, settings: dict[str, Any]) -> None:
+    moved = set()
+    for rows in (8, 4, 2, 1):  # 1, 2, 4 and 8 micro-batches
+        engine = Engine(build(make), micro_batch_size=rows, **settings)
+        for seed in range(2):
+            engine.step(tokens(seed, rows=8))
+        moved.add((engine.counters.h2d_bytes, engine.counters.d2h_bytes))
+    assert len(moved) == 1, moved
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_two_fetches_a_block_and_one_of_the_head(rows: int) -> None:
+    """The head is fetched for its forward, and still there for its backward; the norm goes up once, after an update."""
+    model = build(llama)
+    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in Engine(build(llama))._parts.units}
+    engine = Engine(model, micro_batch_size=rows)
+    for seed in range(2):
+        engine.step(tokens(seed))
+    blocks = region["model.layers.0"] + region["model.layers.1"]
+    wanted = region["model.embed_tokens"] * 2 + 2 * blocks + region["lm_head"] + region["model.norm"]
+    assert engine.counters.h2d_bytes == wanted
+    assert engine.counters.d2h_bytes == sum(region.values())
+
+
+def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
+    """Twice the rows in twice the micro-batches cost a border more, not a block's inner tensors."""
+    sizes: list[int] = []
+
+    class Wide(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            sizes.append(len(h))
+            return super().forward(h)
+
+    engine = Engine(build(lambda: Stack(Wide)), micro_batch_size=3)
+    engine.step(words(rows=8), loss_fn=cross_entropy)
+    sizes.clear()
+    engine.step(words(rows=8), loss_fn=cross_entropy)
+    assert sizes == [3, 3, 2] * 3 + [3, 3, 2] * 3, "forward and backward, the last one smaller"
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> None:
+    batch_list = [tokens(seed, rows=7) for seed in range(3)]
+    train_both(build(llama), batch_list, micro_batch_size=rows, recompute=recompute, within=ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("make", [bloom, mpt, xlnet, calm_gpt2, gemma2])
+def test_batch_axes_are_found(make: Maker, rows: int) -> None:
+    count = {"count": count_labels} if make is xlnet else {}
+    engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
+    assert engine._splits
+    assert all(unit.learned.grows for unit in engine._parts.units if not unit.resident and "wpe" not in unit.name)
+
+
+class TakesTheBatchSize(Block):
+    """A number among its arguments is the batch size, another is a multiple of it, a third only looks like one."""
+
+    def forward(self, h: Tensor, rows: int, both: list[int], heads: int) -> Tensor:  # type: ignore[override]
+        assert both == [2 * rows, 4]
+        h = super().forward(h.view(rows, -1, WIDTH))
+        return h.reshape(2 * rows, -1, heads, WIDTH // heads).reshape(both[0] // 2, -1, WIDTH)
+
+
+class BatchSizeAsArgument(Stack):
+    def __init__(self) -> None:
+        super().__init__(TakesTheBatchSize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, len(x), both=[2 * len(x), 4], heads=4)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> None:
+    settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}
+    batch_list = [words(s) for s in range(2)]
+    engine, _ = train_both(build(BatchSizeAsArgument), batch_list, loss_fn=cross_entropy, **settings)
+    assert engine._splits
+
+
+class CentresTheBatch(Block):
+    """Mixes rows: in micro-batches it is another function than on the whole batch."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h - h.mean(0, keepdim=True))
+
+
+class Centring(Stack):
+    def __init__(self) -> None:
+        super().__init__(CentresTheBatch)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_model_that_mixes_rows_is_called_for_every_micro_batch(rows: int, recompute: str) -> None:
+    """The same as plain PyTorch, which does not see the rest of the batch either; at the price of more bytes."""
+    settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute, "within": ROUNDING}
+    batch_list = [words(s) for s in range(3)]
+    engine, _ = train_both(build(Centring), batch_list, loss_fn=cross_entropy, **settings)
+    assert not engine._splits
+    split = Engine(build(Stack), micro_batch_size=rows)
+    for seed in range(2):
+        split.step(words(seed), loss_fn=cross_entropy)
+    assert engine.counters.h2d_bytes > split.counters.h2d_bytes
+
+
+def with_idle_rows(seed: int) -> Batch:
+    """Return a batch whose second and third row have no target."""
+    batch = tokens(seed)
+    batch["labels"][1:3] = -100
+    return batch
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_without_targets(rows: int) -> None:
+    train_both(build(llama), [with_idle_rows(s) for s in range(3)], micro_batch_size=rows, within=ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_loss_function_sees_the_whole_batch(rows: int) -> None:
+    seen = []
+
+    def loss_fn(outputs: Tensor, batch: Batch) -> Tensor:
+        if outputs.requires_grad:
+            seen.append((outputs.shape[0], batch["labels"].shape[0]))
+        return cross_entropy(outputs, batch)
+
+    whole, parts = Engine(build(Stack), PROPORTIONAL), Engine(build(Stack), PROPORTIONAL, micro_batch_size=rows)
+    for seed in range(3):
+        seen.clear()
+        result, wanted = parts.step(words(seed), loss_fn=loss_fn), whole.step(words(seed), loss_fn=cross_entropy)
+        assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=ROUNDING)
+        assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=ROUNDING)
+    assert seen == [(4, 4)]
+
+
+# -- sums in fp32 ----------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WORDS, WORDS, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -> None:
+    """Each weight gets 1 from the first row and 2^-9 from 64 others, which a sum in bf16 would leave at 1."""
+    rows, small = 65, 2.0**-9
+    x = torch.full((rows, WORDS), small)
+    x[0] = 1.0
+    torch.manual_seed(0)
+    model = Linear()
+    master = model.layers[0].weight.detach().clone()
+    settings = {"precision": "bf16", "max_grad_norm": None, "micro_batch_size": 1, "recompute": recompute}
+    engine = Engine(model, AdamW(lr=0.01, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0), **settings)
+    result = engine.step({"x": x.bfloat16()}, loss_fn=lambda outputs, batch: outputs.float().sum())
+    exact = 1.0 + (rows - 1) * small
+    assert result.grad_norm == exact * WORDS
+    gradient = torch.full_like(master, exact).bfloat16()
+    assert gradient[0, 0] > 1.1
+    moments = torch.zeros_like(master), torch.zeros_like(master)
+    native.adamw(master, *moments, gradient, step=1, lr=0.01, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0)
+    assert torch.equal(weights(engine)["layers.0.weight"], master)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_micro_batches_in_bf16_equal_the_reference(make: Maker, rows: int) -> None:
+    """It sums the bf16 gradients of its micro-batches in fp32. But the loss of the whole batch rounds otherwise than a
+    sum of weighted ones, and a last bit of bf16 follows."""
+    train_both(build(make), [tokens(0)], micro_batch_size=rows, precision="bf16", within=3e-3)
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def train(make: Maker, *, micro: int | None = 2, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    engine = Engine(build(make), micro_batch_size=micro, **settings)
+    losses = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        losses.append(engine.step(tokens(seed)).loss.item())
+    return losses, weights(engine)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "never"},
+        {"recompute": "auto"},
+        {"debug": True},
+        {"prefetch": 0},
+        {"placement": Placement(activations="cpu")},
+        {"placement": Placement(parameters="device", optimizer="device")},
+    ],
+    ids=str,
+)
+def test_masks_do_not_depend_on_how_the_step_is_run(settings: dict[str, Any]) -> None:
+    wanted, found = train(gpt2), train(gpt2, **settings)
+    assert wanted[0] == found[0]
+    assert all(torch.equal(wanted[1][name], found[1][name]) for name in wanted[1])
+
+
+def test_masks_follow_the_seed() -> None:
+    losses = {seed: train(gpt2, seed=seed)[0] for seed in (0, 1)}
+    assert losses[0] == train(gpt2, seed=0)[0]
+    assert losses[0] != losses[1]
+
+
+class Dropping(nn.Module):
+    """Drops half of its input, and shows its masks."""
+
+    masks: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.masks = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        mask = nn.functional.dropout(torch.ones_like(h), 0.5, self.training)
+        self.masks.append(mask.detach().clone())
+        return h * self.scale * mask
+
+
+class AllDropping(Stack):
+    """A block is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__(Dropping, depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = block(h)
+        return self.head(h)
+
+
+def masks_of(engine: Engine, seed: int) -> list[list[Tensor]]:
+    for block in engine.model.blocks:
+        block.masks.clear()
+    torch.manual_seed(seed)
+    engine.step(words(0), loss_fn=cross_entropy)
+    return [list(block.masks) for block in engine.model.blocks]
+
+
+def test_masks_differ_by_step_unit_use_and_micro_batch_and_come_back_in_the_recompute() -> None:
+    engine = Engine(build(AllDropping), micro_batch_size=2)
+    engine.step(words(0), loss_fn=cross_entropy)
+    steps = [masks_of(engine, 0), masks_of(engine, 0)]
+    forward = []
+    for first, second in steps:
+        assert (len(first), len(second)) == (8, 4), "two micro-batches, forward and backward; the first block twice"
+        assert all(map(torch.equal, second[:2], second[2:]))
+        assert all(map(torch.equal, first[:4], [*first[6:], *first[4:6]])), "the last use comes back first"
+        forward += [*first[:4], *second[:2]]
+    for number, one in enumerate(forward):
+        assert not any(torch.equal(one, other) for other in forward[:number])
+    assert len(forward) == 12
+
+
+def test_masks_do_not_depend_on_the_global_generator_and_leave_it_alone() -> None:
+    first, second = (Engine(build(AllDropping), micro_batch_size=2) for _ in range(2))
+    for engine in (first, second):
+        engine.step(words(0), loss_fn=cross_entropy)
+    for one, other in zip(masks_of(first, 1), masks_of(second, 2), strict=True):
+        assert all(map(torch.equal, one, other))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first.step(words(0), loss_fn=cross_entropy)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
+    train_both(build(gpt2), [tokens(s) for s in range(2)], micro_batch_size=4)
+
+
+def test_evaluate_in_micro_batches_is_that_of_the_whole_batch() -> None:
+    whole, parts = Engine(build(gpt2)), Engine(build(gpt2), micro_batch_size=3)
+    assert parts.evaluate(tokens(0)).item() == pytest.approx(whole.evaluate(tokens(0)).item(), rel=ROUNDING)
