@@ -7,6 +7,7 @@ line are checked by the same code and complain in the same words.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import traceback
@@ -33,6 +34,9 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGTERM, _interrupt)
+    # Read by OpenMP when torch is imported. Its threads spin at barriers by default: with another busy process on the
+    # machine, a step of a small model was measured ten times slower for it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = wants_debug(words)
     try:
         sys.exit(main(words) or 0)

@@ -1,6 +1,10 @@
 """Settings that all tests share."""
 
+import os
+
 from hypothesis import settings
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
 settings.load_profile("offload")

@@ -310,9 +310,9 @@ class Engine:
         total = torch.zeros((), dtype=torch.float32)
         with stream.whole_batch(), self._flow.repeated(self._parts.regions):
             for loss, leaf, span in self._head.losses(output, batch, columns, tokens):
-                if gradient is not None:
+                if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     loss.backward()
-                    assert leaf.grad is not None
+                if gradient is not None and leaf.grad is not None:
                     gradient[:, span] = leaf.grad
                 total += loss.detach().to("cpu", torch.float32)
         if gradient is not None:

@@ -313,10 +313,6 @@ UNBUILDABLE: dict[str, str] = {
 }
 OPEN: dict[str, str] = {}
 """Families that the engine does not train exactly yet, and why; strict, so that an entry goes when its reason does."""
-OPEN_IN_PARTS: dict[str, str] = OPEN | {
-    "xlm": "it makes a cache, to which every micro-batch appends in evaluate",
-}
-"""The same, for micro-batches."""
 
 
 @cache

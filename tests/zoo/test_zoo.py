@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.zoo.compare import ALWAYS, MICRO, NEVER, SUMS, Mode, examine
-from tests.zoo.families import OPEN, OPEN_IN_PARTS, UNBUILDABLE, families
+from tests.zoo.families import OPEN, UNBUILDABLE, families
 
 QUICK = (
     "llama",
@@ -26,15 +26,15 @@ QUICK = (
 """The default run: all kinds of positions, experts, a state space, shared blocks, dropout, tied weights."""
 
 
-def cases(unequal: dict[str, str] = OPEN) -> list[object]:
+def cases() -> list[object]:
     """Each buildable family as a parameter; all but the quick ones are slow."""
     found = []
     for name in families():
         marks = [] if name in QUICK else [pytest.mark.slow]
         if name in UNBUILDABLE:
             marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
-        if name in unequal:
-            marks.append(pytest.mark.xfail(reason=unequal[name], strict=True))
+        if name in OPEN:
+            marks.append(pytest.mark.xfail(reason=OPEN[name], strict=True))
         found.append(pytest.param(name, marks=marks))
     return found
 
@@ -66,7 +66,7 @@ def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MICRO, ids=lambda mode: f"{mode.rows}rows")
-@pytest.mark.parametrize("name", cases(OPEN_IN_PARTS))
+@pytest.mark.parametrize("name", cases())
 def test_micro_batches_equal_plain_pytorch_up_to_the_order_of_sums(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite
