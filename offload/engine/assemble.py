@@ -52,7 +52,7 @@ class Assembly:
         fill: Callable[[str, nn.Module], None] | None,
     ) -> None:
         self.model, self.infos, self.regions, self.plan = model, infos, regions, plan
-        self.recorded = self.closed = False
+        self.closed = False
         device_ledger = Ledger("device", _bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", _bytes(placement.host_memory), "offload.host_memory")
         self.device = open_device(device_ledger)

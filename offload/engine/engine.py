@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from offload.checkpoint.export import export_model
 from offload.engine.assemble import Assembly, assemble
-from offload.engine.head import ChunkedHead, find_chunked_head
+from offload.engine.head import ChunkedHead
 from offload.engine.loss import (
     IGNORED,
     Batch,
@@ -24,11 +23,10 @@ from offload.engine.loss import (
     check_batch,
     check_loss,
     find_loss,
-    probe_loss,
     select_inputs,
     split_rows,
 )
-from offload.engine.record import Recording
+from offload.engine.rehearse import Rehearsal, in_eval_mode
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from offload.optim.adamw import AdamW
 from offload.optim.clip import clip_coefficient, total_norm
@@ -37,9 +35,6 @@ from offload.partition.layout import Region
 from offload.sections import parse_size
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
-
-_RECORDING_ROWS = (2, 3)
-_RECORDING_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -120,13 +115,12 @@ class Engine:
         self._rule: LossRule | None = None
         self._head_chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         self._head: ChunkedHead | None = None
-        self._vocabulary = 0
         self._losses: list[torch.Tensor] = []
-        self._recorded_modes: list[bool] = []
         self._is_open = False  # a step of an own loop has begun
         self._is_updating = False
         self._torn: str | None = None
         self._is_ours = False
+        self._rehearsal = Rehearsal(model, self._parts, self.counters, self._as_ours)
         self._hook = model.register_forward_pre_hook(self._before_own_forward, with_kwargs=True)
 
     # -- a step ----------------------------------------------------------------------------------------------
@@ -137,8 +131,8 @@ class Engine:
         """
         self._check_usable()
         batch = self._bring(batch)
-        self._forget_other_modes()
-        rule = self._record_batch(batch, loss_fn)
+        self._rehearsal.forget_other_modes()
+        rule = self._rehearsed(batch, loss_fn)
         tokens = rule.targets(batch)
         if not tokens and loss_fn is None:
             raise ConfigError(
@@ -160,11 +154,11 @@ class Engine:
         """
         self._check_usable()
         batch = self._bring(batch)
-        rule = self._record_batch(batch, loss_fn)
+        rule = self._rehearsed(batch, loss_fn)
         counted = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         random = self._parts.device.random_state()
         try:
-            with self._in_eval_mode(), torch.no_grad():
+            with in_eval_mode(self.model), torch.no_grad():
                 total = torch.zeros((), dtype=torch.float32)
                 for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
                     total += part_loss.to("cpu", torch.float32)
@@ -294,7 +288,7 @@ class Engine:
         if self._head is None or loss_fn is not None or self._head_chunk_bytes is None:
             return None
         rows, length = batch["labels"].shape
-        columns = max(1, self._head_chunk_bytes // (rows * self._vocabulary * 4))
+        columns = max(1, self._head_chunk_bytes // (rows * self._head.vocabulary * 4))
         return columns if columns < length else None
 
     def _chunked_loss(self, batch: Batch, columns: int, tokens: int) -> torch.Tensor:
@@ -398,44 +392,13 @@ class Engine:
         check_batch(batch)
         return {key: value.to(self.device) for key, value in batch.items()}
 
-    def _record_batch(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
-        """Record on a few rows and tokens of the first batch; return what was found about the loss."""
-        if self._rule is None or not self._parts.recorded:
-
-            def run(inputs: Batch, **extra: Any) -> Any:
-                return self.model(**select_inputs(self.model, inputs, loss_fn is not None), **extra)
-
-            def loss_of(sample: Batch) -> Any:
-                outputs = run(sample)
-                return check_loss(loss_fn(outputs, sample)) if loss_fn else find_loss(outputs)
-
-            samples = [self._sample(batch, rows) for rows in _RECORDING_ROWS]
-            self._record(
-                [(rows, partial(loss_of, sample)) for rows, sample in zip(_RECORDING_ROWS, samples, strict=True)]
-            )
-
-            def probe() -> LossRule:
-                return probe_loss(self.model, samples[0], run, loss_fn)
-
-            with self._unseen(), self._in_eval_mode(), torch.no_grad():  # dropout would blur the comparisons
-                rule = self._watched(probe)
-                if loss_fn is None and rule.shifts and rule.takes_count:
-                    found = find_chunked_head(self.model, samples[0], run)
-                    self._head, self._vocabulary = found or (None, 0)
-            self._rule = rule
-            self.counters.clear()
+    def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
+        """Learn on a few rows of the first batch what the steps rely on; return what was found about the loss."""
+        if self._rule is None or not self._rehearsal.is_done:
+            self._rule, self._head = self._rehearsal.on_batch(batch, loss_fn)
             if self._micro_batch_size is not None and not self._splits:
                 self._parts.accumulate()
         return self._rule
-
-    def _sample(self, batch: Batch, rows: int) -> Batch:
-        """Return a few rows of a batch, repeated where it has too few; of token batches, a few tokens."""
-        available = check_batch(batch)
-        sample = {key: value[torch.arange(rows, device=value.device) % available] for key, value in batch.items()}
-        shapes = {tuple(value.shape) for value in batch.values()}
-        if hasattr(self.model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
-            sample = {key: value[:, :_RECORDING_TOKENS].contiguous() for key, value in sample.items()}
-        return sample
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of
@@ -444,9 +407,9 @@ class Engine:
         if self._is_ours or not torch.is_grad_enabled():
             return
         self._check_usable()
-        self._forget_other_modes()
-        if not self._parts.recorded:
-            self._record([(0, lambda: module(*args, **kwargs))] * 2)
+        self._rehearsal.forget_other_modes()
+        if not self._rehearsal.is_done:
+            self._rehearsal.on_call(lambda: module(*args, **kwargs))
         self._open_own_step()
 
     def _open_own_step(self) -> None:
@@ -456,89 +419,6 @@ class Engine:
             self._is_open = True
             self.counters.begin_step()
             self._parts.stream.begin_step()
-
-    def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
-        """Run the recording passes, (rows, run) by (rows, run); again with more resident units when some are read
-        from outside.
-        """
-        if self._parts.recorded:
-            return
-        before: Recording | None = None
-        for rows, run in runs:
-            while True:
-                recording = Recording(self._parts.units, self._parts.stream, rows, before)
-                try:
-                    with self._unseen(), self._recording(recording), torch.enable_grad(), recording.reads():
-                        results = run()
-                        recording.finish(results)
-                except ConfigError:
-                    raise
-                except Exception as error:
-                    if not recording.outside_readers:
-                        raise error from None
-                else:
-                    if not recording.outside_readers:
-                        break
-                self._parts.make_resident(recording.outside_readers)
-            before = recording
-        self._parts.recorded = True
-        self._recorded_modes = self._modes()
-        self._flow.begin_step()
-        self.counters.clear()
-
-    def _watched(self, run: Callable[[], LossRule]) -> LossRule:
-        """Run what may read weights from outside in eval mode alone (RWKV rescales its blocks there)."""
-        while True:
-            recording = Recording(self._parts.units, self._parts.stream, 0)
-            try:
-                with recording.reads():
-                    result = run()
-            except Exception:
-                if not recording.outside_readers:
-                    raise
-            if not recording.outside_readers:
-                return result
-            self._parts.make_resident(recording.outside_readers)
-
-    def _modes(self) -> list[bool]:
-        return [module.training for module in self.model.modules()]
-
-    def _forget_other_modes(self) -> None:
-        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
-        if self._parts.recorded and self._modes() != self._recorded_modes:
-            self._parts.recorded = False
-
-    @contextmanager
-    def _recording(self, recording: Recording) -> Iterator[None]:
-        self._parts.stream.recording = recording
-        try:
-            yield
-        finally:
-            self._parts.stream.recording = None
-
-    @contextmanager
-    def _in_eval_mode(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Leave buffers and generators as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        random = self._parts.device.random_state()
-        try:
-            with self._as_ours():
-                yield
-        finally:
-            self._parts.device.set_random_state(random)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -28,10 +28,11 @@ class _CapturedError(Exception):
 
 
 class ChunkedHead:
-    """Runs a model's head chunk by chunk."""
+    """Runs a model's head chunk by chunk. `vocabulary` is how many logits a token has."""
 
     def __init__(self, model: nn.Module, base: nn.Module) -> None:
         self._model, self._base = model, base
+        self.vocabulary = 0
 
     def base_output(self, run: Callable[[], Any]) -> Any:
         """Run the model up to the output of its base model."""
@@ -80,8 +81,8 @@ class ChunkedHead:
                 self._base.forward = own
 
 
-def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any]) -> tuple[ChunkedHead, int] | None:
-    """Return the model's head in chunks and its vocabulary, where that reproduces the whole loss; else None.
+def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any]) -> ChunkedHead | None:
+    """Return the model's head in chunks, where that reproduces the whole loss; else None.
 
     The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch.
     """
@@ -113,4 +114,5 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
     precise = next(iter(model.parameters())).dtype == torch.float32
     if not abs(parts - whole) <= (1e-5 if precise else 1e-2) * max(1.0, abs(whole)):
         return None
-    return head, int(outputs.logits.shape[-1])
+    head.vocabulary = int(outputs.logits.shape[-1])
+    return head
