@@ -46,6 +46,8 @@ class KeptGraph:
         held: list[torch.Tensor] = []
         self._held = held
         may_give_up = stream.may_give_up_graphs
+        # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
+        free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and stream.inputs_stay else set()
         slot = stream.slots.slot
         begin, end = slot.data_ptr(), slot.data_ptr() + slot.nbytes
 
@@ -55,9 +57,10 @@ class KeptGraph:
                 return tensor.dtype, (address - begin) // tensor.element_size(), tensor.shape, tensor.stride()
             tensor = tensor.detach()
             if not stream.is_weight(tensor):
-                if may_give_up and not stream.has_room(tensor):
+                is_input = tensor.untyped_storage().data_ptr() in free
+                if may_give_up and not is_input and not stream.has_room(tensor):
                     raise TooMuchToKeepError
-                stream.hold((tensor,), "kept tensors")
+                stream.hold((tensor,), "unit inputs" if is_input else "kept tensors")
                 held.append(tensor)
             return tensor
 

@@ -164,12 +164,17 @@ class Stream:
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
         """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
-        return self._keeping.measure(unit, shapes, inputs, num_parts)
+        return self._keeping.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts)
 
     @property
     def may_give_up_graphs(self) -> bool:
         """True where a graph that does not fit is dropped and its unit recomputed."""
         return self._keeping.may_give_up
+
+    @property
+    def inputs_stay(self) -> bool:
+        """True where the inputs of units wait for their backward on the device."""
+        return self._checkpoints is None
 
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True where the device's budget has room to hold a tensor."""
