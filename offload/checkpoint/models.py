@@ -170,7 +170,8 @@ class Kind:
 
 
 def model_kind(config: PreTrainedConfig) -> Kind:
-    """Return what `architectures` says, else the first of causal, masked, seq2seq that the family has.
+    """Return what `architectures` says; else masked for a family whose attention sees both sides, seq2seq for an
+    encoder-decoder, causal for the rest.
 
     Raises ConfigError.
     """
@@ -191,6 +192,8 @@ def model_kind(config: PreTrainedConfig) -> Kind:
             possible.append(kind)
     if config.is_encoder_decoder:
         possible.sort(key=lambda kind: kind.name != "seq2seq")
+    elif not getattr(config, "is_decoder", False):  # a family with a masked head sees the target otherwise
+        possible.sort(key=lambda kind: kind.name != "masked")
     if not possible:
         raise ConfigError(
             f"model type {config.model_type} has no language model in transformers {transformers.__version__} "

@@ -206,6 +206,7 @@ class Assembly:
             unit.forget_live()
         for config, used in self._configs:
             config.use_cache = used
+        self.stream.close()
         self.slots.free()
         self.gradients.free()
         self.store.close()

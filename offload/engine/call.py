@@ -5,7 +5,7 @@ graph.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,11 @@ class Arguments:
         self.others: list[Any] = []
         self._seen: dict[int, int] = {}
         self._leaves, self._spec = self._flatten(tree)
+
+    @property
+    def structure(self) -> Hashable:
+        """Return what two uses of a unit must have in common for what was learned of one to hold for the other."""
+        return str(self._spec), tuple(kind is True for kind, *_ in self._leaves), tuple(t.dim() for t in self.tensors)
 
     def fill(self, tensors: Sequence[torch.Tensor], others: Sequence[Any] | None = None) -> Any:
         """Return the tree with other tensors (and other leaves) in the places of the listed ones."""
@@ -116,7 +121,7 @@ class Call:
     """Serves the forward and the backward of one `Border`."""
 
     def __init__(self, unit: Unit, stream: Stream, arguments: Arguments) -> None:
-        self.unit, self._stream, self._arguments = unit, stream, arguments
+        self.unit, self._stream, self._arguments, self.learned = unit, stream, arguments, unit.learned
         self._needs = [t.requires_grad for t in arguments.tensors]
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -130,7 +135,7 @@ class Call:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
-        unit, stream, learned = self.unit, self._stream, self.unit.learned
+        unit, stream, learned = self.unit, self._stream, self.learned
         rows = stream.rows_of(unit)
         keeps = stream.keeps_graph(unit, self._shapes)
         self._is_open = True
@@ -184,7 +189,7 @@ class Call:
         return result
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        learned = self.unit.learned
+        learned = self.learned
         copied = learned.mutated | learned.stale
         inputs = [
             self._stream.put_away(t.clone() if i in copied else t.detach(), need and i not in learned.shared)
@@ -207,15 +212,15 @@ class Call:
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
         found: list[list[torch.Tensor | None]] = []
-        ambient = stream.device.random_state() if unit.learned.random else None
+        ambient = stream.device.random_state() if self.learned.random else None
         stream.enter(unit)
         stream.gradients.open(unit.regions)
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
             for part in self._parts:
-                with _buffers_as(unit.learned.buffers, part.buffers):
+                with _buffers_as(self.learned.buffers, part.buffers):
                     leaves, results = part.graph.take() if part.graph else self._recompute(part)
-                    pieces = unit.learned.cut_outputs(gradients, part.rows)
+                    pieces = self.learned.cut_outputs(gradients, part.rows)
                     pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
                     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
                 found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
@@ -227,13 +232,13 @@ class Call:
                 stream.device.set_random_state(ambient)
             stream.leave()
             self.close()
-        return unit.learned.join_gradients(found, self._shapes)
+        return self.learned.join_gradients(found, self._shapes)
 
     def _recompute(self, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
         come in for.
         """
-        unit, stream, learned = self.unit, self._stream, self.unit.learned
+        unit, stream, learned = self.unit, self._stream, self.learned
         saved = [stream.bring_back(t) for t in learned.cut_inputs(self._inputs, part.rows)]
         others = learned.cut_others(self._arguments.others, part.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
@@ -279,7 +284,7 @@ class Border(torch.autograd.Function):
         outputs = call.forward(tensors)
         if call.dirty:
             ctx.mark_dirty(*call.dirty)
-        detached = call.unit.learned.detached
+        detached = call.learned.detached
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
         return tuple(outputs)
 

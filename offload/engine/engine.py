@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from offload.checkpoint.export import export_model
 from offload.engine.assemble import Assembly, assemble
 from offload.engine.head import ChunkedHead
+from offload.engine.learned import DepartedError
 from offload.engine.loss import (
     IGNORED,
     Batch,
@@ -35,6 +37,8 @@ from offload.partition.layout import Region
 from offload.sections import parse_size
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,14 @@ class Engine:
         _check(zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         if throttle:
             raise ConfigError("offload.throttle: this version has no lanes to throttle yet; leave it out.")
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise ConfigError(f"train.micro_batch_size is {micro_batch_size}; at least 1 row is needed.")
+        if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
+            raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
+            raise ConfigError(f"train.max_grad_norm is {max_grad_norm!r}; a positive number, or none for no clipping.")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and this version trains on one rank: leave torchrun out."
+            )
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.lr = self.optimizer.lr
@@ -112,7 +122,6 @@ class Engine:
         )
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
-        self._rule: LossRule | None = None
         self._head_chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         self._head: ChunkedHead | None = None
         self._losses: list[torch.Tensor] = []
@@ -130,9 +139,18 @@ class Engine:
         forward, backward, update.
         """
         self._check_usable()
+        if self._losses:
+            raise ConfigError(
+                "engine.step was called in the middle of an own loop's step, whose gradients it would lose: call "
+                "engine.update() first."
+            )
+        self._is_open = False  # a forward of an own loop that had no backward is dropped
         batch = self._bring(batch)
         self._rehearsal.forget_other_modes()
-        rule = self._rehearsed(batch, loss_fn)
+        return self._twice(lambda whole: self._step_on(batch, loss_fn, whole))
+
+    def _step_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> StepResult:
+        rule = self._rehearsed(batch, loss_fn, whole)
         tokens = rule.targets(batch)
         if not tokens and loss_fn is None:
             raise ConfigError(
@@ -154,7 +172,10 @@ class Engine:
         """
         self._check_usable()
         batch = self._bring(batch)
-        rule = self._rehearsed(batch, loss_fn)
+        return self._twice(lambda whole: self._evaluate_on(batch, loss_fn, whole))
+
+    def _evaluate_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
+        rule = self._rehearsed(batch, loss_fn, whole)
         counted = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         random = self._parts.device.random_state()
         try:
@@ -321,7 +342,8 @@ class Engine:
     @property
     def _splits(self) -> bool:
         """True where every unit gives the same when the batch is cut in rows."""
-        return all(unit.learned.splits for unit in self._parts.units if unit.learned.is_used and not unit.resident)
+        pages = [page for unit in self._parts.units if not unit.resident for page in unit.known.values()]
+        return all(page.splits for page in pages)
 
     def _apply(self) -> tuple[float, bool]:
         """Finish the gradients, clip, update; return the norm and whether the update was skipped."""
@@ -392,13 +414,29 @@ class Engine:
         check_batch(batch)
         return {key: value.to(self.device) for key, value in batch.items()}
 
-    def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None) -> LossRule:
-        """Learn on a few rows of the first batch what the steps rely on; return what was found about the loss."""
-        if self._rule is None or not self._rehearsal.is_done:
-            self._rule, self._head = self._rehearsal.on_batch(batch, loss_fn)
-            if self._micro_batch_size is not None and not self._splits:
-                self._parts.accumulate()
-        return self._rule
+    def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
+        """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
+        rule, self._head = self._rehearsal.on_batch(batch, loss_fn, whole)
+        if self._micro_batch_size is not None and not self._splits:
+            self._parts.accumulate()
+        return rule
+
+    def _twice(self, run: Callable[[bool], _Result]) -> _Result:
+        """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
+        sequence fills), record on rows of this batch in their whole length, and run again from the same random state.
+        """
+        random = self._parts.device.random_state()
+        try:
+            return run(False)
+        except DepartedError:
+            self._parts.device.set_random_state(random)
+        try:
+            return run(True)
+        except DepartedError:
+            raise OffloadError(
+                "the model calls its units in another way for some rows of this batch than for others, so that it "
+                "cannot be cut in micro-batches. Leave --train.micro_batch_size out."
+            ) from None
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of
@@ -408,8 +446,7 @@ class Engine:
             return
         self._check_usable()
         self._rehearsal.forget_other_modes()
-        if not self._rehearsal.is_done:
-            self._rehearsal.on_call(lambda: module(*args, **kwargs))
+        self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
         self._open_own_step()
 
     def _open_own_step(self) -> None:

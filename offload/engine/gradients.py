@@ -22,7 +22,7 @@ from offload.tiers.device import Device
 from offload.tiers.store import Store
 
 _CHUNK = 1 << 24
-_FIX = "Raise --offload.device_memory, or keep tied weights untied."
+_FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
 
 
 class GradientFlow:

@@ -29,6 +29,10 @@ class BatchAxis:
         return tensor.narrow(self.axis, begin * self.multiplier, (end - begin) * self.multiplier)
 
 
+class DepartedError(Exception):
+    """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows."""
+
+
 @dataclass
 class Learned:
     """Indices are into a unit's input tensors, or its result's, each listed once.
@@ -37,7 +41,7 @@ class Learned:
     units receive too. changed: results that the caller changes in place. detached: results that never require a
     gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
     a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
-    the batch, and how. splits: it gives the same when the batch is cut in rows. is_used: the recording pass called it.
+    the batch, and how. splits: it gives the same when the batch is cut in rows.
     keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
     copied_bytes: what its graph saves that does not grow with the batch (copies of weights).
     """
@@ -54,7 +58,6 @@ class Learned:
     others: list[int | None] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)
     splits: bool = False
-    is_used: bool = False
     keeps_nothing: bool = False
     copied_bytes: int = 0
 

@@ -67,12 +67,15 @@ def split_rows(batch: Batch, rows: int | None) -> Iterator[dict[str, torch.Tenso
 def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> dict[str, torch.Tensor]:
     """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
     signature = inspect.signature(model.forward).parameters
+    labels = batch.get("labels")
+    if has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
+        batch = {key: value for key, value in batch.items() if key != "labels"}  # no token labels: loss_fn's alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         for key in batch:
             close = "" if key in signature else nearest(key, signature, cutoff=0.85)
             if close:  # **kwargs would swallow a misspelt name
                 raise ConfigError(f"the batch has {key!r}, which {type(model).__name__}.forward does not name{close}.")
-        return {k: v for k, v in batch.items() if k in signature or not (has_loss_function and k == "labels")}
+        return dict(batch)
     unknown = [key for key in batch if key not in signature]
     if unknown and not has_loss_function:
         raise ConfigError(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.call import Arguments, deliver, run_unit
-from offload.engine.learned import BatchAxis
+from offload.engine.learned import BatchAxis, Learned
 from offload.engine.stream import without_caches
 from offload.errors import ConfigError
 
@@ -62,8 +62,9 @@ class Recording:
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
-        self._watched: list[tuple[Unit, list[torch.Tensor], list[int]]] = []
-        self._handed: list[tuple[Unit, list[torch.Tensor], list[int]]] = []
+        self._watched: list[tuple[Learned, list[torch.Tensor], list[int]]] = []
+        self._handed: list[tuple[Learned, list[torch.Tensor], list[int]]] = []
+        self._pages: set[int] = set()
         self._storages = {
             parameter.untyped_storage().data_ptr(): unit.name
             for unit in units
@@ -81,6 +82,7 @@ class Recording:
             self.outside_readers.add(unit.name)
             raise RestartRecording
         arguments = Arguments(without_caches(args, kwargs))
+        learned = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
@@ -119,8 +121,8 @@ class Recording:
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
-        self._watched.append((unit, arguments.tensors, [t._version for t in arguments.tensors]))
-        self._handed.append((unit, outputs, [t._version for t in outputs]))
+        self._watched.append((learned, arguments.tensors, [t._version for t in arguments.tensors]))
+        self._handed.append((learned, outputs, [t._version for t in outputs]))
         return deliver(result.fill(outputs), args, kwargs)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
@@ -139,13 +141,13 @@ class Recording:
         """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit,
         and what a backward reads.
         """
-        for unit, tensors, versions in self._watched:
-            unit.learned.stale |= _moved(tensors, versions)
-        for unit, tensors, versions in self._handed:
-            unit.learned.changed |= _moved(tensors, versions)
+        for learned, tensors, versions in self._watched:
+            learned.stale |= _moved(tensors, versions)
+        for learned, tensors, versions in self._handed:
+            learned.changed |= _moved(tensors, versions)
         receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
-        for unit, tensors, _ in self._watched:
-            unit.learned.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
+        for learned, tensors, _ in self._watched:
+            learned.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
@@ -174,13 +176,19 @@ class Recording:
         """Note what one use of a unit does; over several uses, what any of them does."""
         learned, uses = unit.learned, self.uses[unit.name]
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-        if len(uses) == 1:
-            learned.detached, learned.random, learned.keeps_nothing, learned.is_used = detached, drew, True, True
+        if self._is_first(learned):
+            learned.detached, learned.random, learned.keeps_nothing = detached, drew, True
         learned.mutated |= mutated
         learned.buffers = learned.buffers or buffers
         learned.detached &= detached
         learned.random |= drew
         learned.keeps_nothing &= not mutated and not uses[-1].saved_bytes
+
+    def _is_first(self, learned: Learned) -> bool:
+        """True for the first use of a page in this pass."""
+        is_first = id(learned) not in self._pages
+        self._pages.add(id(learned))
+        return is_first
 
     def _learn_batch(self, unit: Unit, arguments: Arguments) -> None:
         """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether
@@ -188,10 +196,13 @@ class Recording:
         """
         assert self._before is not None
         learned, uses, before = unit.learned, self.uses[unit.name], self._before.uses.get(unit.name, [])
-        if self.rows == self._before.rows or len(before) < len(uses):
+        if self.rows == self._before.rows:  # an own loop's call: nothing to compare
+            return
+        if len(before) < len(uses):
             learned.splits = False
             return
-        learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first=len(uses) == 1)
+        is_first = self._is_first(learned)
+        learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first)
         if learned.splits and learned.grows:
             learned.splits = not learned.mutated and self._splits(unit, arguments)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -43,10 +43,21 @@ class Rehearsal:
     ) -> None:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
         self._modes: list[bool] = []
-        self.is_done = False
+        self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+        self._configs = list(configs.values())
 
-    def on_batch(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[LossRule, ChunkedHead | None]:
-        """Record on a few rows and tokens of a batch; return what was found about the loss, and a head for chunks."""
+    def on_batch(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
+        """Return what is known about the loss, and a head for chunks; record first where this kind of batch, loss and
+        configuration is new, on a few rows and tokens, or with `whole` again on rows of whole length.
+        """
+        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
+        signature = (kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags())
+        if whole or signature not in self._found:
+            self._found[signature] = self._rehearse(batch, loss_fn, whole)
+        return self._found[signature]
+
+    def _rehearse(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
 
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
@@ -55,7 +66,7 @@ class Rehearsal:
             outputs = run(sample)
             return check_loss(loss_fn(outputs, sample)) if loss_fn else find_loss(outputs)
 
-        samples = [self._sample(batch, rows) for rows in _ROWS]
+        samples = [self._sample(batch, rows, whole) for rows in _ROWS]
         self._record([(rows, partial(loss_of, sample)) for rows, sample in zip(_ROWS, samples, strict=True)])
         head = None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
@@ -65,28 +76,42 @@ class Rehearsal:
         self._counters.clear()
         return rule, head
 
-    def on_call(self, run: Callable[[], Any]) -> None:
-        """Record on a call of an own loop, with its own arguments."""
-        self._record([(0, run)] * 2)
+    def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Record on a call of an own loop, with its own arguments, where this kind of call is new."""
+        plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]
+        signature = ("own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags())
+        if signature not in self._found:
+            self._record([(0, run)] * 2)
+            self._found[signature] = (LossRule(), None)
 
     def forget_other_modes(self) -> None:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
-        if self.is_done and self._modes != [module.training for module in self._model.modules()]:
-            self.is_done = False
+        if self._found and self._modes != [module.training for module in self._model.modules()]:
+            self._found.clear()
 
-    def _sample(self, batch: Batch, rows: int) -> Batch:
-        """Return a few rows of a batch, repeated where it has too few; of token batches, a few tokens."""
+    def _flags(self) -> Hashable:
+        """Return the switches of the model's configuration: some make tensors leave units by another way."""
+        return tuple(
+            (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
+        )
+
+    def _sample(self, batch: Batch, rows: int, whole: bool) -> Batch:
+        """Return a few rows of a batch, repeated where it has too few, those with most padding first; of token batches,
+        a few tokens, or all with `whole`.
+        """
         available = check_batch(batch)
-        sample = {key: value[torch.arange(rows, device=value.device) % available] for key, value in batch.items()}
+        order = torch.arange(rows, device=next(iter(batch.values())).device) % available
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            order = mask.sum(1).argsort(stable=True)[order]
+        sample = {key: value[order] for key, value in batch.items()}
         shapes = {tuple(value.shape) for value in batch.values()}
-        if hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+        if not whole and hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""
-        if self.is_done:
-            return
         stream = self._parts.stream
         before: Recording | None = None
         for rows, run in runs:
@@ -101,7 +126,6 @@ class Rehearsal:
                 return recording
 
             before = self._settled(record, rows, before)
-        self.is_done = True
         self._modes = [module.training for module in self._model.modules()]
         self._parts.gradients.begin_step()
         self._counters.clear()

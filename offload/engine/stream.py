@@ -16,7 +16,7 @@ from offload.engine.call import Arguments, call_unit, call_unit_without_graph, d
 from offload.engine.checkpoints import HostCheckpoints
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
-from offload.engine.learned import Rows
+from offload.engine.learned import DepartedError, Rows
 from offload.errors import DoesNotFitError, OffloadError
 from offload.partition.layout import Region
 from offload.tiers.device import Device
@@ -74,6 +74,8 @@ class Stream:
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_step = torch.is_grad_enabled() or self._batch is not None
         arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
+        if not unit.recall(arguments.structure) and self._batch is not None:
+            raise DepartedError
         if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
             self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
             return deliver(call_unit(unit, self, arguments), args, kwargs)
@@ -220,7 +222,9 @@ class Stream:
             key = storage.data_ptr()
             if self._checkpoints is not None and self._checkpoints.free(key):
                 continue
-            count, name = self._held[key]
+            count, name = self._held.get(key, (0, ""))
+            if not count:  # the engine was closed before the graph went
+                continue
             if count > 1:
                 self._held[key] = (count - 1, name)
             else:
@@ -239,6 +243,10 @@ class Stream:
         """A step is over."""
         self.step_number += 1
         self._keeping.end_step()
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self._held.clear()
 
     def reset(self) -> None:
         """Forget a pass that was given up."""

@@ -8,7 +8,7 @@ gradients on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,10 +46,27 @@ class Unit:
         self.regions = tuple(regions)
         self.trainable = any(region.trainable for region in regions)
         self.learned = Learned()
+        self.known: dict[Hashable, Learned] = {}
         self.resting: dict[int, nn.Parameter] = {}
         self._live: dict[int, nn.Parameter] | None = None
         self._stream = stream
         self._original: Callable[..., Any] | None = None
+
+    def learn(self, structure: Hashable) -> Learned:
+        """Open the page for uses with arguments of this structure, empty or with what earlier passes wrote."""
+        self.learned = self.known.setdefault(structure, Learned())
+        return self.learned
+
+    def recall(self, structure: Hashable) -> bool:
+        """Turn to the page for uses of this structure. Where there is none: what is safe for any use, and False."""
+        found = self.known.get(structure)
+        if found is None:
+            buffers = next((page.buffers for page in self.known.values() if page.buffers), [])
+            needs_graph = any(page.needs_graph for page in self.known.values())
+            self.learned = Learned(buffers=buffers, needs_graph=needs_graph)
+            return False
+        self.learned = found
+        return True
 
     # -- the module's parameters -----------------------------------------------------------------------------
 

@@ -1,0 +1,135 @@
+"""A later call that differs from what was recorded: by structure, by flags, by loss."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as T
+from torch import nn
+
+from offload import Engine
+from offload.errors import ConfigError
+from tests.engine.reference import Reference
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str, torch.Tensor]:
+    """Return four rows; with `padding`, a mask, and that many positions of the third row masked (more of the last)."""
+    ids = torch.randint(3, 250, (4, length), generator=torch.Generator().manual_seed(seed))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padding is not None:
+        mask = torch.ones_like(ids)
+        if padding:
+            mask[2, -padding:] = 0
+            mask[3, -padding - 3 :] = 0
+        batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return batch
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
+
+
+def mistral() -> nn.Module:
+    torch.manual_seed(0)
+    return T.MistralForCausalLM(T.MistralConfig(**SMALL, sliding_window=20))
+
+
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    return T.MixtralForCausalLM(T.MixtralConfig(**SMALL, num_local_experts=4))
+
+
+@pytest.mark.parametrize("rows", [None, 2, 1])
+@pytest.mark.parametrize(
+    ("make", "batches"),
+    [
+        (mistral, [tokens(0), tokens(1)]),  # 40 tokens fill a window that the recording's 16 do not
+        (
+            llama,
+            [tokens(0, padding=0), tokens(1, padding=5), tokens(2, padding=0), tokens(3, 12, padding=2), tokens(4)],
+        ),
+    ],
+)
+def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | None) -> None:
+    model = make()
+    reference = Reference(copy.deepcopy(model), micro_batch_size=rows)
+    engine = Engine(model, micro_batch_size=rows)
+    for batch in batches:
+        wanted, norm = reference.step(batch)
+        result = engine.step(batch)
+        assert result.loss.item() == pytest.approx(wanted.item(), rel=0 if rows is None else 1e-6)
+        assert result.grad_norm == pytest.approx(norm, rel=0 if rows is None else 1e-6)
+    assert engine._splits
+    assert engine.evaluate(tokens(9, padding=3)).item() > 0
+
+
+def test_a_flag_that_is_set_later_is_refused_like_one_that_was_set_before() -> None:
+    engine = Engine(mixtral())
+    engine.step(tokens(0))
+    with pytest.raises(ConfigError, match="by another way"):
+        engine.model(**tokens(0), output_router_logits=True)
+    engine.model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="by another way"):
+        engine.step(tokens(0))
+    engine.model.config.output_router_logits = False
+    engine.step(tokens(0))
+
+
+def test_what_is_known_of_one_loss_is_not_used_for_another() -> None:
+    engine = Engine(llama())
+    batch = tokens(0)
+
+    def unshifted(outputs, batch):
+        return F.cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten())
+
+    assert engine.step(batch, loss_fn=unshifted).tokens == 160
+    assert engine.step(batch).tokens == 156
+    with pytest.raises(ConfigError, match="no loss"):
+        engine.step({"input_ids": batch["input_ids"]})
+    scores = {**batch, "labels": torch.rand(4)}  # such labels the model's own loss could not take
+    engine.step(scores, loss_fn=lambda outputs, b: (outputs.logits.mean((1, 2)) - b["labels"]).square().mean())
+
+
+def test_a_step_does_not_swallow_an_own_loops_gradients() -> None:
+    engine = Engine(llama())
+    engine.backward(engine.model(**tokens(0)).loss)
+    with pytest.raises(ConfigError, match="update"):
+        engine.step(tokens(0))
+    engine.update()
+    engine.step(tokens(0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_grad_norm": -1.0}, {"max_grad_norm": float("nan")}, {"max_grad_norm": "1"}, {"micro_batch_size": 2.5}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Engine(llama(), **wrong)
+
+
+def test_ranks_are_refused(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        Engine(llama())
+
+
+def test_a_graph_that_outlives_its_engine_goes_quietly(recwarn) -> None:
+    engine = Engine(llama())
+    loss = engine.model(**tokens(0)).loss
+    engine.close()
+    del loss
+    assert not [w for w in recwarn if "Exception ignored" in str(w.message)]
