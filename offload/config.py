@@ -150,8 +150,7 @@ class Config(BaseModel):
         if warmup is not None and train.steps is not None and warmup > train.steps:
             raise ConfigError(
                 f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would "
-                "never reach its peak; "
-                f"lower --optimizer.warmup_steps or raise --train.steps."
+                "never reach its peak; lower --optimizer.warmup_steps or raise --train.steps."
             )
         if (
             self.optimizer.schedule not in ("auto", "constant")
@@ -161,8 +160,8 @@ class Config(BaseModel):
         ):
             raise ConfigError(
                 f"optimizer.schedule is {self.optimizer.schedule}, which needs to know the last step, but only "
-                "train.max_seconds limits the run; "
-                f"set --train.steps or --train.epochs as well, or --optimizer.schedule constant."
+                "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
+                "--optimizer.schedule constant."
             )
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(

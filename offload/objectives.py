@@ -95,7 +95,6 @@ def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -
     if mask_id is None:
         raise ConfigError(
             f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens "
-            "fill the model's "
-            f"vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
+            f"fill the model's vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
         )
     return MaskedTokens(mask_id, num_tokens, seed)

@@ -43,9 +43,8 @@ class RunFolder:
         found = [name for name in _OF_A_RUN if (path / name).exists()]
         if found:
             raise ConfigError(
-                f"run.dir is {path}, which holds an earlier run ({', '.join(found)}) and no checkpoint to go on "
-                "from; it is left as it is. "
-                f"Set --run.dir to a folder that is new or empty, or move that one away."
+                f"run.dir is {path}, which holds an earlier run ({', '.join(found)}) and no checkpoint to go on from; "
+                "it is left as it is. Set --run.dir to a folder that is new or empty, or move that one away."
             )
 
     @classmethod

@@ -247,8 +247,7 @@ def _load(
     if not _weight_files(path):
         raise ConfigError(
             f"model.path is {section.path}, which has a config.json but no weights (*.safetensors or "
-            "pytorch_model*.bin); "
-            f"set --model.init random to start from random ones."
+            "pytorch_model*.bin); set --model.init random to start from random ones."
         )
     try:
         model, info = auto.from_pretrained(
@@ -266,8 +265,7 @@ def _load(
     if missing:
         raise ConfigError(
             f"the weights of model.path {section.path} lack {len(missing)} parameters of {type(model).__name__}, for "
-            f"example {missing[0]}; "
-            f"give a folder with all weights, or set --model.init random."
+            f"example {missing[0]}; give a folder with all weights, or set --model.init random."
         )
     return model
 

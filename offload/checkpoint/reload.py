@@ -79,8 +79,8 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
     if not difference <= TOLERANCE[precision] * max(scale, 1.0):
         raise OffloadError(
             f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the "
-            f"largest is {scale:.3g} "
-            f"(allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not be used."
+            f"largest is {scale:.3g} (allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not "
+            "be used."
         )
     allowed = TOLERANCE[precision] * max(scale, 1.0)
     return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"

@@ -118,14 +118,12 @@ class Dataset:
             if state.get(key) != own[key]:
                 raise ConfigError(
                     f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began: the batches would be "
-                    "others. Set it back, "
-                    "or begin another run.dir."
+                    "others. Set it back, or begin another run.dir."
                 )
         if state.get("fingerprint") != own["fingerprint"]:
             raise ConfigError(
                 "The training data is not what the run began with: the tokens differ, by the files, their format, the "
-                "tokenizer, "
-                "data.eval_fraction or data.train_on_prompt. Restore them, or begin another run.dir."
+                "tokenizer, data.eval_fraction or data.train_on_prompt. Restore them, or begin another run.dir."
             )
 
 
@@ -166,9 +164,8 @@ def build_dataset(
     prepared = preparation.tokens(loaded, train_on_prompt)
     if prepared.streams and not packing:
         raise ConfigError(
-            "data.packing=false makes a row of each document, but a one-dimensional file of tokens marks no documents. "
-            "Set "
-            "data.packing=true, or store the ids as .npy [documents, tokens]."
+            "data.packing=false makes a row of each document, but a one-dimensional file of tokens marks no "
+            "documents. Set data.packing=true, or store the ids as .npy [documents, tokens]."
         )
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
@@ -184,8 +181,7 @@ def build_dataset(
         num_tokens = prepared.train.num_tokens + prepared.eval.num_tokens
         raise ConfigError(
             f"data.source={source!r} has {num_tokens} tokens and none of them can be trained; one row needs a trained "
-            "token after another "
-            f"token within data.sequence_length={sequence_length}. Give more data."
+            f"token after another token within data.sequence_length={sequence_length}. Give more data."
         )
     return Dataset(train, held_out, loaded, batch_size, seed, tuple(notes))
 

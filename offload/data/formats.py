@@ -140,8 +140,7 @@ def _read_text(file: SourceFile) -> Iterator[Text]:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file.path} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it, or leave it out of "
-            "data.source; "
-            f"data.format={file.format}."
+            f"data.source; data.format={file.format}."
         ) from error
 
 
@@ -172,8 +171,8 @@ def _parse(data_format: str, record: Any, where: str) -> Record:
     """Turn one JSON value into a record, or say what it lacks."""
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} is a value of type {type(record).__name__}; "
-            f"data.format={data_format} needs an object with {_named(_KEYS[data_format])}."
+            f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
+            f"{_named(_KEYS[data_format])}."
         )
     missing = [key for key in _KEYS[data_format] if key not in record]
     if missing:

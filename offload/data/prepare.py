@@ -147,8 +147,7 @@ class Preparation:
             token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
             raise ConfigError(
                 f"{part.where} holds the token id {wrong}{token}; the model's vocabulary has {self._vocab_size}. Use "
-                "the tokenizer that "
-                "belongs to the model (data.tokenizer), or a model with a larger vocab_size."
+                "the tokenizer that belongs to the model (data.tokenizer), or a model with a larger vocab_size."
             )
 
 

@@ -79,8 +79,7 @@ def _find(source: str, data_format: str) -> list[SourceFile]:
             suffixes = " ".join(sorted(_suffixes(data_format)))
             raise ConfigError(
                 f"data.source={source!r} is a folder without a file to read: for data.format={data_format} the endings "
-                "looked for are "
-                f"{suffixes}. Name the files by a glob such as '{path / '*.log'}' to read other endings."
+                f"looked for are {suffixes}. Name the files by a glob such as '{path / '*.log'}' to read other endings."
             )
         return [_file(p, p.relative_to(path), data_format) for p in paths]
     if glob.has_magic(source):

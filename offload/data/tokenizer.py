@@ -50,8 +50,7 @@ def load_tokenizer(path: str) -> Any:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "
-            "holds its "
-            "tokenizer.json."
+            "holds its tokenizer.json."
         ) from error
 
 
@@ -71,8 +70,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
         return
     raise ConfigError(
         f"The tokenizer {name} has {num_tokens} tokens, the model's vocabulary has {vocab_size}. Choose another "
-        "data.tokenizer, or a model "
-        f"with vocab_size of at least {num_tokens}."
+        f"data.tokenizer, or a model with vocab_size of at least {num_tokens}."
     )
 
 
@@ -133,8 +131,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     if vocab_size < len(special) + 2:
         raise ConfigError(
             f"The model's vocabulary has {vocab_size} tokens, too few to train a tokenizer ({len(special)} are "
-            "special). Give data.tokenizer "
-            "a folder with a tokenizer, or choose a model with a larger vocab_size."
+            "special). Give data.tokenizer a folder with a tokenizer, or choose a model with a larger vocab_size."
         )
     bpe = Tokenizer(models.BPE() if all_bytes else models.BPE(unk_token=UNKNOWN))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -268,9 +268,8 @@ class Call:
 def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:
     if tensor._version != version:
         raise OffloadError(
-            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen "
-            f"in the recording pass; "
-            f"use an out-of-place operation there."
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
+            "the recording pass; use an out-of-place operation there."
         )
 
 

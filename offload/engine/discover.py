@@ -64,9 +64,8 @@ def describe_parameters(model: nn.Module, optimizer: AdamW, precision: str) -> l
     for index, (name, parameter) in enumerate(named):
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. "
-                f"Load the model "
-                f"unquantized."
+                f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. Load "
+                "the model unquantized."
             )
         fp32 = precision == "fp32" or (
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))

@@ -377,8 +377,7 @@ class Engine:
         if non_finite:
             raise NonFiniteError(
                 f"{non_finite} weights of unit {region.name} are no longer finite after the update with lr "
-                f"{self.lr:g}: the step is too "
-                f"large. Lower --optimizer.lr, and go on from the last checkpoint."
+                f"{self.lr:g}: the step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
             )
 
     def _refuse_non_finite(self) -> None:
@@ -386,9 +385,8 @@ class Engine:
         units = {i: region.name for region in self._parts.regions for i in region.parameters}
         raise NonFiniteError(
             f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
-            f"{len(self._parts.infos)} "
-            f"parameters). Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes "
-            f"on without such steps."
+            f"{len(self._parts.infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
+            "--train.on_nonfinite skip goes on without such steps."
         )
 
     def _give_up(self) -> None:

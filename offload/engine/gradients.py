@@ -132,9 +132,8 @@ class GradientFlow:
         region, position = self._places[index]
         if parameter.grad.is_sparse:
             raise ConfigError(
-                f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense "
-                f"ones are streamed. Make the "
-                f"module with sparse=False."
+                f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense ones "
+                "are streamed. Make the module with sparse=False."
             )
         gradient, parameter.grad = parameter.grad.reshape(-1), None
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
@@ -188,9 +187,8 @@ class GradientFlow:
         if region.index in self._landed:
             raise OffloadError(
                 f"unit {' = '.join(region.units)} gave a second gradient after its first had left the device: the "
-                f"model took another "
-                f"path than in the recording pass. Use engine.model and engine.backward, which add up any number "
-                f"of passes."
+                "model took another path than in the recording pass. Use engine.model and engine.backward, which add "
+                "up any number of passes."
             )
         self._landed.add(region.index)
         self._measure(region, flat)

@@ -80,8 +80,7 @@ def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> di
     if unknown and not has_loss_function:
         raise ConfigError(
             f"the batch has {unknown[0]!r}, which {type(model).__name__}.forward does not "
-            f"take{nearest(unknown[0], signature)}; it "
-            f"takes {', '.join(signature)}."
+            f"take{nearest(unknown[0], signature)}; it takes {', '.join(signature)}."
         )
     return {key: value for key, value in batch.items() if key in signature}
 
@@ -97,9 +96,8 @@ def find_loss(outputs: Any) -> torch.Tensor:
         loss = outputs
     if not isinstance(loss, torch.Tensor) or loss.dim():
         raise ConfigError(
-            f"the model returned no loss ({type(outputs).__name__}): put labels into the batch, or give "
-            f"engine.step a loss_fn(outputs, "
-            f"batch) that returns a 0-dim tensor."
+            f"the model returned no loss ({type(outputs).__name__}): put labels into the batch, or give engine.step a "
+            "loss_fn(outputs, batch) that returns a 0-dim tensor."
         )
     return loss
 

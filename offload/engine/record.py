@@ -209,9 +209,8 @@ class Recording:
     def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if _moved(weights, versions):
             raise ConfigError(
-                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change "
-                f"would stay "
-                f"on the device and be lost. Build the module without it."
+                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change would "
+                "stay on the device and be lost. Build the module without it."
             )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
@@ -219,10 +218,8 @@ class Recording:
             if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
                 raise ConfigError(
                     f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and "
-                    f"that input is a view of "
-                    f"another tensor: its gradient cannot be followed when the unit streams. Give the unit a copy "
-                    f"(.clone()), or write "
-                    f"the operation out of place."
+                    "that input is a view of another tensor: its gradient cannot be followed when the unit streams. "
+                    "Give the unit a copy (.clone()), or write the operation out of place."
                 )
 
     def _splits(self, unit: Unit, arguments: Arguments) -> bool:
@@ -263,13 +260,11 @@ class Recording:
             found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
             if found is not None and id(leaf) not in own:
                 raise ConfigError(
-                    f"a tensor computed inside unit {found[1]} reaches "
-                    f"{f'unit {unit.name}' if unit else 'the loss'} by another way than "
-                    f"arguments and results (a hook, a cache or a shared container), and its gradient would be "
-                    f"lost when the unit "
-                    f"streams. Flags that collect such tensors cannot be honoured, as output_router_logits=True "
-                    f"for a router loss: set "
-                    f"them to False in the model's config."
+                    f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
+                    "by another way than arguments and results (a hook, a cache or a shared container), and its "
+                    "gradient would be lost when the unit streams. Flags that collect such tensors cannot be "
+                    "honoured, as output_router_logits=True for a router loss: set them to False in the model's "
+                    "config."
                 )
 
 

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 _FIXES = {
     "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations "
-    "cpu, lower "
-    "--train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
+    "cpu, lower --train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
     "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto "
-    "or always, or raise "
-    "--offload.device_memory.",
+    "or always, or raise --offload.device_memory.",
 }
 
 
@@ -86,8 +84,7 @@ class Stream:
         if self._inside is not None:
             raise OffloadError(
                 f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
-                f"recording pass: "
-                f"there is one slot for both."
+                "recording pass: there is one slot for both."
             )
         self._inside = unit
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:

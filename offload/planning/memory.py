@@ -111,10 +111,8 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
         raise DoesNotFitError(
             f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} "
-            f"({total} bytes), "
-            f"{format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
-            f"{floor if tier == 'device' else ''}"
-            f"Nothing was allocated. Raise --{flags[tier]} to {total}"
+            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total}"
             + (_device_fix if tier == "device" else _host_fix)
         )
 

@@ -46,9 +46,7 @@ class Ledger:
         short = self.current_bytes + num_bytes - self.budget_bytes
         held = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
         return (
-            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and "
-            f"{name} needs "
-            f"{format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too "
-            f"little. "
-            f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'}"
+            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and {name} "
+            f"needs {format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too "
+            f"little. {fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'}"
         )

@@ -45,14 +45,12 @@ class Placement:
         if self.optimizer == "device" and self.parameters == "cpu":
             raise ConfigError(
                 "offload.optimizer is device and offload.parameters is cpu: states above their parameters save "
-                "nothing. "
-                "Set --offload.parameters device, or --offload.optimizer cpu."
+                "nothing. Set --offload.parameters device, or --offload.optimizer cpu."
             )
         if (self.gradients == "device" and self.optimizer == "cpu") or (
             self.gradients == "cpu" and self.optimizer == "device"
         ):
             raise ConfigError(
                 f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait "
-                f"beside the optimizer "
-                f"states. Set --offload.gradients auto."
+                "beside the optimizer states. Set --offload.gradients auto."
             )
