@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.engine.loss import IGNORED
 from offload.errors import ConfigError
 
-IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
 

@@ -37,7 +37,7 @@ class Arguments:
     @property
     def structure(self) -> Hashable:
         """Return what two uses of a unit must have in common for what was learned of one to hold for the other."""
-        return str(self._spec), tuple(kind is True for kind, *_ in self._leaves), tuple(t.dim() for t in self.tensors)
+        return self._spec, tuple(kind is True for kind, *_ in self._leaves), tuple(t.dim() for t in self.tensors)
 
     def fill(self, tensors: Sequence[torch.Tensor], others: Sequence[Any] | None = None) -> Any:
         """Return the tree with other tensors (and other leaves) in the places of the listed ones."""

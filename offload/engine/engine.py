@@ -23,8 +23,7 @@ from offload.engine.loss import (
     LossFunction,
     LossRule,
     check_batch,
-    check_loss,
-    find_loss,
+    run_loss,
     select_inputs,
     split_rows,
 )
@@ -256,8 +255,7 @@ class Engine:
         self.counters.begin_step()
         self._parts.stream.begin_step()
         try:
-            with self._as_ours():
-                yield
+            yield
         except BaseException:
             self._give_up()
             raise
@@ -287,9 +285,7 @@ class Engine:
                 if columns is not None:
                     yield self._chunked_loss(batch, columns, tokens)
                     return
-                outputs = self.model(**select_inputs(self.model, batch, loss_fn is not None))
-                loss = check_loss(loss_fn(outputs, batch)) if loss_fn else find_loss(outputs)
-                yield loss
+                yield run_loss(self.model, batch, loss_fn)
             return
         for part in split_rows(batch, micro):
             share, extra = 1.0, {}
@@ -300,8 +296,7 @@ class Engine:
                 if not share:
                     continue
             with self._as_ours():
-                outputs = self.model(**select_inputs(self.model, part, loss_fn is not None), **extra)
-                loss = check_loss(loss_fn(outputs, part)) if loss_fn else find_loss(outputs)
+                loss = run_loss(self.model, part, loss_fn, **extra)
             yield loss * share if share != 1.0 else loss
 
     def _head_columns(self, batch: Batch, loss_fn: LossFunction | None) -> int | None:
@@ -331,13 +326,8 @@ class Engine:
                     gradient[:, span] = leaf.grad
                 total += loss.detach().to("cpu", torch.float32)
         if gradient is not None:
-            with stream.micro_batches(*self._micro_of(batch)):
-                hidden.backward(gradient)
+            hidden.backward(gradient)
         return total
-
-    def _micro_of(self, batch: Batch) -> tuple[int, int]:
-        rows = check_batch(batch)
-        return rows, min(self._micro_batch_size or rows, rows)
 
     @property
     def _splits(self) -> bool:

@@ -118,11 +118,12 @@ class GradientFlow:
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
+        was_wide = self.is_wide
         self._repeats, self.is_wide, self._end = True, True, 0
         try:
             yield
         finally:
-            self._repeats = self.is_wide = False
+            self._repeats, self.is_wide = False, was_wide
         self.close(regions)
 
     def take(self, index: int, parameter: nn.Parameter) -> None:

@@ -114,6 +114,12 @@ def check_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
+def run_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, **extra: Any) -> torch.Tensor:
+    """Run the model on a batch, and return the loss of `loss_fn`, or without one the model's own."""
+    outputs = model(**select_inputs(model, batch, loss_fn is not None), **extra)
+    return check_loss(loss_fn(outputs, batch)) if loss_fn else find_loss(outputs)
+
+
 def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None) -> LossRule:
     """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
 

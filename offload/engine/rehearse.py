@@ -17,9 +17,8 @@ from offload.engine.loss import (
     LossFunction,
     LossRule,
     check_batch,
-    check_loss,
-    find_loss,
     probe_loss,
+    run_loss,
     select_inputs,
 )
 from offload.engine.record import Recording
@@ -62,12 +61,13 @@ class Rehearsal:
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
-        def loss_of(sample: Batch) -> Any:
-            outputs = run(sample)
-            return check_loss(loss_fn(outputs, sample)) if loss_fn else find_loss(outputs)
-
         samples = [self._sample(batch, rows, whole) for rows in _ROWS]
-        self._record([(rows, partial(loss_of, sample)) for rows, sample in zip(_ROWS, samples, strict=True)])
+        self._record(
+            [
+                (rows, partial(run_loss, self._model, sample, loss_fn))
+                for rows, sample in zip(_ROWS, samples, strict=True)
+            ]
+        )
         head = None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
