@@ -59,6 +59,18 @@ int64_t py_adamw(Address master, Address lo, Address exp_avg, Address exp_avg_sq
   return adamw(arrays, scalars, execution(threads, isa));
 }
 
+int64_t py_correct_adamw(Address master, Address lo, Address exp_avg, Address exp_avg_sq, Address grad,
+                         bool grad_is_bf16, int64_t n, double applied_scale, double grad_scale, double lerp_weight,
+                         double one_minus_beta2, double least_v_per_m2, double sqrt_correction2, double eps,
+                         double neg_step_size, int threads, int isa) {
+  const AdamwArrays arrays{at<void>(master),      at<int16_t>(lo), at<float>(exp_avg), at<float>(exp_avg_sq),
+                           at<const void>(grad), grad_is_bf16,    n};
+  const auto f = [](double x) { return static_cast<float>(x); };
+  const CorrectionScalars scalars{f(applied_scale),  f(grad_scale),       f(lerp_weight), f(one_minus_beta2),
+                                  f(least_v_per_m2), f(sqrt_correction2), f(eps),         f(neg_step_size)};
+  return correct_adamw(arrays, scalars, execution(threads, isa));
+}
+
 void py_split(Address master, Address hi, Address lo, int64_t n, int threads, int isa) {
   split(at<const float>(master), at<uint16_t>(hi), at<int16_t>(lo), n, execution(threads, isa));
 }
@@ -115,6 +127,7 @@ NB_MODULE(_core, module) {
   module.def("supported_isas", &supported_isas);
   module.def("physical_cores", &physical_cores);
   module.def("adamw", &py_adamw, no_gil);
+  module.def("correct_adamw", &py_correct_adamw, no_gil);
   module.def("split", &py_split, no_gil);
   module.def("join", &py_join, no_gil);
   module.def("to_bf16", &py_to_bf16, no_gil);

@@ -25,6 +25,18 @@ struct AdamwScalars {
   float neg_step_size;      // -lr / (1 - beta1^step)
 };
 
+// What a correction multiplies with: those of the step that was done, whose gradient scale was applied_scale.
+struct CorrectionScalars {
+  float applied_scale;
+  float grad_scale;  // the scale it should have had
+  float lerp_weight;
+  float one_minus_beta2;
+  float least_v_per_m2;  // exp_avg_sq is at least this times exp_avg^2, both without the step's gradient
+  float sqrt_correction2;
+  float eps;
+  float neg_step_size;
+};
+
 // master: fp32 where lo is null; else `master` is the bfloat16 plane and `lo` the int16 plane of a split master.
 struct AdamwArrays {
   void* master;
@@ -38,6 +50,10 @@ struct AdamwArrays {
 
 // Returns how many new master weights are not finite, judged in fp32 (a split NaN can look like a zero in its high half).
 int64_t adamw(const AdamwArrays& arrays, const AdamwScalars& scalars, Execution how);
+
+// Brings the states after adamw to where another gradient scale would have brought them; returns as adamw does. Where
+// the two scales are equal it counts and writes nothing.
+int64_t correct_adamw(const AdamwArrays& arrays, const CorrectionScalars& scalars, Execution how);
 
 void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
 void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);

@@ -43,7 +43,14 @@ struct Wide {
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
   static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
   static Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
+  static Vec if_equal(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+  }
+  static Vec if_at_most(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LE_OQ));
+  }
   static int64_t count_nonfinite(Vec x) {
     const __m256i exponent = _mm256_set1_epi32(0x7F800000);
     const __m256i found = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);

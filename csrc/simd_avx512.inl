@@ -41,7 +41,14 @@ struct Wide {
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
   static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
   static Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
+  static Vec if_equal(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), yes);
+  }
+  static Vec if_at_most(Vec a, Vec b, Vec yes, Vec no) {
+    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ), yes);
+  }
   static int64_t count_nonfinite(Vec x) {
     constexpr int kQuietNan = 0x01, kPlusInf = 0x08, kMinusInf = 0x10, kSignalingNan = 0x80;
     return __builtin_popcount(_mm512_fpclass_ps_mask(x, kQuietNan | kPlusInf | kMinusInf | kSignalingNan));

@@ -46,7 +46,10 @@ struct Narrow {
   static Vec mul(Vec a, Vec b) { return a * b; }
   static Vec div(Vec a, Vec b) { return a / b; }
   static Vec fma(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }  // a * b + c, rounded once
+  static Vec fnma(Vec a, Vec b, Vec c) { return __builtin_fmaf(-a, b, c); }  // c - a * b, rounded once
   static Vec sqrt(Vec a) { return __builtin_sqrtf(a); }
+  static Vec if_equal(Vec a, Vec b, Vec yes, Vec no) { return a == b ? yes : no; }  // `no` where a or b is NaN
+  static Vec if_at_most(Vec a, Vec b, Vec yes, Vec no) { return a <= b ? yes : no; }
   static int64_t count_nonfinite(Vec x) { return (bits_of(x) & 0x7F800000) == 0x7F800000; }
 
   // 32 running sums of squares in double, of which number k takes the elements whose index is k modulo 32.

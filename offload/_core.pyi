@@ -27,6 +27,26 @@ def adamw(
     isa: int,
     /,
 ) -> int: ...
+def correct_adamw(
+    master: int,
+    lo: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    grad: int,
+    grad_is_bf16: bool,
+    n: int,
+    applied_scale: float,
+    grad_scale: float,
+    lerp_weight: float,
+    one_minus_beta2: float,
+    least_v_per_m2: float,
+    sqrt_correction2: float,
+    eps: float,
+    neg_step_size: float,
+    threads: int,
+    isa: int,
+    /,
+) -> int: ...
 def split(master: int, hi: int, lo: int, n: int, threads: int, isa: int, /) -> None: ...
 def join(hi: int, lo: int, master: int, n: int, threads: int, isa: int, /) -> None: ...
 def to_bf16(source: int, out: int, n: int, threads: int, isa: int, /) -> None: ...

@@ -52,6 +52,56 @@ def adamw(
     return num_nonfinite
 
 
+@torch.no_grad()
+def correct_adamw(
+    master: Tensor,
+    lo: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    applied_scale: float,
+    grad_scale: float,
+    lerp_weight: float,
+    one_minus_beta2: float,
+    least_v_per_m2: float,
+    sqrt_correction2: float,
+    eps: float,
+    neg_step_size: float,
+) -> Tensor:
+    """Turn a step that was done with `applied_scale` into one with `grad_scale`, in place; return what `adamw` does.
+
+    See `offload.native.correct_adamw`.
+    """
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+    correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
+    weight1 = torch.full((), lerp_weight, dtype=torch.float32, device=master.device)
+
+    def change(m: Tensor, v: Tensor) -> Tensor:
+        return (m * neg_step_size).div_(_sqrt(v).div_(correction).add_(eps))
+
+    for begin in range(0, master.numel(), _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        m, v = exp_avg[part], exp_avg_sq[part]
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        if applied_scale != grad_scale:
+            raw = grad[part].float()
+            applied, scaled = raw * applied_scale, raw * grad_scale
+            old_change = change(m, v)
+            nothing_else = m == applied * lerp_weight
+            m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
+            factor = applied * one_minus_beta2
+            nothing_else = v <= factor * applied
+            v.addcmul_(factor.neg(), applied)
+            v.copy_(torch.where(nothing_else, (m * least_v_per_m2).mul_(m), v))
+            m.addcmul_(scaled, weight1)
+            v.addcmul_(scaled * one_minus_beta2, scaled)
+            weight.add_(change(m, v).sub_(old_change))
+            if lo is not None:
+                split(weight, master[part], lo[part])
+        num_nonfinite += weight.isfinite().logical_not_().sum()
+    return num_nonfinite
+
+
 def _sqrt(x: Tensor) -> Tensor:
     """Return the square root, correctly rounded: torch's own for float32 on the CPU may be off by an ulp (MKL's is)."""
     return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()

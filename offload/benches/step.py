@@ -2,7 +2,8 @@
 
 Plain PyTorch clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones.
 `recompute always` is compared with per-layer activation checkpointing, `never` with none. Where DeepSpeed can be
-imported, its ZeRO-3 with optimizer and parameters on the CPU takes part as well.
+imported, its ZeRO-3 with optimizer and parameters on the CPU takes part as well. `--overlap` compares throttled lanes
+with an ideal schedule instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload.benches import overlap
 from offload.benches.report import Result
 
+SIZES = {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}
 LEARNING_RATE = 1e-3
 Step = Callable[[Any], object]
 
@@ -35,17 +38,24 @@ class Contender:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
-    for name, default in (("hidden", 512), ("layers", 8), ("vocabulary", 8192), ("sequence", 256), ("batch", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
+    for name, default in SIZES.items():
+        defaults = f"default {default}, with --overlap {overlap.SIZES[name]}"
+        parser.add_argument(f"--{name}", type=int, help=f"of the Llama ({defaults})")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
     parser.add_argument("--steps", type=int, default=15, help="rounds, after two to warm up (default %(default)s)")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
+    overlap.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per precision, recompute mode and contender."""
+    """Measure, and return one result per precision, recompute mode and contender; or what `overlap` returns."""
+    for name, default in (overlap.SIZES if arguments.overlap else SIZES).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if arguments.overlap:
+        return overlap.run(arguments, _model)
     import torch
 
     from offload import native

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,26 @@ from offload.engine.checkpoints import HostCheckpoints
 from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping
+from offload.engine.leftover import Leftover
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
+from offload.engine.updates import Updates
 from offload.errors import format_bytes
+from offload.lanes.lanes import open_lanes, overlaps
+from offload.lanes.throttle import Throttle
 from offload.optim.adamw import AdamW
 from offload.partition.layout import ParameterInfo, Region, build_regions
-from offload.planning.memory import Allocation, UnitPlan, check_budgets, plan_memory, resident_regions, slot_bytes
+from offload.planning.memory import (
+    SLOT,
+    Allocation,
+    UnitPlan,
+    check_budgets,
+    plan_memory,
+    resident_regions,
+    slot_bytes,
+    staging_bytes,
+)
+from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.host import trim_heap
@@ -27,6 +42,67 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+
+AUTO_LOOKAHEAD = 2
+"""Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine was told, checked."""
+
+    optimizer: AdamW
+    placement: Placement
+    precision: str
+    max_grad_norm: float | None
+    clip: str
+    skips: bool
+    splits: bool
+    recompute: str
+    prefetch: int | str
+    throttle: Mapping[str, Throttle]
+    seed: int
+    debug: bool | int
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True where gradients wait on the host: for the norm, for the certainty that they are finite, or for a
+        correction.
+        """
+        return self.max_grad_norm is not None or self.skips
+
+    @property
+    def delay_seed(self) -> int | None:
+        """The seed by which lanes wait at random; None where they do not."""
+        return None if self.debug is False else int(self.debug)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where parameters and optimizer states live, how many units are fetched ahead, what is allocated, and what would
+    be with all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
+    """
+
+    tiers: tuple[str, str]
+    ahead: int
+    limited: bool
+    allocations: list[Allocation]
+    most: list[Allocation]
+
+    def of(self, tier: str, name: str) -> Allocation:
+        """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
+        return _find(self.allocations, tier, name)
+
+    def range(self, name: str) -> tuple[int, int]:
+        """Return the bytes of an allocation on the device, planned and at most."""
+        planned = self.of("device", name).num_bytes
+        most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
+        return planned, max(planned, most)
+
+
+def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
+    found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
+    return next(found, Allocation(tier, name, 0))
 
 
 class Assembly:
@@ -37,61 +113,87 @@ class Assembly:
     def __init__(
         self,
         model: nn.Module,
+        settings: Settings,
         infos: list[ParameterInfo],
         candidates: Sequence[Candidate],
         regions: Sequence[Region],
-        plan: Sequence[Allocation],
-        placement: Placement,
-        tiers: tuple[str, str],
-        *,
-        waits: bool,
-        recompute: str,
+        plan: Plan,
         counters: Counters,
-        seed: int,
-        debug: bool,
         fill: Callable[[str, nn.Module], None] | None,
     ) -> None:
-        self.model, self.infos, self.regions, self.plan = model, infos, regions, plan
+        self.model, self.infos, self.regions = model, infos, regions
         self.closed = False
+        placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         device_ledger = Ledger("device", _bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", _bytes(placement.host_memory), "offload.host_memory")
-        self.device = open_device(device_ledger)
+        self.lanes = open_lanes(settings.throttle, settings.delay_seed)
+        self.device = open_device(device_ledger, copies_aside=self.lanes.overlap)
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
         self._configs = _freeze_cache(model)
         _put_buffers(model, self.device.torch_device)
 
-        self.store = Store(regions, infos, tier=tiers[1], device=self.device, host=self.host)
-        if waits:
+        self.store = Store(regions, infos, tier=plan.tiers[1], device=self.device, host=self.host)
+        if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
-        sizes = {(a.tier, a.name.split(" (")[0]): a for a in plan}
-        slot = sizes.get(("device", "unit slot"))
+        slot, buffer = plan.of("device", SLOT), plan.of("device", "gradient buffer")
         self.slots = Slots(
             self.store,
             infos,
             self.device,
+            self.lanes,
             counters,
-            slot_bytes=slot.num_bytes if slot else 0,
-            slot_name=slot.name if slot else "",
+            slot_bytes=slot.num_bytes,
+            slot_name=slot.name,
+            debug=debug,
         )
-        buffer = sizes.get(("device", "gradient buffer"))
+        # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        stays = plan.tiers[0] == "device" or plan.limited
+        self.executor = Executor(
+            self.slots,
+            len(regions) if settings.prefetch == "auto" and self.lanes.overlap else plan.ahead,
+            None if stays else 1 + plan.ahead,
+        )
         self.gradients = GradientFlow(
             self.store,
             infos,
             regions,
             self.device,
+            self.lanes,
             counters,
-            buffer_bytes=buffer.num_bytes if buffer else 0,
-            staging=self._stage() if not waits else torch.empty(0, dtype=torch.uint8),
+            buffer_bytes=buffer.num_bytes,
+            staging=torch.empty(0, dtype=torch.uint8) if keeps_gradients else self._stage(),
+            debug=debug,
         )
-        self.stream = Stream(
+        self.updates = Updates(
+            self.store,
+            infos,
+            self.gradients,
+            self.slots,
+            self.lanes,
+            settings.optimizer,
+            max_grad_norm=settings.max_grad_norm,
+            skips=settings.skips,
+            is_speculative=settings.clip == "speculative",
+            debug=debug,
+        )
+        self.leftover = Leftover(
             self.device,
             self.slots,
             self.gradients,
-            Keeping(recompute, device_ledger, self._is_weight),
-            HostCheckpoints(self.device, self.host, counters) if placement.activations == "cpu" else None,
-            seed=seed,
-            debug=debug,
+            slots_bytes=plan.range(SLOT),
+            buffer_bytes=plan.range("gradient buffer"),
+            moved=self._forget_places,
+        )
+        self.stream = Stream(
+            self.device,
+            self.lanes,
+            self.slots,
+            self.executor,
+            self.gradients,
+            Keeping(settings.recompute, device_ledger, self._is_weight),
+            HostCheckpoints(self.device, self.host, self.lanes, counters) if placement.activations == "cpu" else None,
+            seed=settings.seed,
         )
         self.units: list[Unit] = []
         self.standing: dict[int, nn.Parameter] = {}
@@ -100,13 +202,12 @@ class Assembly:
             self.units.append(Unit(number, candidate, mine, self.stream))
         self._take(fill)
         trim_heap()
-        if tiers[0] == "device":
-            self.slots.keep(regions)
         for unit in self.units:
             if unit.resident:
                 self._settle(unit)
             else:
                 unit.route()
+        self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         for region in regions:
             if len(region.units) > 1:
                 self.gradients.make_lasting(region)
@@ -156,6 +257,8 @@ class Assembly:
         """Give a unit its weights on the device for good; its module runs as it is."""
         unit.unroute()
         self.slots.keep(unit.regions)
+        self.slots.settle()
+        self.executor.reset()
         for other in self.units:
             if any(region in unit.regions for region in other.regions):
                 other.forget_live()
@@ -165,6 +268,13 @@ class Assembly:
         unit.install(live)
         self.standing.update(live)
 
+    def _forget_places(self) -> None:
+        """The device's memory for weights is about to become another."""
+        self.executor.reset(keep_orders=True)
+        for unit in self.units:
+            if not unit.resident:
+                unit.forget_live()
+
     def accumulate(self) -> None:
         """Make room for gradients that are summed over several backward passes."""
         if not self.gradients.accumulates:
@@ -172,8 +282,8 @@ class Assembly:
             self.gradients.accumulate(self._stage())
 
     def _stage(self) -> torch.Tensor:
-        """Return host memory for one region's gradients on their way."""
-        num_bytes = max((region.weight_bytes for region in self.regions if region.trainable), default=0)
+        """Return host memory for gradients on their way."""
+        num_bytes = staging_bytes(self.regions, 2 if self.lanes.overlap else 1)
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
         if "gradient staging" not in self.host.allocations:
@@ -206,6 +316,7 @@ class Assembly:
             unit.forget_live()
         for config, used in self._configs:
             config.use_cache = used
+        self.lanes.close()
         self.stream.close()
         self.slots.free()
         self.gradients.free()
@@ -217,16 +328,8 @@ class Assembly:
 
 def assemble(
     model: nn.Module,
-    *,
-    optimizer: AdamW,
-    placement: Placement,
-    precision: str,
-    waits: bool,
-    splits: bool,
-    recompute: str,
+    settings: Settings,
     counters: Counters,
-    seed: int,
-    debug: bool,
     fill: Callable[[str, nn.Module], None] | None,
 ) -> Assembly:
     """Find the units, plan, check the budgets, and only then allocate."""
@@ -234,37 +337,49 @@ def assemble(
         # Units recompute already; the second name is what transformers called it before 5.23.
         disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()
-    infos = describe_parameters(model, optimizer, precision)
+    infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates})
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
+    plan = _plan(settings, units, regions)
+    return Assembly(model, settings, infos, candidates, regions, plan, counters, fill)
 
-    def plan_for(parameters: str, states: str) -> list[Allocation]:
+
+def _plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region]) -> Plan:
+    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold."""
+    overlap = overlaps(settings.throttle, settings.delay_seed)
+
+    def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
-            units, regions, parameters_tier=parameters, optimizer_tier=states, keeps_gradients=waits, splits=splits
+            units,
+            regions,
+            parameters_tier=parameters,
+            optimizer_tier=states,
+            keeps_gradients=settings.keeps_gradients,
+            splits=settings.splits,
+            ahead=ahead,
+            buffers=buffers,
+            stagings=2 if overlap else 1,
         )
 
+    placement = settings.placement
     tiers = _choose_tiers(placement, plan_for)
-    plan = plan_for(*tiers)
+    limited = placement.device_memory is not None or torch.cuda.is_available()
+    ahead, buffers = 0, 1
+    if isinstance(settings.prefetch, int):
+        ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
+    elif overlap and not limited:
+        ahead, buffers = AUTO_LOOKAHEAD, 2
+    allocations = plan_for(*tiers, ahead, buffers)
+    most = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
     largest = max(units, key=lambda unit: slot_bytes(unit, resident))
     floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
-    check_budgets(plan, {"device": _bytes(placement.device_memory), "cpu": _bytes(placement.host_memory)}, floor)
-    return Assembly(
-        model,
-        infos,
-        candidates,
-        regions,
-        plan,
-        placement,
-        tiers,
-        waits=waits,
-        recompute=recompute,
-        counters=counters,
-        seed=seed,
-        debug=debug,
-        fill=fill,
-    )
+    if ahead and isinstance(settings.prefetch, int):
+        floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
+    budgets = {"device": _bytes(placement.device_memory), "cpu": _bytes(placement.host_memory)}
+    check_budgets(allocations, budgets, floor)
+    return Plan(tiers, ahead, limited, allocations, most)
 
 
 def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allocation]]) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from offload.engine.kept import KeptGraph, TooMuchToKeepError
 from offload.errors import OffloadError
 
 if TYPE_CHECKING:
-    from offload.engine.stream import Stream
+    from offload.engine.stream import Returning, Stream
     from offload.engine.unit import Unit
 
 
@@ -130,6 +130,7 @@ class Call:
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
+        self._coming: dict[int, Returning] = {}
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -197,6 +198,7 @@ class Call:
         ]
         self._stream.hold(inputs, "unit inputs")
         self._inputs, self._versions = inputs, [t._version for t in inputs]
+        self._stream.opened(self)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -213,13 +215,12 @@ class Call:
             _refuse_change(unit, tensor, version)
         found: list[list[torch.Tensor | None]] = []
         ambient = stream.device.random_state() if self.learned.random else None
-        stream.enter(unit)
-        stream.gradients.open(unit.regions)
+        stream.enter(unit, backward=True)
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
-            for part in self._parts:
+            for number, part in enumerate(self._parts):
                 with _buffers_as(self.learned.buffers, part.buffers):
-                    leaves, results = part.graph.take() if part.graph else self._recompute(part)
+                    leaves, results = part.graph.take() if part.graph else self._recompute(number)
                     pieces = self.learned.cut_outputs(gradients, part.rows)
                     pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
                     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
@@ -234,12 +235,24 @@ class Call:
             self.close()
         return self.learned.join_gradients(found, self._shapes)
 
-    def _recompute(self, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def prepare(self, number: int = 0) -> None:
+        """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
+        if self._inputs and number not in self._coming:
+            self._coming[number] = self._stream.bring_back(
+                self.learned.cut_inputs(self._inputs, self._parts[number].rows)
+            )
+
+    def _recompute(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
         come in for.
         """
-        unit, stream, learned = self.unit, self._stream, self.learned
-        saved = [stream.bring_back(t) for t in learned.cut_inputs(self._inputs, part.rows)]
+        unit, stream, learned, part = self.unit, self._stream, self.learned, self._parts[number]
+        self.prepare(number)
+        saved = stream.wait(self._coming.pop(number))
+        if number + 1 == len(self._parts):
+            stream.look_back(self)
+        elif stream.looks_back:
+            self.prepare(number + 1)
         others = learned.cut_others(self._arguments.others, part.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         if part.random is not None:
@@ -259,7 +272,7 @@ class Call:
                     part.graph.close()
             self._stream.let_go(self._inputs)
             self._stream.used(self.unit)
-            self._inputs, self._parts = [], []
+            self._inputs, self._parts, self._coming = [], [], {}
 
     def __del__(self) -> None:
         self.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.export import export_model
-from offload.engine.assemble import Assembly, assemble
+from offload.engine.assemble import Assembly, Settings, assemble
 from offload.engine.head import ChunkedHead
 from offload.engine.learned import DepartedError
 from offload.engine.loss import (
@@ -28,13 +28,13 @@ from offload.engine.loss import (
     split_rows,
 )
 from offload.engine.rehearse import Rehearsal, in_eval_mode
-from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
+from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
+from offload.lanes.throttle import parse_throttle
 from offload.optim.adamw import AdamW
-from offload.optim.clip import clip_coefficient, total_norm
-from offload.optim.update import update_region
 from offload.partition.layout import Region
 from offload.sections import parse_size
 from offload.telemetry.counters import Counters
+from offload.telemetry.timeline import LaneTime, Span
 from offload.tiers.placement import Placement
 
 _Result = TypeVar("_Result")
@@ -44,12 +44,20 @@ _Result = TypeVar("_Result")
 class StepResult:
     """What a step gives: the loss (0-dim fp32 CPU tensor), the norm of the gradients before clipping, the target
     tokens, and whether the update was skipped for a gradient that is not finite. `tokens` is None in own loops.
+
+    corrected: how many regions speculative clipping had updated with another coefficient than the true one; coarse: one
+    of them was too far off for the correction to be as exact as docs/design.md says. seconds: of the step on this
+    thread; lanes: how long each lane was busy in it, and how long compute waited for it.
     """
 
     loss: torch.Tensor
     grad_norm: float
     tokens: int | None
     skipped: bool
+    corrected: int = 0
+    coarse: bool = False
+    seconds: float = 0.0
+    lanes: Mapping[str, LaneTime] = field(default_factory=dict)
 
 
 class Engine:
@@ -76,18 +84,17 @@ class Engine:
         zero_stage: int = 3,
         throttle: Mapping[str, Any] | None = None,
         seed: int = 0,
-        debug: bool = False,
+        debug: bool | int = False,
         head_chunk_bytes: int | str | None = "256MiB",
         fill: Callable[[str, nn.Module], None] | None = None,
     ) -> None:
         _check(precision, ("fp32", "bf16"), "train.precision")
-        _check(clip, ("auto", "deferred"), "train.clip")
+        _check(clip, ("auto", "deferred", "speculative"), "train.clip")
         _check(on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(recompute, ("always", "never", "auto"), "train.recompute")
-        _check(prefetch, ("auto", 0), "offload.prefetch")
+        if prefetch != "auto" and (type(prefetch) is not int or prefetch < 0):
+            raise ConfigError(f"offload.prefetch is {prefetch!r}; a number of units, at least 0, or auto.")
         _check(zero_stage, (0, 1, 2, 3), "offload.zero_stage")
-        if throttle:
-            raise ConfigError("offload.throttle: this version has no lanes to throttle yet; leave it out.")
         if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
             raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
@@ -100,32 +107,31 @@ class Engine:
         self.optimizer = optimizer or AdamW()
         self.lr = self.optimizer.lr
         self.counters = Counters()
-        self._max_grad_norm = max_grad_norm or None
-        self._skips = on_nonfinite == "skip"
         self._micro_batch_size = micro_batch_size
-        # The update waits for the norm, or for the certainty that every gradient is finite; else it runs as gradients
-        # land.
-        self._waits = self._max_grad_norm is not None or self._skips
-        self._parts: Assembly = assemble(
-            model,
+        settings = Settings(
             optimizer=self.optimizer,
             placement=placement or Placement(),
             precision=precision,
-            waits=self._waits,
+            max_grad_norm=max_grad_norm or None,
+            clip="deferred" if clip == "auto" or on_nonfinite == "skip" else clip,
+            skips=on_nonfinite == "skip",
             splits=micro_batch_size is not None,
             recompute=recompute,
-            counters=self.counters,
+            prefetch=prefetch,
+            throttle=parse_throttle(throttle),
             seed=seed,
             debug=debug,
-            fill=fill,
         )
+        self._parts: Assembly = assemble(model, settings, self.counters, fill)
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
+        self._updates = self._parts.updates
         self._head_chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         self._head: ChunkedHead | None = None
         self._losses: list[torch.Tensor] = []
         self._is_open = False  # a step of an own loop has begun
-        self._is_updating = False
+        self._kind: Hashable = None
+        self.spans: list[Span] = []
         self._torn: str | None = None
         self._is_ours = False
         self._rehearsal = Rehearsal(model, self._parts, self.counters, self._as_ours)
@@ -155,15 +161,15 @@ class Engine:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
-        with self._step():
-            loss = torch.zeros((), dtype=torch.float32)
-            self._flow.landed = None if self._waits or self._flow.accumulates else self._update
+        kind = ("step", self._shape(batch), loss_fn is None)
+        with self._ending():
+            self._begin_step(kind)
+            loss = torch.zeros((), dtype=torch.float32, device=self.device)
             for part_loss in self._losses_of(batch, rule, tokens, loss_fn):
                 if part_loss.requires_grad:
                     part_loss.backward()
-                loss += part_loss.detach().to("cpu", torch.float32)
-            norm, skipped = self._apply()
-        return StepResult(loss, norm, tokens, skipped)
+                loss += part_loss.detach().to(torch.float32)
+            return self._end_step(loss, tokens, kind)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
@@ -175,14 +181,19 @@ class Engine:
 
     def _evaluate_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
         rule = self._rehearsed(batch, loss_fn, whole)
-        counted = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
+        counted = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         random = self._parts.device.random_state()
+        executor = self._parts.executor
         try:
-            with in_eval_mode(self.model), torch.no_grad():
-                total = torch.zeros((), dtype=torch.float32)
+            with in_eval_mode(self.model), torch.no_grad(), self._ending():
+                self._parts.slots.settle()
+                executor.begin(("evaluate", self._shape(batch), loss_fn is None))
+                total = torch.zeros((), dtype=torch.float32, device=self.device)
                 for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
-                    total += part_loss.to("cpu", torch.float32)
-                return total
+                    total += part_loss.to(torch.float32)
+                executor.end()
+                executor.expect(self._kind)
+                return total.cpu()
         finally:
             for name, value in counted.items():
                 setattr(self.counters, name, value)
@@ -191,12 +202,9 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._check_usable()
-        self._open_own_step()  # the units may have been called one by one
-        try:
+        with self._ending():
+            self._open_own_step()  # the units may have been called one by one
             loss.backward()
-        except BaseException:
-            self._give_up()
-            raise
         self._losses.append(loss.detach())
 
     def update(self) -> StepResult:
@@ -206,15 +214,12 @@ class Engine:
             raise ConfigError(
                 "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
             )
-        loss = torch.stack([value.to("cpu", torch.float32) for value in self._losses]).mean()
-        try:
-            norm, skipped = self._apply()
-        except BaseException:
-            self._give_up()
-            raise
+        loss = torch.stack([value.to(torch.float32) for value in self._losses]).mean()
+        with self._ending():
+            result = self._end_step(loss, None, "own loop")
         self._losses.clear()
         self._is_open = False
-        return StepResult(loss, norm, None, skipped)
+        return result
 
     # -- states ----------------------------------------------------------------------------------------------
 
@@ -222,7 +227,7 @@ class Engine:
         """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
         once.
         """
-        self._check_usable()
+        self._settle()
         yield from self._parts.store.named()
 
     @property
@@ -235,7 +240,7 @@ class Engine:
         """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the
         device uses each weight.
         """
-        self._check_usable()
+        self._settle()
         with self._parts.unchanged_config():
             export_model(self.model, self._parts.store, self._parts.indices(), Path(path))
 
@@ -251,14 +256,65 @@ class Engine:
     # -- within a step ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        self.counters.begin_step()
-        self._parts.stream.begin_step()
+    def _ending(self) -> Iterator[None]:
+        """Within, an exception ends the step: nothing of it stays, or, where some units are updated already, nothing
+        may follow.
+        """
         try:
             yield
         except BaseException:
-            self._give_up()
+            self._torn = self._updates.give_up() or self._torn
+            self._parts.executor.forget()
+            self._parts.slots.refresh()  # what stays may have been on its way
+            self._parts.stream.reset()
+            self._is_open = False
+            self._losses.clear()
             raise
+
+    def _begin_step(self, kind: Hashable, waits: bool = False) -> None:
+        self._parts.lanes.timeline.begin_step()
+        self.counters.begin_step()
+        self._parts.stream.begin_step()
+        self._updates.begin_step(self.lr, waits or self._flow.accumulates)
+        self._parts.executor.begin(kind)
+
+    def _end_step(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
+        """Finish the gradients, clip, update, and start on the next step's weights."""
+        parts = self._parts
+        first = parts.executor.first_uses()
+
+        def rank(region: Region) -> float:
+            if parts.slots.is_resident(region):
+                return -1  # the step begins with it
+            return min(first.get(parts.slots.cargo_of(unit.regions), math.inf) for unit in parts.users[region.index])
+
+        applied = self._updates.apply(rank)
+        parts.stream.end_step()
+        parts.executor.end()
+        if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
+            parts.leftover.end_step()
+        parts.executor.expect(kind)
+        self._kind = kind
+        seconds, lanes, self.spans = parts.lanes.end_step()
+        return StepResult(
+            loss.cpu(),
+            applied.norm,
+            tokens,
+            applied.skipped,
+            applied.num_corrected,
+            applied.is_coarse,
+            seconds,
+            lanes,
+        )
+
+    @staticmethod
+    def _shape(batch: Batch) -> Hashable:
+        return tuple((key, tuple(value.shape)) for key, value in sorted(batch.items()))
+
+    def _settle(self) -> None:
+        """Let every update that is on its way arrive, before the host reads the states."""
+        self._check_usable()
+        self._parts.lanes.update.drain()
 
     @contextmanager
     def _as_ours(self) -> Iterator[None]:
@@ -317,14 +373,14 @@ class Engine:
         output = self._head.base_output(lambda: self.model(**select_inputs(self.model, batch, False)))
         hidden = output["last_hidden_state"]
         gradient = torch.zeros_like(hidden, requires_grad=False) if hidden.requires_grad else None
-        total = torch.zeros((), dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         with stream.whole_batch(), self._flow.repeated(self._parts.regions):
             for loss, leaf, span in self._head.losses(output, batch, columns, tokens):
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     loss.backward()
                 if gradient is not None and leaf.grad is not None:
                     gradient[:, span] = leaf.grad
-                total += loss.detach().to("cpu", torch.float32)
+                total += loss.detach().to(torch.float32)
         if gradient is not None:
             hidden.backward(gradient)
         return total
@@ -335,64 +391,10 @@ class Engine:
         pages = [page for unit in self._parts.units if not unit.resident for page in unit.known.values()]
         return all(page.splits for page in pages)
 
-    def _apply(self) -> tuple[float, bool]:
-        """Finish the gradients, clip, update; return the norm and whether the update was skipped."""
-        self._flow.finish()
-        norm = total_norm(self._flow.squares)
-        if not math.isfinite(norm):
-            if self._skips:
-                return norm, True
-            self._refuse_non_finite()
-        if self._flow.landed is None:
-            scale = clip_coefficient(norm, self._max_grad_norm)
-            for state in self._parts.store.states:
-                if state.gradients is not None:
-                    self._update(state.region, state.gradients, scale)
-        self._parts.slots.refresh()
-        self._is_updating = False
-        self._parts.stream.end_step()
-        return norm, False
-
-    def _update(self, region: Region, gradients: torch.Tensor, scale: float = 1.0) -> None:
-        touched = self._flow.touched[region.index]
-        if not any(touched):
-            return
-        if any(not math.isfinite(self._flow.squares[index]) for index in region.parameters):
-            self._refuse_non_finite()
-        self._is_updating = True
-        self._parts.slots.invalidate()
-        non_finite = update_region(
-            self._parts.store[region], gradients, touched, self.optimizer, self._parts.infos, lr=self.lr, scale=scale
-        )
-        if non_finite:
-            raise NonFiniteError(
-                f"{non_finite} weights of unit {region.name} are no longer finite after the update with lr "
-                f"{self.lr:g}: the step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
-            )
-
-    def _refuse_non_finite(self) -> None:
-        bad = [info for info in self._parts.infos if not math.isfinite(self._flow.squares[info.index])]
-        units = {i: region.name for region in self._parts.regions for i in region.parameters}
-        raise NonFiniteError(
-            f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
-            f"{len(self._parts.infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
-            "--train.on_nonfinite skip goes on without such steps."
-        )
-
-    def _give_up(self) -> None:
-        """An exception ended the step: nothing of it stays, or, where some units are updated already, nothing may
-        follow.
-        """
-        if self._is_updating:
-            self._torn = "a step failed after some units were updated and before the others were"
-        self._is_updating = False
-        self._is_open = False
-        self._losses.clear()
-        self._parts.stream.reset()
-
     def _check_usable(self) -> None:
         if self._parts.closed:
             raise OffloadError("the engine is closed.")
+        self._torn = self._torn or self._updates.failure()
         if self._torn:
             raise TornError(f"{self._torn}: the states belong to no step. Load the last checkpoint, or start over.")
 
@@ -404,7 +406,8 @@ class Engine:
 
     def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
-        rule, self._head = self._rehearsal.on_batch(batch, loss_fn, whole)
+        with self._ending():
+            rule, self._head = self._rehearsal.on_batch(batch, loss_fn, whole)
         if self._micro_batch_size is not None and not self._splits:
             self._parts.accumulate()
         return rule
@@ -412,25 +415,32 @@ class Engine:
     def _twice(self, run: Callable[[bool], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
         sequence fills), record on rows of this batch in their whole length, and run again from the same random state.
+        Likewise where units that had found room on the device were in the way.
         """
-        random = self._parts.device.random_state()
-        try:
-            return run(False)
-        except DepartedError:
+        random, whole = self._parts.device.random_state(), False
+        while True:
+            try:
+                return run(whole)
+            except DepartedError:
+                if whole:
+                    raise OffloadError(
+                        "the model calls its units in another way for some rows of this batch than for others, so that "
+                        "it cannot be cut in micro-batches. Leave --train.micro_batch_size out."
+                    ) from None
+                whole = True
+            except (DoesNotFitError, torch.OutOfMemoryError):
+                if self._torn or not self._parts.leftover.give_back():
+                    raise
             self._parts.device.set_random_state(random)
-        try:
-            return run(True)
-        except DepartedError:
-            raise OffloadError(
-                "the model calls its units in another way for some rows of this batch than for others, so that it "
-                "cannot be cut in micro-batches. Leave --train.micro_batch_size out."
-            ) from None
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of
         gradients.
         """
-        if self._is_ours or not torch.is_grad_enabled():
+        if self._is_ours:
+            return
+        self._parts.slots.settle()
+        if not torch.is_grad_enabled():
             return
         self._check_usable()
         self._rehearsal.forget_other_modes()
@@ -438,12 +448,11 @@ class Engine:
         self._open_own_step()
 
     def _open_own_step(self) -> None:
-        self._flow.landed = None
         self._parts.accumulate()
         if not self._is_open:
             self._is_open = True
-            self.counters.begin_step()
-            self._parts.stream.begin_step()
+            self._parts.leftover.give_back()
+            self._begin_step("own loop", waits=True)
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -1,9 +1,9 @@
 """A step's gradients, from the backward of a unit to the host: summed in fp32 where there are several contributions,
 measured, rounded once.
 
-A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once. A
-region with several (tied weights, a unit used twice, weights that stay on the device) waits in an fp32 buffer on the
-device and lands when the backward is over.
+A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once, behind
+the compute of the next unit. A region with several (tied weights, a unit used twice, weights that stay on the device)
+waits in an fp32 buffer on the device and lands when the backward is over.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import nn
 
 from offload import native
 from offload.errors import ConfigError, OffloadError
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
 from offload.partition.layout import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
+from offload.tiers.ring import Ring, Stretch
 from offload.tiers.store import Store
 
 _CHUNK = 1 << 24
@@ -28,9 +31,9 @@ _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is 
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `landed(region, flat)` is called as soon as a region's gradients are final when they are not kept (`Store` has no
-    gradient planes). `touched[region.index][position]` tells which parameters received one; `squares[parameter]` is the
-    fp64 sum of squares of its fp32 gradient.
+    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat`. `touched[
+    region.index][position]` tells which parameters received one; `squares[parameter]` is the fp64 sum of squares of its
+    fp32 gradient, there once `measured` was called for its region (on a GPU it comes down with the gradients).
     """
 
     def __init__(
@@ -39,25 +42,30 @@ class GradientFlow:
         infos: Sequence[ParameterInfo],
         regions: Sequence[Region],
         device: Device,
+        lanes: Lanes,
         counters: Counters,
         *,
         buffer_bytes: int,
         staging: torch.Tensor,
+        debug: bool = False,
     ) -> None:
         self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
+        self._lanes, self._debug = lanes, debug
+        on_host = store.tier == "cpu"
+        self._down, self._adding = (lanes.d2h, lanes.update) if on_host else (lanes.here, lanes.here)
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = False
-        self._end = 0
-        self.landed: Callable[[Region, torch.Tensor], None] | None = None
-        self._buffer = device.allocate("gradient buffer", buffer_bytes)
-        self._staging = staging
+        self.landed: Callable[[Region, torch.Tensor, Fence], None] | None = None
+        self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
+        self._staging = Ring(staging, "gradient staging")
         self._lasting: dict[int, torch.Tensor] = {}
         self._places: dict[int, tuple[Region, int]] = {
             index: (region, position) for region in regions for position, index in enumerate(region.parameters)
         }
-        self._open: dict[int, torch.Tensor] = {}
-        self._pending: list[tuple[Region, torch.Tensor]] = []
+        self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
+        self._pending: dict[int, torch.Tensor] = {}
+        self._tickets: list[Ticket] = []
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
@@ -78,12 +86,26 @@ class GradientFlow:
         self.squares = [0.0] * len(self._infos)
         self._landed: set[int] = set()
         self._pending.clear()
+        self._tickets.clear()
         self._open.clear()
+        self._buffer.reset()
+        self._staging.reset()
         self.is_wide = self._repeats = False
 
     def accumulate(self, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds."""
-        self.accumulates, self._staging = True, staging
+        self.accumulates, self._staging = True, Ring(staging, "gradient staging")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the device's buffer through which gradients pass."""
+        return self._buffer.memory.nbytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Let gradients pass through a buffer of another size, between two steps."""
+        self._device.ledger.release("gradient buffer", self.buffer_bytes)
+        self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._buffer = Ring(self._device.allocate("gradient buffer", num_bytes), "gradient buffer")
 
     def make_lasting(self, region: Region) -> None:
         """Give a region with several contributions its own fp32 buffer on the device."""
@@ -92,34 +114,35 @@ class GradientFlow:
             self._lasting[region.index] = flat.view(torch.float32)
 
     def open(self, regions: Sequence[Region]) -> None:
-        """Prepare for the backward of one use of a unit."""
-        end = 0
-        if self._repeats:
-            if any(region.index in self._open for region in regions):
-                return
-            end = self._end
-        for region in regions:
-            if not region.trainable or region.index in self._lasting:
-                continue
-            dtype = torch.bfloat16 if region.is_split and not self.is_wide else torch.float32
-            size = region.numel * dtype.itemsize
-            if end + size > self._buffer.nbytes:
+        """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
+        if self._repeats and any(region.index in self._open for region in regions):
+            return
+        passing = [region for region in regions if region.trainable and region.index not in self._lasting]
+        if not passing:
+            return
+        dtypes = [torch.bfloat16 if region.is_split and not self.is_wide else torch.float32 for region in passing]
+        sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
+        stretch = self._buffer.take(sum(sizes))
+        if stretch is None:
+            for region in passing:
                 self.make_lasting(region)
-                continue
-            flat = self._buffer[end : end + size].view(dtype)
+            return
+        self._lanes.compute_after((), behind=stretch.after)
+        end = 0
+        for region, dtype, size in zip(passing, dtypes, sizes, strict=True):
+            flat = stretch.flat[end : end + size].view(dtype)
             end += size
             if self.accumulates:  # a parameter without a gradient in this pass adds nothing
                 flat.zero_()
             for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
                 flat[span].zero_()
-            self._open[region.index] = flat
-        self._end = end
+            self._open[region.index] = flat, stretch
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
         was_wide = self.is_wide
-        self._repeats, self.is_wide, self._end = True, True, 0
+        self._repeats, self.is_wide = True, True
         try:
             yield
         finally:
@@ -141,7 +164,7 @@ class GradientFlow:
         touched = self.touched[region.index]
         flat = self._lasting.get(region.index)
         if flat is None:
-            flat = self._open[region.index]
+            flat = self._open[region.index][0]
         if touched[position]:
             flat[span].add_(gradient)
         else:
@@ -153,37 +176,50 @@ class GradientFlow:
         if self._repeats:
             return
         for region in regions:
-            flat = self._open.pop(region.index, None)
-            if flat is not None and any(self.touched[region.index]):
-                self._land(region, flat)
+            found = self._open.pop(region.index, None)
+            if found is None:
+                continue
+            flat, stretch = found
+            if any(self.touched[region.index]):
+                self._land(region, flat, stretch.fence)
+            stretch.is_open = False
 
     def free(self) -> None:
         """Let go of every buffer."""
-        self._buffer = self._staging = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._buffer, self._staging = Ring(empty, ""), Ring(empty, "")
         self._lasting.clear()
         self._open.clear()
 
     def finish(self) -> None:
         """Land what waited on the device, sum and round what was accumulated: afterwards `squares` and the planes
-        are final.
+        are final. The one wait of the host in a step.
         """
         for index, flat in self._lasting.items():
             region = self._store.states[index].region
             if any(self.touched[index]):
-                self._land(region, flat)
+                self._land(region, flat, Fence("lasting gradients"))
+        self._lanes.wait(self._tickets)
         if self.accumulates:
-            self._device.wait()
             for state in self._store.states:
                 if state.gradients is not None and any(self.touched[state.region.index]):
                     self._measure(state.region, state.gradients)
                     if state.region.is_split:
                         native.round_bf16_(state.gradients)
-        self._device.wait()
-        self._read_pending()
+        self._lanes.wait(self._tickets)
+        for index in list(self._pending):
+            self.measured(self._store.states[index].region)
 
-    def _land(self, region: Region, flat: torch.Tensor) -> None:
+    def measured(self, region: Region) -> float:
+        """Return the sum of squares of a region's gradients, which have landed."""
+        squares = self._pending.pop(region.index, None)
+        if squares is not None:
+            self._note(region, squares.tolist())
+        return sum(self.squares[index] for index in region.parameters)
+
+    def _land(self, region: Region, flat: torch.Tensor, source: Fence) -> None:
         if self.accumulates:
-            self._add(region, flat)
+            self._add(region, flat, source)
             return
         if region.index in self._landed:
             raise OffloadError(
@@ -193,58 +229,83 @@ class GradientFlow:
             )
         self._landed.add(region.index)
         self._measure(region, flat)
-        target = self._store[region].gradients
+        state = self._store[region]
+        target, fence, stretch = state.gradients, state.fences["gradients"], None
+        behind = fence.before_fill()
         if target is None:
-            target = self._staged(region)
-        self._bring_down(target, flat)
+            target, stretch = self._staged(region)
+            fence, behind = stretch.fence, stretch.after
+        fence.fill(self._bring_down(region, target, flat, source, behind))
         if self.landed is not None:
-            self._device.wait()
-            self._read_pending()
-            self.landed(region, target)
+            self.landed(region, target, fence)
+        if stretch is not None:
+            stretch.is_open = False
 
-    def _add(self, region: Region, flat: torch.Tensor) -> None:
+    def _add(self, region: Region, flat: torch.Tensor, source: Fence) -> None:
         """Add a region's gradients to its fp32 plane."""
-        plane = self._store[region].gradients
+        state = self._store[region]
+        plane, fence = state.gradients, state.fences["gradients"]
         assert plane is not None
         first = region.index not in self._landed
         self._landed.add(region.index)
         if region.index in self._lasting:  # summed over the whole step already
-            self._bring_down(plane, flat)
+            fence.fill(self._bring_down(region, plane, flat, source, fence.before_fill()))
             return
-        source = flat
-        if self._store.tier == "cpu":
-            source = self._staged(region)
-            self._bring_down(source, flat)
-            self._device.wait()
-        if first:
-            plane.copy_(source)
-        else:
-            native.accumulate(plane, source)
+        staged, stretch = self._staged(region)
+        stretch.fence.fill(self._bring_down(region, staged, flat, source, stretch.after))
 
-    def _staged(self, region: Region) -> torch.Tensor:
-        return self._staging[: region.weight_bytes].view(torch.bfloat16 if region.is_split else torch.float32)
+        def add() -> None:
+            if first:
+                plane.copy_(staged)
+            else:
+                native.accumulate(plane, staged)
 
-    def _bring_down(self, target: torch.Tensor, flat: torch.Tensor) -> None:
+        ticket = self._adding.submit(
+            add, after=stretch.fence.before_read(), behind=fence.before_fill(), name=f"add {region.name}"
+        )
+        stretch.fence.read(ticket)
+        stretch.is_open = False
+        fence.fill(ticket)
+        self._tickets.append(ticket)
+
+    def _staged(self, region: Region) -> tuple[torch.Tensor, Stretch]:
+        stretch = self._staging.take(region.weight_bytes)
+        assert stretch is not None, "staging has room for the largest region"
+        return stretch.flat.view(torch.bfloat16 if region.is_split else torch.float32), stretch
+
+    def _bring_down(
+        self, region: Region, target: torch.Tensor, flat: torch.Tensor, source: Fence, behind: Sequence[Ticket]
+    ) -> Ticket:
         """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole."""
-        for start in range(0, len(flat), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            self._device.copy(target[part], flat[part].to(target.dtype))
+
+        def copy() -> None:
+            for start in range(0, len(flat), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                self._device.copy(target[part], flat[part].to(target.dtype))
+            if self._debug and source.kind == "gradient buffer":
+                flat.fill_(float("nan"))
+
+        ticket = self._down.submit(
+            copy, after=self._lanes.mark(), behind=behind, name=region.name, num_bytes=target.nbytes
+        )
+        source.read(ticket)
+        self._tickets.append(ticket)
         if self._store.tier == "cpu":
             self._counters.d2h_bytes += target.nbytes
+        return ticket
 
     def _measure(self, region: Region, flat: torch.Tensor) -> None:
-        """Take the sum of squares of every touched parameter; on a GPU it is read later, together with the copy."""
+        """Take the sum of squares of every touched parameter; from a GPU it follows by the copy's stream."""
         if flat.device.type == "cpu":
             self._note(region, native.sum_squares_segments(flat, region.offsets, region.sizes))
-        else:
-            parts = [flat[offset : offset + size] for offset, size in zip(region.offsets, region.sizes, strict=True)]
-            norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
-            self._pending.append((region, norms.square().to("cpu", non_blocking=True)))
-
-    def _read_pending(self) -> None:
-        for region, squares in self._pending:
-            self._note(region, squares.tolist())
-        self._pending.clear()
+            return
+        parts = [flat[offset : offset + size] for offset, size in zip(region.offsets, region.sizes, strict=True)]
+        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+        host = torch.empty(squares.shape, dtype=torch.float64, pin_memory=True)
+        self._pending[region.index] = host
+        self._tickets.append(
+            self._lanes.d2h.submit(lambda: self._device.copy(host, squares), after=self._lanes.mark(), name="norm")
+        )
 
     def _note(self, region: Region, squares: Sequence[float]) -> None:
         for index, value, touched in zip(region.parameters, squares, self.touched[region.index], strict=True):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.engine.unit import Unit
 
 _Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+"""dtype, bytes into the cargo, shape, stride"""
 
 
 class TooMuchToKeepError(Exception):
@@ -24,9 +25,9 @@ class TooMuchToKeepError(Exception):
 class KeptGraph:
     """The graph of one micro-batch of a unit, alive from its forward to its backward.
 
-    A tensor that autograd saves and that lies in the slot is packed as (dtype, offset, shape, stride) and rebuilt over
-    the slot once the unit was fetched again, at the same address. Any other is kept, and entered in the device's
-    ledger. It is packed detached: handing back the tensor itself would tie a reference cycle through its own graph.
+    A tensor that autograd saves and that lies in the unit's slot is packed as its place in the cargo, and rebuilt over
+    the slot into which the unit was fetched again. Any other is kept, and entered in the device's ledger. It is packed
+    detached: handing back the tensor itself would tie a reference cycle through its own graph.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class KeptGraph:
         may_give_up = stream.may_give_up_graphs
         # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
         free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and stream.inputs_stay else set()
-        slot = stream.slots.slot
-        begin, end = slot.data_ptr(), slot.data_ptr() + slot.nbytes
+        slots = stream.slots
+        cargo = slots.cargo_of(unit.regions)
 
         def pack(tensor: torch.Tensor) -> _Place | torch.Tensor:
-            address = tensor.data_ptr()
-            if begin <= address < end:
-                return tensor.dtype, (address - begin) // tensor.element_size(), tensor.shape, tensor.stride()
+            distance = slots.within(cargo, tensor.data_ptr())
+            if distance >= 0:
+                return tensor.dtype, distance, tensor.shape, tensor.stride()
             tensor = tensor.detach()
             if not stream.is_weight(tensor):
                 is_input = tensor.untyped_storage().data_ptr() in free
@@ -67,10 +68,7 @@ class KeptGraph:
         def unpack(packed: _Place | torch.Tensor) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
-            dtype, offset, shape, stride = packed
-            return torch.as_strided(
-                slot[: slot.nbytes // dtype.itemsize * dtype.itemsize].view(dtype), shape, stride, offset
-            )
+            return slots.view(cargo, *packed)
 
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         try:

@@ -73,7 +73,7 @@ class Rehearsal:
             rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
             if loss_fn is None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, samples[0], run)
-        self._counters.clear()
+        self._forget_traffic()
         return rule, head
 
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -128,6 +128,11 @@ class Rehearsal:
             before = self._settled(record, rows, before)
         self._modes = [module.training for module in self._model.modules()]
         self._parts.gradients.begin_step()
+        self._forget_traffic()
+
+    def _forget_traffic(self) -> None:
+        """What the first step needs counts as its own: it is fetched again."""
+        self._parts.executor.forget()
         self._counters.clear()
 
     def _watched(self, run: Callable[[], _Found]) -> _Found:

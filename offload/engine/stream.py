@@ -5,20 +5,25 @@ is computing.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from offload.engine.call import Arguments, call_unit, call_unit_without_graph, deliver
+from offload.engine.call import Arguments, Call, call_unit, call_unit_without_graph, deliver
 from offload.engine.checkpoints import HostCheckpoints
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
 from offload.engine.learned import DepartedError, Rows
 from offload.errors import DoesNotFitError, OffloadError
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Ticket
 from offload.partition.layout import Region
+from offload.schedule.execute import Executor
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
@@ -34,6 +39,14 @@ _FIXES = {
 }
 
 
+@dataclass(frozen=True)
+class Returning:
+    """Saved inputs on their way back to the device, there after `tickets`."""
+
+    tensors: list[torch.Tensor]
+    tickets: list[Ticket]
+
+
 class Stream:
     """Serves the units' calls. A unit's use goes enter -> run -> leave, in forward and again in backward.
 
@@ -44,24 +57,28 @@ class Stream:
     def __init__(
         self,
         device: Device,
+        lanes: Lanes,
         slots: Slots,
+        executor: Executor,
         gradients: GradientFlow,
         keeping: Keeping,
         checkpoints: HostCheckpoints | None,
         *,
         seed: int,
-        debug: bool,
     ) -> None:
         self.device, self.slots, self.gradients = device, slots, gradients
+        self._lanes, self._executor = lanes, executor
         self.anchor = torch.zeros((), requires_grad=True)
         self.recording: Recording | None = None
         self.step_number = 0
-        self._keeping, self._checkpoints, self._seed, self._debug = keeping, checkpoints, seed, debug
+        self._keeping, self._checkpoints, self._seed = keeping, checkpoints, seed
         self._batch: tuple[int, int] | None = None
         self._inside: Unit | None = None
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self._held: dict[int, tuple[int, str]] = {}
+        self.looks_back = checkpoints is not None and lanes.overlap
+        self._calls: list[weakref.ref[Call]] = []
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -79,24 +96,30 @@ class Stream:
             return deliver(call_unit(unit, self, arguments), args, kwargs)
         return deliver(call_unit_without_graph(unit, self, arguments), args, kwargs)
 
-    def enter(self, unit: Unit) -> None:
-        """Bring the unit's weights into the slot, which is its own until `leave`."""
+    def enter(self, unit: Unit, backward: bool = False) -> None:
+        """Bring the unit's weights up, and with `backward` make room for its gradients: both are its own until
+        `leave`.
+        """
         if self._inside is not None:
             raise OffloadError(
                 f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
-                "recording pass: there is one slot for both."
+                "recording pass: one unit computes at a time."
             )
         self._inside = unit
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
                 self.gradients.make_lasting(region)
-        self.slots.fetch(unit.regions)
+        self._executor.enter(unit.regions, backward)
+        if backward:
+            self.gradients.open(unit.regions)
+        self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
     def leave(self) -> None:
-        """Give the slot back."""
-        self._inside = None
-        if self._debug:
-            self.slots.poison()
+        """What the unit needed is free for others."""
+        unit, self._inside = self._inside, None
+        if unit is not None:
+            self._lanes.computed(self._name, self._begun)
+            self._executor.leave(unit.regions)
 
     def used(self, unit: Unit) -> None:
         """A use of a unit has had its backward, or will have none."""
@@ -104,9 +127,7 @@ class Stream:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
-        slot = self.slots.slot
-        begin = tensor.data_ptr() - slot.data_ptr()
-        return tensor.clone() if 0 <= begin < slot.nbytes else tensor
+        return tensor.clone() if self.slots.streams(tensor.data_ptr()) else tensor
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
@@ -181,17 +202,38 @@ class Stream:
         return storage.data_ptr() in self._held or self._keeping.has_room(storage.nbytes())
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """True where a tensor lies in the slot, or in weights that stay on the device."""
-        slot = self.slots.slot
-        return 0 <= tensor.data_ptr() - slot.data_ptr() < slot.nbytes or self.slots.is_weight(tensor)
+        """True where a tensor lies in a slot, or in weights that stay on the device."""
+        return self.slots.streams(tensor.data_ptr()) or self.slots.is_weight(tensor)
 
     def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
         return self._checkpoints.put(tensor) if self._checkpoints is not None and movable else tensor
 
-    def bring_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved input, or a micro-batch of one, on the device."""
-        return self._checkpoints.get(tensor) if self._checkpoints is not None else tensor
+    def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
+        """Start to bring saved inputs, or a micro-batch of them, back to the device."""
+        if self._checkpoints is None:
+            return Returning(list(tensors), [])
+        found = [self._checkpoints.get(tensor) for tensor in tensors]
+        return Returning([tensor for tensor, _ in found], [ticket for _, tickets in found for ticket in tickets])
+
+    def wait(self, returning: Returning) -> list[torch.Tensor]:
+        """Let compute come after what returns."""
+        self._lanes.compute_after(returning.tickets)
+        return returning.tensors
+
+    def opened(self, call: Call) -> None:
+        """A call waits for its backward."""
+        if self.looks_back:
+            self._calls.append(weakref.ref(call))
+
+    def look_back(self, call: Call) -> None:
+        """A call's backward is about to compute: start to bring back what the one before it has saved."""
+        while self._calls:
+            found = self._calls.pop()()
+            if found is not None and found is not call:
+                found.prepare()
+                self._calls.append(weakref.ref(found))
+                return
 
     def hold(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         """Enter tensors that wait for the backward in the device's ledger, all or none; one that many units
@@ -233,8 +275,10 @@ class Stream:
     def begin_step(self) -> None:
         """Start a step."""
         self._num_calls.clear()
+        self._calls.clear()
         self._keeping.begin_step()
         self.gradients.begin_step()
+        self.slots.settle()
 
     def end_step(self) -> None:
         """A step is over."""

@@ -48,7 +48,7 @@ class Unit:
         self.learned = Learned()
         self.known: dict[Hashable, Learned] = {}
         self.resting: dict[int, nn.Parameter] = {}
-        self._live: dict[int, nn.Parameter] | None = None
+        self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._stream = stream
         self._original: Callable[..., Any] | None = None
 
@@ -76,14 +76,16 @@ class Unit:
             put_parameter(place.module, place.key, parameters[place.parameter])
 
     def live(self) -> dict[int, nn.Parameter]:
-        """Return the Parameters that view this unit's weights on the device, made once."""
-        if self._live is None:
-            self._live = self._stream.make_live(self.regions)
-        return self._live
+        """Return the Parameters that view this unit's weights where they are on the device, made once a place."""
+        slots = self._stream.slots
+        offset = slots.offset(slots.cargo_of(self.regions))
+        if offset not in self._live:
+            self._live[offset] = self._stream.make_live(self.regions)
+        return self._live[offset]
 
     def forget_live(self) -> None:
-        """The unit's place on the device has changed."""
-        self._live = None
+        """The device's memory for weights is another."""
+        self._live.clear()
 
     # -- the module's forward --------------------------------------------------------------------------------
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.partition.layout import Region
+from offload.schedule.build import window_bytes
+
+SLOT = "unit slot"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
     return {region.index for unit in units if unit.resident for region in unit.regions}
 
 
+def staging_bytes(regions: Iterable[Region], stagings: int) -> int:
+    """Bytes through which the gradients of `stagings` neighbours pass that do not wait."""
+    return window_bytes([region.weight_bytes for region in regions if region.trainable], stagings)
+
+
 def plan_memory(
     units: Sequence[UnitPlan],
     regions: Sequence[Region],
@@ -54,9 +62,13 @@ def plan_memory(
     optimizer_tier: str,
     keeps_gradients: bool,
     splits: bool,
+    ahead: int = 0,
+    buffers: int = 1,
+    stagings: int = 1,
 ) -> list[Allocation]:
     """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
-    up in fp32.
+    up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
+    gradients have room on the device and, where they do not wait there, on the host.
     """
     states_tier = "device" if optimizer_tier == "device" else "cpu"
     totals: dict[str, int] = {}
@@ -65,32 +77,35 @@ def plan_memory(
             totals[plane] = totals.get(plane, 0) + num_bytes
     plan = [Allocation(states_tier, plane.replace("_", " "), num_bytes) for plane, num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
-        plan.append(
-            Allocation("cpu", "gradient staging", max((transient_gradient_bytes(r) for r in regions), default=0))
-        )
+        plan.append(Allocation("cpu", "gradient staging", staging_bytes(regions, stagings)))
 
     resident = resident_regions(units)
-    if parameters_tier == "device":
-        resident = {region.index for region in regions}
     if states_tier == "cpu":
         kept = sum(region.weight_bytes for region in regions if region.index in resident)
         plan.append(Allocation("device", "resident weights", kept))
-        largest = max(units, key=lambda unit: slot_bytes(unit, resident))
-        plan.append(Allocation("device", f"unit slot (largest unit: {largest.name})", slot_bytes(largest, resident)))
+        plan.append(_slots(units, resident, parameters_tier == "device", ahead))
     lasting = [region for region in regions if region.trainable and _gradient_lasts(region, units)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
-    transient = [unit for unit in units if not unit.resident]
-    plan.append(
-        Allocation(
-            "device",
-            "gradient buffer",
-            max(
-                (sum(transient_gradient_bytes(r, splits) for r in u.regions if r not in lasting) for u in transient),
-                default=0,
-            ),
-        )
-    )
+    passing = [
+        sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
+        for unit in units
+        if not unit.resident
+    ]
+    plan.append(Allocation("device", "gradient buffer", window_bytes(passing, buffers)))
     return [allocation for allocation in plan if allocation.num_bytes]
+
+
+def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int) -> Allocation:
+    """Return the memory through which units stream: for the largest, for neighbours, or for all where they stay."""
+    cargoes = {
+        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident) for unit in units
+    }
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+    if stay:
+        return Allocation("device", f"{SLOT} (all units stay)", sum(cargoes.values()))
+    sizes = [size for size in cargoes.values() if size]
+    note = f"largest unit: {largest.name}" + (f", and {ahead} ahead" if ahead else "")
+    return Allocation("device", f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
 
 
 def _gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:

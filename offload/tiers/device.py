@@ -6,12 +6,16 @@ refusals.
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
 
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
+
+_SHARE_OF_FREE_MEMORY = 0.9
+"""The rest is for the allocator's fragments and the libraries' workspaces."""
 
 
 class CpuDevice:
@@ -20,8 +24,9 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     pins_host_memory = False
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
+        self._copies_aside = copies_aside
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         """Return `num_bytes` of device memory as a flat uint8 tensor, entered in the ledger under `name`."""
@@ -29,16 +34,25 @@ class CpuDevice:
         return Arena(num_bytes).take(num_bytes, torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device, in the order of the calls; `wait` before the host reads what came down."""
-        target.copy_(source)
+        """Copy between host and device. On a thread of its own a copy takes one core: torch would take them all."""
+        if self._copies_aside and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            target.data.copy_(source)
 
-    def wait(self) -> None:
-        """Block the host until every copy so far has arrived."""
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most that may be held at once; None for no limit."""
+        return self.ledger.budget_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that was held at once."""
         return self.ledger.peak_bytes
+
+    def take_recent_peak(self) -> int:
+        """Return the most that was held at once since this was called last."""
+        return self.ledger.take_recent_peak()
 
     def random_state(self) -> tuple[torch.Tensor, ...]:
         """Return the state of the generators that a forward on this device may draw from."""
@@ -50,7 +64,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One CUDA GPU, on the caller's stream: copies and compute are ordered by it, so only the host ever waits."""
+    """One CUDA GPU. What is called here goes into the caller's stream, which on a lane is the lane's."""
 
     pins_host_memory = True
 
@@ -58,6 +72,7 @@ class CudaDevice:
         self.ledger = ledger
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
+        self._peak_bytes = 0
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         """Return `num_bytes` of device memory as a flat uint8 tensor, entered in the ledger under `name`."""
@@ -65,17 +80,34 @@ class CudaDevice:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy between host and device; `wait` before the host reads what came down."""
-        target.copy_(source, non_blocking=True)
+        """Enqueue a copy between host and device. `data`: autograd, which may be in the middle of a backward, must not
+        take it for a change of the weights that it has saved next to it.
+        """
+        target.data.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:  # freed memory must not be handed out again before this stream is done with it
+                tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
-    def wait(self) -> None:
-        """Block the host until every copy so far has arrived."""
-        torch.cuda.current_stream(self.torch_device).synchronize()
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most that may be held at once: as was said, or nearly all that others leave."""
+        if self.ledger.budget_bytes is not None:
+            return self.ledger.budget_bytes
+        free = torch.cuda.mem_get_info(self.torch_device)[0] + torch.cuda.memory_reserved(self.torch_device)
+        return int(free * _SHARE_OF_FREE_MEMORY)
 
     @property
     def peak_bytes(self) -> int:
         """The most that was held at once, temporaries of operations included."""
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))
+        return self._peak_bytes
+
+    def take_recent_peak(self) -> int:
+        """Return the most that was held at once since this was called last."""
+        recent = torch.cuda.max_memory_allocated(self.torch_device)
+        self._peak_bytes = max(self._peak_bytes, recent)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return recent
 
     def random_state(self) -> tuple[torch.Tensor, ...]:
         """Return the state of the generators that a forward on this device may draw from."""
@@ -90,8 +122,8 @@ class CudaDevice:
 Device = CpuDevice | CudaDevice
 
 
-def open_device(ledger: Ledger) -> Device:
-    """Return this rank's GPU where there is one, else the CPU in its part."""
+def open_device(ledger: Ledger, copies_aside: bool) -> Device:
+    """Return this rank's GPU where there is one, else the CPU in its part. `copies_aside`: on threads of their own."""
     if torch.cuda.is_available():
         return CudaDevice(ledger, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return CpuDevice(ledger)
+    return CpuDevice(ledger, copies_aside)

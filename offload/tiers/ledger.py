@@ -19,6 +19,7 @@ class Ledger:
     allocations: dict[str, int] = field(default_factory=dict)
     current_bytes: int = 0
     peak_bytes: int = 0
+    recent_peak_bytes: int = 0
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
         """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
@@ -28,6 +29,12 @@ class Ledger:
         self.allocations[name] = self.allocations.get(name, 0) + num_bytes
         self.current_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, total)
+
+    def take_recent_peak(self) -> int:
+        """Return the most that was held at once since this was called last."""
+        peak, self.recent_peak_bytes = self.recent_peak_bytes, self.current_bytes
+        return peak
 
     def clear(self) -> None:
         """Everything was freed."""
@@ -36,6 +43,8 @@ class Ledger:
 
     def release(self, name: str, num_bytes: int) -> None:
         """Give back `num_bytes` that were reserved under `name`."""
+        if not num_bytes:
+            return
         self.allocations[name] -= num_bytes
         self.current_bytes -= num_bytes
         if not self.allocations[name]:

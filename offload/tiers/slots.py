@@ -1,25 +1,41 @@
-"""Device memory for weights: one slot through which units stream, and the regions that stay."""
+"""Device memory for weights: the stretch through which cargoes stream, and the regions that stay for good."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
 from offload.partition.layout import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.store import Store
 
 _SLOT_ALIGNMENT_BYTES = 512
+_POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
+
+
+@dataclass(eq=False)
+class Slot:
+    """What lies in a stretch of the device's memory. It is valid until its weights are updated on the host."""
+
+    cargo: int
+    begin: int
+    end: int
+    valid: bool = True
+    fence: Fence = field(default_factory=lambda: Fence("slot"))
 
 
 class Slots:
     """Where the weights of a unit are while it computes.
 
-    `fetch` brings a unit's regions into the slot, one copy a region; `parameters` are Parameters that view the slot,
-    made once a unit. The slot belongs to the unit that was fetched last: there is one, sized for the largest unit.
+    The regions of a unit that stream together are its cargo (by number, 0 for none). `fetch` brings a cargo to an
+    offset, one copy a region, on the h2d lane; `wait` lets compute come after it; `used` notes compute as a reader.
+    `parameters` are Parameters that view the weights where they lie now.
     """
 
     def __init__(
@@ -27,47 +43,155 @@ class Slots:
         store: Store,
         infos: Sequence[ParameterInfo],
         device: Device,
+        lanes: Lanes,
         counters: Counters,
         *,
         slot_bytes: int,
         slot_name: str,
+        debug: bool = False,
     ) -> None:
-        self._store, self._infos, self._device, self._counters = store, infos, device, counters
-        self._resident: dict[int, torch.Tensor] = {}
+        self._store, self._infos, self._device, self._lanes, self._counters = store, infos, device, lanes, counters
+        self._debug, self._name = debug, slot_name
+        self._resident: dict[int, tuple[torch.Tensor, Fence]] = {}
         self._on_device = store.tier == "device"
-        self._holds: Sequence[Region] | None = None
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.weights.untyped_storage().data_ptr() for state in store.states)
-        self.slot = (
-            device.allocate(slot_name, slot_bytes)
-            if slot_bytes and not self._on_device
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        self._memory = device.allocate(slot_name, slot_bytes) if slot_bytes else torch.empty(0, dtype=torch.uint8)
+        self.cargoes: list[tuple[Region, ...]] = [()]
+        self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
+        self._slots: list[Slot] = []
+        self.ahead = False  # what is fetched now is for the next step
 
-    def keep(self, regions: Iterable[Region]) -> None:
-        """Give regions a place of their own on the device and bring them up."""
+    # -- cargoes ---------------------------------------------------------------------------------------------
+
+    def cargo_of(self, regions: Sequence[Region]) -> int:
+        """Return the number of the cargo that a unit with these regions needs."""
+        found = self._numbers.get(id(regions))
+        if found is None:
+            streaming = tuple(region for region in regions if not self.is_resident(region))
+            if streaming not in self.cargoes:
+                self.cargoes.append(streaming)
+            found = self._numbers[id(regions)] = self.cargoes.index(streaming)
+        return found
+
+    def cargo_bytes(self, cargo: int) -> int:
+        """Return the bytes that a cargo takes in a slot."""
+        return sum(region.weight_bytes for region in self.cargoes[cargo])
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the device's memory through which cargoes stream."""
+        return self._memory.nbytes
+
+    def held(self) -> dict[int, int]:
+        """Return where every cargo lies that is on the device, or on its way there, and still good."""
+        return {slot.cargo: slot.begin for slot in self._slots if slot.valid}
+
+    def offset(self, cargo: int) -> int:
+        """Return where a cargo lies; -1 where it has nothing that streams."""
+        slot = self._find(cargo)
+        return -1 if slot is None else slot.begin
+
+    # -- a use -----------------------------------------------------------------------------------------------
+
+    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = ()) -> None:
+        """Bring a cargo up, once everything that it overwrites has had its last reader."""
+        end = offset + self.cargo_bytes(cargo)
+        gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
+        slot = Slot(cargo, offset, end)
+        self._slots = [other for other in self._slots if other not in gone] + [slot]
+        behind = [ticket for other in gone for ticket in other.fence.before_fill()]
+        for region in self.cargoes[cargo]:
+            state = self._store[region]
+            flat = self._memory[offset : offset + region.weight_bytes].view(state.weights.dtype)
+            offset += region.weight_bytes
+            poisoned = [self._memory[other.begin : other.end] for other in gone] if self._debug else []
+            ticket = self._bring_up(region, flat, behind, poisoned)
+            slot.fence.fill(ticket)  # of several regions the last: a lane keeps its order
+            gone = []
+        self._count(sum(region.weight_bytes for region in self.cargoes[cargo]))
+
+    def wait(self, cargo: int, regions: Sequence[Region]) -> None:
+        """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
+        slot = self._find(cargo)
+        tickets = list(slot.fence.before_read()) if slot is not None else []
         for region in regions:
-            if region.index in self._resident or self._on_device:
-                continue
-            flat = self._device.allocate("resident weights", region.weight_bytes).view(
-                self._store[region].weights.dtype
-            )
-            self._resident[region.index] = flat
-            self._storages.add(flat.untyped_storage().data_ptr())
-            self._bring_up(region, flat)
+            if region.index in self._resident:
+                tickets += self._resident[region.index][1].before_read()
+        if tickets:
+            self._lanes.compute_after(tickets)
 
-    def refresh(self) -> None:
-        """Bring the resident regions up again, after an update; counted for the next step."""
-        self.invalidate()
-        for index, flat in self._resident.items():
-            region = self._store.states[index].region
-            if region.trainable:
-                self._bring_up(region, flat)
+    def used(self, cargo: int, regions: Sequence[Region]) -> None:
+        """Note that compute has read a unit's weights up to here."""
+        slot = self._find(cargo)
+        for ticket in self._lanes.mark():
+            if slot is not None:
+                slot.fence.read(ticket)
+            for region in regions:
+                if region.index in self._resident:
+                    self._resident[region.index][1].read(ticket)
 
-    def invalidate(self) -> None:
-        """What the slot holds is no longer what the store holds."""
-        self._holds = None
+    def invalidate(self, region: Region) -> None:
+        """A region is about to be updated on the host: what lies on the device is stale."""
+        for slot in self._slots:
+            if slot.valid and region in self.cargoes[slot.cargo]:
+                slot.valid = False
+                if self._debug:
+                    self._poison(slot)
+
+    def forget(self) -> None:
+        """Nothing that streams is on the device any more (the step was given up)."""
+        for slot in self._slots:
+            slot.valid = False
+
+    # -- where weights are -----------------------------------------------------------------------------------
+
+    def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
+        """Return each region's flat weights on the device, as they are while the unit is in use."""
+        cargo = self.cargo_of(regions)
+        placed, end = {}, self.offset(cargo)
+        for region in regions:
+            if self._on_device:
+                placed[region] = self._store[region].weights
+            elif region.index in self._resident:
+                placed[region] = self._resident[region.index][0]
+            else:
+                flat = self._memory[end : end + region.weight_bytes]
+                placed[region] = flat.view(self._store[region].weights.dtype)
+                end += region.weight_bytes
+                assert end % _SLOT_ALIGNMENT_BYTES == 0
+        return placed
+
+    def parameters(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
+        """Return Parameters, by index, that view the weights of `regions` where they are now."""
+        made = {}
+        for region, flat in self.place(regions).items():
+            for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+                view = flat[offset : offset + size].view(self._infos[index].shape)
+                made[index] = nn.Parameter(view, requires_grad=region.trainable)
+        return made
+
+    def streams(self, address: int) -> bool:
+        """True where an address lies in the memory through which cargoes stream."""
+        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
+
+    def within(self, cargo: int, address: int) -> int:
+        """Return how far into a cargo an address lies, -1 for outside of it."""
+        slot = self._find(cargo)
+        if slot is None:
+            return -1
+        distance = address - self._memory.data_ptr() - slot.begin
+        return distance if 0 <= distance < slot.end - slot.begin else -1
+
+    def view(
+        self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return a tensor over a cargo's weights, `distance` bytes into it, wherever it lies now."""
+        slot = self._find(cargo)
+        assert slot is not None
+        flat = self._memory[slot.begin : slot.end].view(dtype)
+        return torch.as_strided(flat, shape, stride, flat.storage_offset() + distance // dtype.itemsize)
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True where a tensor views weights that are on the device for good."""
@@ -77,49 +201,92 @@ class Slots:
         """True where a region is on the device for good."""
         return self._on_device or region.index in self._resident
 
-    def fetch(self, regions: Sequence[Region]) -> None:
-        """Bring a unit's regions into the slot, unless they are still there from its last use."""
-        if regions is self._holds:
-            return
-        self._holds = regions
-        for region, flat in self.place(regions).items():
-            if not self.is_resident(region):
-                self._device.copy(flat, self._store[region].weights)
-                self._counters.h2d_bytes += region.weight_bytes
+    # -- what stays ------------------------------------------------------------------------------------------
 
-    def place(self, regions: Sequence[Region]) -> Mapping[Region, torch.Tensor]:
-        """Return each region's flat weights on the device, as they are after `fetch`."""
-        placed, end = {}, 0
+    def keep(self, regions: Iterable[Region]) -> None:
+        """Give regions a place of their own on the device and bring them up; cargoes are to be asked for anew."""
         for region in regions:
-            if self._on_device:
-                placed[region] = self._store[region].weights
-            elif region.index in self._resident:
-                placed[region] = self._resident[region.index]
-            else:
-                placed[region] = self.slot[end : end + region.weight_bytes].view(self._store[region].weights.dtype)
-                end += region.weight_bytes
-                assert end % _SLOT_ALIGNMENT_BYTES == 0
-        return placed
+            if self.is_resident(region):
+                continue
+            flat = self._device.allocate("resident weights", region.weight_bytes).view(
+                self._store[region].weights.dtype
+            )
+            self._resident[region.index] = flat, Fence("resident weights")
+            self._storages.add(flat.untyped_storage().data_ptr())
+        self.refresh(regions, always=True)
+        self._slots.clear()
+        self._numbers.clear()
+        self.cargoes = [()]
 
-    def parameters(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
-        """Return Parameters, by index, that view the weights of `regions` on the device."""
-        made = {}
-        for region, flat in self.place(regions).items():
-            for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
-                view = flat[offset : offset + size].view(self._infos[index].shape)
-                made[index] = nn.Parameter(view, requires_grad=region.trainable)
-        return made
+    def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
+        """Bring the resident regions up again, after an update; counted for the next step."""
+        chosen = None if regions is None else {region.index for region in regions}
+        for index, (flat, fence) in self._resident.items():
+            region = self._store.states[index].region
+            if (chosen is None or index in chosen) and (always or region.trainable):
+                fence.fill(self._bring_up(region, flat, fence.before_fill(), ()))
+                self._counters.next_h2d_bytes += region.weight_bytes
 
-    def poison(self) -> None:
-        """Overwrite the slot with NaN (in bf16 and in fp32), so that a late reader is found out."""
-        self.slot.view(torch.int32).fill_(0x7FC07FC0)
-        self._holds = None
+    def settle(self) -> None:
+        """Let compute come after every fetch of what stays: its modules run without asking."""
+        tickets = [ticket for _, fence in self._resident.values() for ticket in fence.before_read()]
+        if tickets:
+            self._lanes.compute_after(tickets)
+
+    def release(self) -> None:
+        """Note that compute has read what stays up to here."""
+        for ticket in self._lanes.mark():
+            for _, fence in self._resident.values():
+                fence.read(ticket)
+
+    def resize(self, num_bytes: int) -> None:
+        """Stream through `num_bytes` of the device's memory instead; nothing is held then."""
+        self._lanes.h2d.cancel()
+        if self._memory.nbytes:
+            self._device.ledger.release(self._name, self._memory.nbytes)
+        self._slots.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if num_bytes:
+            self._memory = self._device.allocate(self._name, num_bytes)
 
     def free(self) -> None:
         """Let go of the device's memory."""
-        self.slot = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._slots.clear()
         self._resident.clear()
 
-    def _bring_up(self, region: Region, flat: torch.Tensor) -> None:
-        self._device.copy(flat, self._store[region].weights)
-        self._counters.next_h2d_bytes += region.weight_bytes
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def _find(self, cargo: int) -> Slot | None:
+        return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)
+
+    def _bring_up(
+        self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], poisoned: Sequence[torch.Tensor]
+    ) -> Ticket:
+        state = self._store[region]
+
+        def copy() -> None:
+            for stretch in poisoned:
+                stretch.data.view(torch.int32).fill_(_POISON)
+            self._device.copy(flat, state.weights)
+
+        fence = state.fences["weights"]
+        ticket = self._lanes.h2d.submit(
+            copy, after=fence.before_read(), behind=behind, name=region.name, num_bytes=region.weight_bytes
+        )
+        fence.read(ticket)
+        return ticket
+
+    def _poison(self, slot: Slot) -> None:
+        stretch = self._memory[slot.begin : slot.end]
+        slot.fence.fill(
+            self._lanes.h2d.submit(
+                lambda: stretch.data.view(torch.int32).fill_(_POISON), behind=slot.fence.before_fill(), name="poison"
+            )
+        )
+
+    def _count(self, num_bytes: int) -> None:
+        if self.ahead:
+            self._counters.next_h2d_bytes += num_bytes
+        else:
+            self._counters.h2d_bytes += num_bytes

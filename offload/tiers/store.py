@@ -7,11 +7,12 @@ half of a split master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wai
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from offload import native
+from offload.lanes.ticket import Fence
 from offload.partition.layout import ParameterInfo, Region
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
@@ -22,7 +23,10 @@ _DTYPES = {"weights": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float
 
 @dataclass
 class RegionState:
-    """The planes of one region, and how often each of its parameters was updated (torch counts steps by parameter)."""
+    """The planes of one region, and how often each of its parameters was updated (torch counts steps by parameter).
+
+    The fence of the weights also stands for the low half and the moments: updates alone write them.
+    """
 
     region: Region
     weights: torch.Tensor
@@ -31,6 +35,9 @@ class RegionState:
     exp_avg_sq: torch.Tensor | None
     gradients: torch.Tensor | None
     steps: list[int]
+    fences: dict[str, Fence] = field(
+        default_factory=lambda: {"weights": Fence("weights"), "gradients": Fence("waiting gradients")}
+    )
 
     def span(self, position: int) -> slice:
         """Return the elements of the region's parameter number `position`."""

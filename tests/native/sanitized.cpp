@@ -60,6 +60,14 @@ Outcome all_kernels(int64_t n, Execution how) {
   split(p.data(), hi.data(), lo.data(), n, how);
   adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, scalars, how);
   adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, scalars, how);
+  const CorrectionScalars correction{0.5f, 0.1f, 0.1f, 0.001f, 0.02f, 0.3f, 1e-8f, -1e-3f};
+  const CorrectionScalars nothing{0.5f, 0.5f, 0.1f, 0.001f, 0.02f, 0.3f, 1e-8f, -1e-3f};
+  for (const auto& c : {correction, nothing}) {
+    correct_adamw({p.data(), nullptr, m.data(), v.data(), g.data(), false, n}, c, how);
+    correct_adamw({p.data(), nullptr, m.data(), v.data(), half.data(), true, n}, c, how);
+    correct_adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, c, how);
+    correct_adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, c, how);
+  }
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);

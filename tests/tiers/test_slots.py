@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload.errors import DoesNotFitError
+from offload.lanes.lanes import Lanes
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.telemetry.counters import Counters
 from offload.tiers.device import CpuDevice
@@ -29,16 +30,36 @@ class Bench:
                 units.setdefault(unit, []).append(len(self.infos))
                 self.infos.append(ParameterInfo(len(self.infos), f"{unit}.{number}", shape, True, precision, False))
         self.regions = build_regions(self.infos, units)
-        self.device, self.host, self.counters = CpuDevice(Ledger("device", device_memory)), Ledger("cpu"), Counters()
+        self.device, self.host, self.counters = (
+            CpuDevice(Ledger("device", device_memory), False),
+            Ledger("cpu"),
+            Counters(),
+        )
         self.store = Store(self.regions, self.infos, tier=tier, device=self.device, host=self.host)
         self.values = [torch.randn(info.shape) for info in self.infos]
         for info, value in zip(self.infos, self.values, strict=True):
             self.store.write(info.index, value)
         size = max(region.weight_bytes for region in self.regions)
-        self.slots = Slots(self.store, self.infos, self.device, self.counters, slot_bytes=size, slot_name="unit slot")
+        self.lanes = Lanes(overlap=False, throttle={})
+        self.slots = Slots(
+            self.store,
+            self.infos,
+            self.device,
+            self.lanes,
+            self.counters,
+            slot_bytes=size if tier == "cpu" else 0,
+            slot_name="unit slot",
+            debug=True,
+        )
 
     def of(self, unit: str) -> tuple[Region, ...]:
         return tuple(region for region in self.regions if region.units == (unit,))
+
+    def fetch(self, regions: tuple[Region, ...]) -> None:
+        """Fetch on demand, to the beginning of the slot."""
+        cargo = self.slots.cargo_of(regions)
+        if self.slots.cargo_bytes(cargo) and cargo not in self.slots.held():
+            self.slots.fetch(cargo, 0)
 
     def shown(self, regions: tuple[Region, ...]) -> dict[int, Any]:
         return {index: p.detach().clone() for index, p in self.slots.parameters(regions).items()}
@@ -50,7 +71,7 @@ def test_fetching_shows_a_units_weights_under_their_shapes(tier, precision):
     bench = Bench(tier, precision)
     for unit in ("a", "b", "a"):
         regions = bench.of(unit)
-        bench.slots.fetch(regions)
+        bench.fetch(regions)
         for index, shown in bench.shown(regions).items():
             wanted = bench.values[index]
             assert shown.shape == wanted.shape
@@ -67,34 +88,27 @@ def test_fetching_shows_a_units_weights_under_their_shapes(tier, precision):
 def test_a_unit_that_is_still_there_is_not_fetched_again():
     bench = Bench()
     a, b = bench.of("a"), bench.of("b")
-    bench.slots.fetch(a)
-    bench.slots.fetch(a)
+    bench.fetch(a)
+    bench.fetch(a)
     assert bench.counters.h2d_bytes == a[0].weight_bytes
-    bench.slots.fetch(b)
-    bench.slots.fetch(a)
+    bench.fetch(b)
+    bench.fetch(a)
     assert bench.counters.h2d_bytes == 2 * a[0].weight_bytes + b[0].weight_bytes
 
 
-def test_after_an_update_the_slot_is_fetched_again():
-    bench = Bench()
-    a = bench.of("a")
-    bench.slots.fetch(a)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_after_an_update_the_slot_is_poisoned_and_fetched_again(precision):
+    bench = Bench(precision=precision)
+    a, b = bench.of("a"), bench.of("b")
+    bench.fetch(a)
+    late = bench.slots.parameters(a)
+    bench.slots.invalidate(b[0])
+    assert not any(p.isnan().any() for p in late.values()), "another region's update"
+    bench.slots.invalidate(a[0])
+    assert all(p.isnan().all() for p in late.values())
     bench.store.write(0, torch.zeros(SHAPES["a"][0]))
-    bench.slots.invalidate()
-    bench.slots.fetch(a)
+    bench.fetch(a)
     assert not bench.shown(a)[0].any()
-
-
-def test_a_poisoned_slot_is_nan_in_both_dtypes_and_fetched_again():
-    for precision in ("fp32", "bf16"):
-        bench = Bench(precision=precision)
-        a = bench.of("a")
-        bench.slots.fetch(a)
-        late = bench.slots.parameters(a)
-        bench.slots.poison()
-        assert all(p.isnan().all() for p in late.values())
-        bench.slots.fetch(a)
-        assert not any(p.isnan().any() for p in late.values())
 
 
 def test_resident_regions_have_a_place_of_their_own():
@@ -105,8 +119,7 @@ def test_resident_regions_have_a_place_of_their_own():
     assert bench.slots.is_resident(a[0])
     assert not bench.slots.is_resident(b[0])
     kept = bench.slots.parameters(a)
-    bench.slots.fetch(b)
-    bench.slots.poison()
+    bench.fetch(b)
     assert all(torch.equal(p, bench.values[index]) for index, p in kept.items())
     bench.store.write(1, torch.ones(7))
     bench.slots.refresh()
@@ -115,9 +128,9 @@ def test_resident_regions_have_a_place_of_their_own():
 
 def test_a_store_on_the_device_needs_no_slot_and_moves_nothing():
     bench = Bench("device")
-    bench.slots.fetch(bench.of("a"))
+    bench.fetch(bench.of("a"))
     assert bench.counters.h2d_bytes == 0
-    assert bench.slots.slot.numel() == 0
+    assert bench.slots.capacity_bytes == 0
     assert bench.host.current_bytes == 0
 
 
@@ -134,7 +147,7 @@ def test_the_ledgers_know_every_byte_of_the_states(tier, precision):
     bench = Bench(tier, precision)
     numel = sum(region.numel for region in bench.regions)
     ledger = bench.host if tier == "cpu" else bench.device.ledger
-    assert ledger.current_bytes - (bench.slots.slot.nbytes if tier == "device" else 0) == 12 * numel
+    assert ledger.current_bytes == 12 * numel
     bench.store.hold_gradients(accumulates=False)
     assert ledger.allocations["gradients"] == numel * (4 if precision == "fp32" else 2)
     bench.store.hold_gradients(accumulates=True)

@@ -165,6 +165,7 @@ def compare(
             shared["optimizer"] = PROPORTIONAL
         # Poisoned slots: a graph that is kept must find its weights where they are fetched again.
         engine = Engine(model, placement=Placement(), recompute=mode.recompute, debug=mode is NEVER, **shared)
+        gradients = _keep_gradients(engine)
         infos = engine._parts.infos
         kept = {info.name for info in infos if info.compute == "fp32"}
         group = sum_by_layer if by_layer else lambda model: None
@@ -188,7 +189,7 @@ def compare(
             outcome.loss = loss.item()
             outcome.note("loss", result.loss, loss, loss.abs().item())
             outcome.note("norm", torch.tensor(result.grad_norm).double(), torch.tensor(norm).double(), norm)
-            _compare_states(outcome, engine, reference)
+            _compare_states(outcome, engine, gradients, reference)
             if whole is not None:
                 whole.step(batch)
                 _measure_order(outcome, engine, reference, whole)
@@ -224,7 +225,21 @@ def _why_not_split(unit: Unit) -> str:
     return "mixes rows, or differs from use to use"
 
 
-def _compare_states(outcome: Outcome, engine: Engine, reference: Plain) -> None:
+def _keep_gradients(engine: Engine) -> dict[int, torch.Tensor]:
+    """Return what will hold every step's gradients by region, as they are before the update (which poisons them)."""
+    flow, kept = engine._parts.gradients, {}
+    finish = flow.finish
+
+    def finish_and_keep() -> None:
+        finish()
+        states = engine._parts.store.states
+        kept.update({s.region.index: s.gradients.clone() for s in states if s.gradients is not None})
+
+    flow.finish = finish_and_keep
+    return kept
+
+
+def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[int, torch.Tensor], reference: Plain) -> None:
     infos, parts = engine._parts.infos, engine._parts
     for state in parts.store.states:
         region = state.region
@@ -235,7 +250,7 @@ def _compare_states(outcome: Outcome, engine: Engine, reference: Plain) -> None:
         assert touched == received, f"unit {region.name}: other parameters received a gradient"
         for index, gradient, offset, size in zip(region.parameters, wanted, region.offsets, region.sizes, strict=True):
             if gradient is not None:
-                got = state.gradients[offset : offset + size]
+                got = gradients[region.index][offset : offset + size]
                 outcome.note("gradient", got, gradient.reshape(-1).to(got.dtype), scale, infos[index].name)
     for name, got in engine.named_parameters():
         outcome.note("parameter", got, reference.masters[name], reference.masters[name].abs().max().item(), name)

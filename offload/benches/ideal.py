@@ -1,0 +1,285 @@
+"""The yardstick of overlap: an ideal list schedule of training steps over measured times, with lanes of zero overhead.
+
+Nothing here knows the engine. Four lanes (compute, h2d, d2h, update) do one thing at a time and start at once whatever
+may start:
+
+- a use needs its unit on the device. A fetch needs room from its start on, for which other units make way in Belady's
+  order (what is needed last goes first), never one that is needed earlier than what is fetched. A unit's weights are
+  dead after its backward, and its next fetch waits for its update;
+- a backward needs a gradient buffer from its start to the end of its landing (d2h); gradients land in order;
+- an update needs its landed gradient; in mode `deferred`, and for a correction, also the last one of the step, for the
+  norm. In mode `speculative` a unit is fetched again only when it is known whether it needs a correction;
+- the step ends with one wait of the host: its last gradient has landed before the next step's compute begins. Fetches
+  and updates run on across it.
+
+Greedy schedules have anomalies (Graham 1969, "Bounds on multiprocessing timing anomalies"): `ideal` takes the best of a
+few.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+LANES = ("compute", "d2h", "update", "h2d")
+MODES = ("none", "deferred", "speculative")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What moving and updating a unit takes. `size` is its share of the capacity: bytes, or 1 for a slot."""
+
+    size: float
+    fetch_s: float = 0.0
+    land_s: float = 0.0
+    update_s: float = 0.0
+    correct_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """A stretch of compute; `unit` is None where it needs no unit, such as the loss."""
+
+    seconds: float
+    unit: str | None = None
+    is_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step: its uses in order, the units, and how much of them the device holds (in the unit of
+    `Unit.size`). A unit's last use is its one backward.
+
+    `num_corrected` is for mode `speculative`: of the updates that began before the norm was known, so many are
+    corrected, those that began first.
+    """
+
+    uses: Sequence[Use]
+    units: Mapping[str, Unit]
+    capacity: float
+    mode: str = "none"
+    num_gradient_buffers: int = 2
+    num_corrected: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}.")
+        if self.num_gradient_buffers < 1:
+            raise ValueError(f"num_gradient_buffers is {self.num_gradient_buffers}; a backward needs at least one.")
+        for name, unit in self.units.items():
+            backward = [self.uses[place].is_backward for place in self.places[name]]
+            if backward[-1:] != [True] or sum(backward) != 1:
+                raise ValueError(f"{name} must have one backward in a step, as its last use.")
+            if unit.size > self.capacity:
+                raise ValueError(f"{name} takes {unit.size} of a capacity of {self.capacity}.")
+
+    @cached_property
+    def places(self) -> dict[str, list[int]]:
+        """Where in `uses` each unit is used."""
+        return {name: [i for i, use in enumerate(self.uses) if use.unit == name] for name in self.units}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a greedy schedule may vary.
+
+    lookahead: it fetches for the current use and for this many other units after it.
+    skips: whether it fetches a later unit while an earlier one waits for its update: never, late (when the step's last
+    gradient has landed) or always.
+    updates: until the last gradient has landed it updates as gradients land, by need (in the order of the next step) or
+    not at all (late); then by need.
+    """
+
+    lookahead: int
+    skips: str = "never"
+    updates: str = "landed"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation (forward, backward, fetch, land, update, correct), in seconds since the first step began."""
+
+    lane: str
+    action: str
+    unit: str | None
+    step: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The steady state: seconds of a step, and of it the busy ones of each lane. `spans` has every step run."""
+
+    seconds: float
+    busy_s: dict[str, float]
+    policy: Policy
+    spans: list[Span] = field(repr=False)
+
+
+def ideal(work: Work, num_steps: int = 12) -> Ideal:
+    """Return the fastest greedy schedule, over every lookahead that the capacity has room for."""
+    sizes = itertools.accumulate(sorted(unit.size for unit in work.units.values()))
+    most = max(1, sum(size <= work.capacity for size in sizes) - 1)
+    skips = ("never", "late", "always") if work.mode == "none" else ("never", "always")
+    updates = {"none": ("landed", "need", "late"), "deferred": ("late",), "speculative": ("landed", "need")}[work.mode]
+    policies = itertools.product(range(1, most + 1), skips, updates)
+    return min((simulate(work, Policy(*choice), num_steps) for choice in policies), key=lambda run: run.seconds)
+
+
+def serial_seconds(work: Work) -> float:
+    """Return the seconds of a step that does one thing at a time with one slot: the plain sum."""
+    fetched = [name for name, _ in itertools.groupby(use.unit for use in work.uses if use.unit is not None)]
+    corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][: work.num_corrected]
+    return math.fsum(
+        [use.seconds for use in work.uses]
+        + [work.units[name].fetch_s for name in fetched]
+        + [unit.land_s + unit.update_s for unit in work.units.values()]
+        + [work.units[name].correct_s for name in corrected if work.mode == "speculative"]
+    )
+
+
+def simulate(work: Work, policy: Policy, num_steps: int = 12) -> Ideal:
+    """Run `num_steps` steps under one policy; the steady state is the mean of the later half."""
+    spans = _Run(work, policy).until(num_steps)
+    starts = {span.step: span.begin_s for span in reversed(spans) if span.lane == "compute"}
+    first, end, num_counted = starts[num_steps - num_steps // 2], starts[num_steps], num_steps // 2
+    busy = dict.fromkeys(LANES, 0.0)
+    for span in spans:
+        busy[span.lane] += max(0.0, min(span.end_s, end) - max(span.begin_s, first)) / num_counted
+    return Ideal((end - first) / num_counted, busy, policy, spans)
+
+
+Content = tuple[str, int]  # a unit as it is in a step: its weights, or its gradient
+Started = tuple[str, tuple[str | None, int], float]  # action, content, seconds
+
+
+class _Run:
+    """The state of a simulation."""
+
+    def __init__(self, work: Work, policy: Policy) -> None:
+        self.work, self.policy = work, policy
+        self.position = 0  # of the first use that has not ended, counted over all steps
+        self.running: dict[str, Span] = {}  # by lane
+        self.held: set[Content] = set()  # weights on the device
+        self.leaving: deque[Content] = deque()  # gradients whose landing has not begun
+        self.num_landed: Counter[int] = Counter()  # by step
+        self.landed: list[Content] = []  # gradients whose update has not begun
+        self.early: list[Content] = []  # updates of this step that began before the norm was known, in this order
+        self.updated: set[Content] = set()
+        self.owing: list[Content] = []  # a correction
+        self.effects: dict[str, Callable[[Content], None]] = {
+            "fetch": self.held.add,
+            "backward": self.leaving.append,
+            "land": self.landed.append,
+            "update": self.updated.add,
+            "correct": self.owing.remove,
+        }
+
+    def until(self, step: int) -> list[Span]:
+        """Run until the compute of `step` begins."""
+        now_s, spans = 0.0, []
+        while True:
+            for lane, start in zip(LANES, (self._compute, self._land, self._update, self._fetch), strict=True):
+                if lane not in self.running and (started := start()):
+                    action, content, seconds = started
+                    self.running[lane] = Span(lane, action, *content, now_s, now_s + seconds)
+                    spans.append(self.running[lane])
+            if "compute" in self.running and self.running["compute"].step == step:
+                return spans
+            assert self.running, "nothing runs and nothing may start"
+            now_s = min(span.end_s for span in self.running.values())
+            for span in [span for span in self.running.values() if span.end_s <= now_s]:
+                del self.running[span.lane]
+                self._end(span)
+
+    def _compute(self) -> Started | None:
+        step, place = divmod(self.position, len(self.work.uses))
+        use = self.work.uses[place]
+        num_waiting = len(self.leaving) + ("d2h" in self.running)
+        if (
+            (place == 0 and step > 0 and not self._norm_is_known(step - 1))
+            or (use.unit is not None and (use.unit, step) not in self.held)
+            or (use.is_backward and num_waiting == self.work.num_gradient_buffers)
+        ):
+            return None
+        return "backward" if use.is_backward else "forward", (use.unit, step), use.seconds
+
+    def _land(self) -> Started | None:
+        content = self.leaving.popleft() if self.leaving else None
+        return ("land", content, self.work.units[content[0]].land_s) if content else None
+
+    def _update(self) -> Started | None:
+        is_late = self.work.mode == "deferred" or self.policy.updates == "late"
+        ready = self.owing + [c for c in self.landed if not is_late or self._norm_is_known(c[1])]
+        if not ready:
+            return None
+        if self.policy.updates == "need" or self._norm_is_known(ready[0][1]):
+            ready.sort(key=lambda content: self.work.places[content[0]][0])
+        content, unit = ready[0], self.work.units[ready[0][0]]
+        if content in self.owing:
+            return "correct", content, unit.correct_s
+        self.landed.remove(content)
+        if self.work.mode == "speculative" and not self._norm_is_known(content[1]):
+            self.early.append(content)
+        return "update", content, unit.update_s
+
+    def _fetch(self) -> Started | None:
+        seen: dict[str, int] = {}
+        for position in range(self.position, self.position + len(self.work.uses)):
+            step, place = divmod(position, len(self.work.uses))
+            name = self.work.uses[place].unit
+            if name is None or seen.get(name) == step:
+                continue
+            seen[name] = step
+            if len(seen) > self.policy.lookahead + 1:
+                break
+            if (name, step) in self.held:
+                continue
+            unit = self.work.units[name]
+            if step == 0 or self._is_final((name, step - 1)):
+                return ("fetch", (name, step), unit.fetch_s) if self._make_room(unit.size, position) else None
+            if self.policy.skips == "never" or (self.policy.skips == "late" and not self._norm_is_known(step - 1)):
+                break
+        return None
+
+    def _make_room(self, size: float, position: int) -> bool:
+        """Evict what is next needed after `position`, until `size` fits; nothing where it cannot fit."""
+        free = self.work.capacity - math.fsum(self.work.units[name].size for name, _ in self.held)
+        evicted = []
+        for needed, content in sorted(((self._next_use(c), c) for c in self.held), reverse=True):
+            if free >= size or needed <= position:
+                break
+            evicted.append(content)
+            free += self.work.units[content[0]].size
+        if free >= size:
+            self.held.difference_update(evicted)
+        return free >= size
+
+    def _next_use(self, content: Content) -> float:
+        """Where the weights are needed next, which for those in use is now; infinity for dead ones."""
+        start = content[1] * len(self.work.uses)
+        return next((start + at for at in self.work.places[content[0]] if start + at >= self.position), math.inf)
+
+    def _norm_is_known(self, step: int) -> bool:
+        return self.num_landed[step] == len(self.work.units)
+
+    def _is_final(self, content: Content) -> bool:
+        """True where the weights are those of the next step: updated, and corrected where they must be."""
+        is_sure = self.work.mode != "speculative" or self._norm_is_known(content[1])
+        return is_sure and content in self.updated and content not in self.owing
+
+    def _end(self, span: Span) -> None:
+        self.position += span.lane == "compute"
+        if span.unit is None or span.action == "forward":
+            return
+        content = (span.unit, span.step)
+        self.effects[span.action](content)
+        if span.action == "land":
+            self.num_landed[span.step] += 1
+            if self._norm_is_known(span.step):
+                self.owing[:], self.early = self.early[: self.work.num_corrected], []

@@ -1,0 +1,66 @@
+"""What the device's budget leaves is given to the slots, and taken back when a step needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offload.engine.gradients import GradientFlow
+from offload.tiers.device import Device
+from offload.tiers.slots import Slots
+
+_ALIGNMENT_BYTES = 4096
+
+
+class Leftover:
+    """After a step that needed no more than the one before it, the room beside everything else goes to a second
+    gradient buffer, so that one fills while the other empties, and to the slots, so that units come early and stay.
+
+    How much else a step needs is not known before it ran: unit inputs, kept graphs and, on a GPU, the temporaries of
+    operations. A run therefore begins with the least that it can do with.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slots: Slots,
+        gradients: GradientFlow,
+        *,
+        slots_bytes: tuple[int, int],
+        buffer_bytes: tuple[int, int],
+        moved: Callable[[], None],
+    ) -> None:
+        """`slots_bytes`, `buffer_bytes`: the least and the most that makes sense. `moved` is called when weights have
+        no place any more.
+        """
+        self._device, self._slots, self._gradients = device, slots, gradients
+        self._slots_bytes, self._buffer_bytes, self._moved = slots_bytes, buffer_bytes, moved
+        self._others = -1
+
+    def end_step(self) -> None:
+        """A step is over, and nothing waits for a backward."""
+        budget = self._device.budget_bytes
+        if budget is None:
+            return
+        mine = self._slots.capacity_bytes + self._gradients.buffer_bytes
+        others = self._device.take_recent_peak() - mine
+        settled, self._others = others <= self._others, max(self._others, others)
+        room = budget - self._others
+        least, most = self._buffer_bytes
+        buffer = most if room >= most + self._slots_bytes[0] else least
+        stretch = min((room - buffer) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, self._slots_bytes[1])
+        if settled and stretch > self._slots.capacity_bytes:
+            self._take(stretch, buffer)
+
+    def give_back(self) -> bool:
+        """Go back to the least; False where that is what there is."""
+        if (self._slots.capacity_bytes, self._gradients.buffer_bytes) <= (self._slots_bytes[0], self._buffer_bytes[0]):
+            return False
+        self._take(self._slots_bytes[0], self._buffer_bytes[0])
+        self._others = -1
+        return True
+
+    def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
+        self._moved()
+        self._slots.resize(0)  # both go before either comes: the budget holds at every moment
+        self._gradients.resize(buffer_bytes)
+        self._slots.resize(slots_bytes)

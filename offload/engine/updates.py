@@ -1,0 +1,239 @@
+"""AdamW over the regions, beside the passes, with exact clipping: at once, deferred, or speculative."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.engine.gradients import GradientFlow
+from offload.errors import NonFiniteError
+from offload.lanes.lane import Lane
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.optim.adamw import AdamW
+from offload.optim.clip import clip_coefficient, total_norm
+from offload.optim.update import correct_region, update_region
+from offload.partition.layout import ParameterInfo, Region
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
+
+COARSE_RATIO = 8.0
+"""Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
+
+
+@dataclass
+class _Landed:
+    """A region that was updated as it landed: with which coefficient is known once its norm is."""
+
+    region: Region
+    gradients: torch.Tensor
+    fence: Fence
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a step's gradients."""
+
+    norm: float
+    skipped: bool = False
+    num_corrected: int = 0
+    is_coarse: bool = False
+
+
+class Updates:
+    """Runs AdamW on the update lane.
+
+    Without clipping a region is updated as soon as its gradients have landed. `deferred`: once the norm over all of
+    them is known, in the order in which the next step needs them. `speculative`: as they land, with the coefficient
+    that the norm so far gives, and corrected once the true one is known. Steps that sum over several backward passes
+    are always deferred.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        flow: GradientFlow,
+        slots: Slots,
+        lanes: Lanes,
+        rule: AdamW,
+        *,
+        max_grad_norm: float | None,
+        skips: bool,
+        is_speculative: bool,
+        debug: bool = False,
+    ) -> None:
+        self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
+        self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
+        self._lane: Lane = lanes.update if store.tier == "cpu" else lanes.here
+        self._is_speculative = is_speculative
+        self._updated: list[_Landed] = []
+        self._lr, self._total, self._since = rule.lr, 0.0, 0
+        self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
+
+    @property
+    def waits(self) -> bool:
+        """True where updates come after the norm."""
+        return self._skips or (self._max_norm is not None and not self._is_speculative)
+
+    def begin_step(self, lr: float, waits: bool) -> None:
+        """Start a step; `waits`: its updates come after the norm in any case."""
+        self._lr, self._since, self._total = lr, self._lane.position, 0.0
+        self._updated = []
+        self._flow.landed = None if waits or self.waits else self._update_at_once
+
+    def apply(self, rank: Callable[[Region], float]) -> Applied:
+        """Finish the gradients, clip, submit what is left to update in the order of `rank`."""
+        self._flow.finish()
+        norm = total_norm(self._flow.squares)
+        if not math.isfinite(norm):
+            if self._skips:
+                return Applied(norm, skipped=True)
+            self._refuse_gradients()
+        scale = clip_coefficient(norm, self._max_norm)
+        if self._flow.landed is None:
+            waiting = [state for state in self._store.states if state.gradients is not None]
+            for state in sorted(waiting, key=lambda state: rank(state.region)):
+                assert state.gradients is not None
+                landed = _Landed(state.region, state.gradients, state.fences["gradients"], scale)
+                self._submit(landed, self._flow.touched[state.region.index])
+            applied = Applied(norm)
+        else:
+            applied = self._correct(norm, scale, rank)
+        self._slots.refresh()
+        self.is_updating = False
+        return applied
+
+    def give_up(self) -> str | None:
+        """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any
+        more, where they do not.
+        """
+        self._lanes.give_up(self._since)
+        torn, self.is_updating = self.is_updating, False
+        if torn:
+            return "a step failed after some units were updated and before the others were"
+        return self.failure()
+
+    def failure(self) -> str | None:
+        """Return what failed on the update lane, if anything did."""
+        error = self._lanes.update.error
+        return None if error is None else f"an update failed ({type(error).__name__}: {error})"
+
+    # -- at once, and corrections ----------------------------------------------------------------------------
+
+    def _update_at_once(self, region: Region, gradients: torch.Tensor, fence: Fence) -> None:
+        landed = _Landed(region, gradients, fence)
+        self._updated.append(landed)
+        touched, squares = self._flow.touched[region.index], self._flow.squares
+        if not all(math.isfinite(squares[index]) for index in region.parameters):
+            self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
+
+        def prepare() -> bool:
+            self._flow.measured(region)
+            self._total += sum(squares[index] for index in region.parameters)
+            landed.scale = clip_coefficient(total_norm([self._total]), self._max_norm)
+            return math.isfinite(self._total)  # else `apply` refuses the step, and names the unit
+
+        self._submit(landed, touched, prepare)
+
+    def _correct(self, norm: float, scale: float, rank: Callable[[Region], float]) -> Applied:
+        """Bring what was updated with the norm so far to the true coefficient, before it is fetched again."""
+        if self._max_norm is None:
+            return Applied(norm)
+        total, worst, wrong = 0.0, 1.0, []
+        for landed in self._updated:  # the same sums as on the lane, which may be behind
+            total += sum(self._flow.squares[index] for index in landed.region.parameters)
+            applied = clip_coefficient(total_norm([total]), self._max_norm)
+            if _as_float32(applied) != _as_float32(scale):
+                worst = max(worst, applied / scale if scale else math.inf)
+                wrong.append(landed)
+        for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
+            self._submit_correction(landed, self._flow.touched[landed.region.index], scale)
+        return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+
+    # -- the lane --------------------------------------------------------------------------------------------
+
+    def _submit(self, landed: _Landed, touched: Sequence[bool], prepare: Callable[[], bool] = lambda: True) -> None:
+        if not any(touched):
+            return
+        region, lr = landed.region, self._lr
+        state = self._store[region]
+        may_correct = self._is_speculative and self._flow.landed is not None
+
+        def update() -> None:
+            if not prepare():
+                return
+            num_wrong = update_region(
+                state, landed.gradients, touched, self._rule, self._infos, lr=lr, scale=landed.scale
+            )
+            if num_wrong:
+                raise _overflow(region, num_wrong, lr)
+            if self._debug and not may_correct:
+                landed.gradients.fill_(float("nan"))
+
+        self._enter(landed, update, "update")
+
+    def _submit_correction(self, landed: _Landed, touched: Sequence[bool], scale: float) -> None:
+        region, lr = landed.region, self._lr
+        state = self._store[region]
+
+        def correct() -> None:
+            num_wrong = correct_region(
+                state,
+                landed.gradients,
+                touched,
+                self._rule,
+                self._infos,
+                lr=lr,
+                applied_scale=landed.scale,
+                scale=scale,
+            )
+            if num_wrong:
+                raise _overflow(region, num_wrong, lr)
+
+        self._enter(landed, correct, "correct")
+
+    def _enter(self, landed: _Landed, work: Callable[[], None], verb: str) -> None:
+        """Submit work on a region's states: after its gradients, behind every fetch of what it overwrites."""
+        region = landed.region
+        self.is_updating = True
+        self._slots.invalidate(region)
+        weights = self._store[region].fences["weights"]
+        ticket: Ticket = self._lane.submit(
+            work,
+            after=(*landed.fence.before_read(), *weights.before_read()),
+            behind=weights.before_fill(),
+            name=f"{verb} {region.name}",
+            num_bytes=2 * sum(region.planes(keeps_gradients=False, accumulates=False).values()),
+        )
+        landed.fence.read(ticket)
+        weights.fill(ticket)
+
+    def _refuse_gradients(self) -> None:
+        order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
+        bad = [self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._flow.squares[i])]
+        units: Mapping[int, str] = {
+            index: state.region.name for state in self._store.states for index in state.region.parameters
+        }
+        raise NonFiniteError(
+            f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
+            f"{len(self._infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
+            "--train.on_nonfinite skip goes on without such steps."
+        )
+
+
+def _overflow(region: Region, num_wrong: int, lr: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
+        "too large. Lower --optimizer.lr, and go on from the last checkpoint."
+    )
+
+
+def _as_float32(value: float) -> float:
+    """Return the value as the kernels see it."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])

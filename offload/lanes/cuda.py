@@ -1,0 +1,141 @@
+"""Lanes on a CUDA device: copies have a stream each, and tickets carry events.
+
+A lane's thread enqueues; it blocks only for work of the host (an update that has to be done before its weights go up).
+Streams are made once, events are used again. The stream of compute is whichever is current in the thread that asks:
+autograd runs a backward under the stream of its forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.lanes.lane import Lane, ThreadLane, Work
+from offload.lanes.lanes import Lanes
+from offload.lanes.throttle import Throttle
+from offload.lanes.ticket import Ticket
+from offload.telemetry.timeline import LaneTime, Span
+
+
+class Place(Ticket):
+    """A place in a stream, by an event that goes back to its pool with the last who knows it. Whoever had to wait for
+    the event has, by then, put the wait into a stream, and the stream holds what the event stood for at that moment.
+    """
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, lane: str, pool: list[torch.cuda.Event]) -> None:
+        super().__init__(lane)
+        self._pool = pool
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Be the present end of a stream."""
+        self.event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def __del__(self) -> None:
+        if self.event is not None:
+            self._pool.append(self.event)
+
+
+@dataclass
+class _Stretch:
+    """What a stream did between two places. `is_wait`: compute waited for the lane."""
+
+    lane: str
+    name: str
+    begin: Place
+    end: Place
+    is_wait: bool = False
+
+
+class CudaLane(ThreadLane):
+    """A lane whose work is to put copies into a stream of its own."""
+
+    def __init__(self, name: str, lanes: CudaLanes, throttle: Throttle | None) -> None:
+        self._lanes = lanes
+        self._stream = torch.cuda.Stream(lanes.device)
+        super().__init__(name, lanes.condition, lanes.timeline, throttle, lanes.delays(name))
+
+    def _ticket(self) -> Ticket:
+        return self._lanes.place(self.name)
+
+    def _order(self, ticket: Ticket) -> None:
+        if ticket.event is not None:
+            self._stream.wait_event(ticket.event)
+
+    def _start(self, work: Work) -> None:
+        begin = self._lanes.place(self.name)
+        assert isinstance(work.ticket, Place)
+        with torch.cuda.device(self._lanes.device), torch.cuda.stream(self._stream):
+            begin.record(self._stream)
+            work.run()
+            work.ticket.record(self._stream)
+        self._lanes.timed.append(_Stretch(self.name, work.name, begin, work.ticket))
+        if self._throttle is not None:  # a played link begins to count when its copy does
+            work.ticket.event.synchronize()
+
+
+class CudaLanes(Lanes):
+    """h2d and d2h have streams; updates run on the host, which waits for the events of what it reads."""
+
+    def __init__(self, *, throttle: Mapping[str, Throttle], delay_seed: int | None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.timed: deque[_Stretch] = deque()
+        self._pool: list[torch.cuda.Event] = []
+        super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed)
+        self._origin = self.now()
+        self._origin.event.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def _open(self, name: str) -> Lane:
+        return super()._open(name) if name == "update" else CudaLane(name, self, self._throttle.get(name))
+
+    def place(self, lane: str) -> Place:
+        """Return a ticket for a place that is not recorded yet."""
+        return Place(lane, self._pool)
+
+    def now(self) -> Place:
+        found = self.place("compute")
+        found.record(torch.cuda.current_stream(self.device))
+        found.is_done = True
+        return found
+
+    def mark(self) -> Sequence[Ticket]:
+        return (self.now(),)
+
+    def computed(self, name: str, begin: Place) -> None:
+        self.timed.append(_Stretch("compute", name, begin, self.now()))
+
+    def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
+        super().wait(tickets, behind=behind)  # until they are in their streams
+        late = [ticket for ticket in (*tickets, *behind) if not ticket.is_over]
+        if not late:
+            return
+        begin, stream = self.now(), torch.cuda.current_stream(self.device)
+        for ticket in late:
+            stream.wait_event(ticket.event)
+        self.timed.append(_Stretch(late[-1].lane, "", begin, self.now(), is_wait=True))
+
+    def wait(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
+        super().wait(tickets, behind=behind)
+        for ticket in (*tickets, *behind):
+            if ticket.event is not None:
+                ticket.event.synchronize()
+
+    def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
+        while self.timed and self.timed[0].end.is_over:
+            stretch = self.timed.popleft()
+            begin, end = (
+                self._origin_s + self._origin.event.elapsed_time(place.event) / 1e3
+                for place in (stretch.begin, stretch.end)
+            )
+            if stretch.is_wait:
+                self.timeline.expose(stretch.lane, end - begin)
+            else:
+                self.timeline.add(stretch.lane, stretch.name, begin, end)
+        return super().end_step()

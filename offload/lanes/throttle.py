@@ -1,0 +1,49 @@
+"""How slow a lane is made, so that PCIe and disks can be played on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import ConfigError, nearest
+from offload.sections import parse_size
+
+LANES = ("h2d", "d2h", "update")
+_KEYS = ("bandwidth", "latency_seconds")
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """Work of `num_bytes` takes `seconds(num_bytes)`, or as long as it really does where that is longer."""
+
+    bytes_per_second: float | None = None
+    latency_s: float = 0.0
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the least time that work which moves `num_bytes` takes."""
+        return self.latency_s + (num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0)
+
+
+def parse_throttle(setting: Mapping[str, Any] | None) -> dict[str, Throttle]:
+    """Read {lane: bytes per second} or {lane: {"bandwidth": size a second, "latency_seconds": s}}; ConfigError for
+    anything else.
+    """
+    found = {}
+    for lane, value in (setting or {}).items():
+        key = f"offload.throttle.{lane}"
+        if lane not in LANES:
+            raise ConfigError(f"{key}: there is no such lane{nearest(lane, LANES)}; the lanes are {', '.join(LANES)}.")
+        fields = value if isinstance(value, Mapping) else {"bandwidth": value}
+        for name in fields:
+            if name not in _KEYS:
+                raise ConfigError(f"{key}.{name}: unknown key{nearest(str(name), _KEYS)}; allowed: {', '.join(_KEYS)}.")
+        bandwidth = fields.get("bandwidth")
+        rate = float(bandwidth) if isinstance(bandwidth, float) else parse_size(bandwidth, f"{key}.bandwidth")
+        latency = fields.get("latency_seconds", 0.0)
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth is more than 0 bytes a second.")
+        if not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+            raise ConfigError(f"{key}.latency_seconds is {latency!r}; it is a number of seconds, at least 0.")
+        found[lane] = Throttle(rate, float(latency))
+    return found

@@ -1,0 +1,66 @@
+"""Tickets, and the race rule for a buffer: never read before it was filled, never filled before it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_MANY = 16
+
+
+class CancelledError(Exception):
+    """Work that was given up before it began, because the step it belonged to was."""
+
+
+class Ticket:
+    """One piece of work of a lane. `begin` and `end` are seconds of `time.perf_counter`.
+
+    `is_done` is set once the work was done, or, for work of a GPU's stream, once it is in the stream: then `event`
+    fires when it is done. `held_by` names the lane whose work this had to wait for, where that is what made it late.
+    """
+
+    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane")
+
+    def __init__(self, lane: str, begin: float = 0.0, end: float = 0.0, is_done: bool = False, event: Any = None):
+        self.lane, self.begin, self.end, self.is_done, self.event = lane, begin, end, is_done, event
+        self.held_by = lane
+        self.error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing of the work is left to do anywhere."""
+        return self.is_done and (self.event is None or bool(self.event.query()))
+
+
+class Fence:
+    """The race rule for one buffer (DESIGN: no buffer is read before the ticket of the write that filled it, nor
+    filled again before the tickets of its readers).
+
+    `kind` says what the buffer is; the tests take the waits of one kind away and must see it.
+    """
+
+    __slots__ = ("_filled", "_readers", "kind")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._filled: Ticket | None = None
+        self._readers: list[Ticket] = []
+
+    def before_read(self) -> Sequence[Ticket]:
+        """Return what a reader has to wait for."""
+        return () if self._filled is None else (self._filled,)
+
+    def before_fill(self) -> Sequence[Ticket]:
+        """Return what the next writer has to wait for."""
+        return (*self.before_read(), *self._readers)
+
+    def read(self, ticket: Ticket) -> None:
+        """Note a reader."""
+        if len(self._readers) >= _MANY:  # what is never filled again (frozen weights) would collect them for ever
+            self._readers = [reader for reader in self._readers if not reader.is_over]
+        self._readers.append(ticket)
+
+    def fill(self, ticket: Ticket) -> None:
+        """Note a writer, which waited for everyone before."""
+        self._filled = ticket
+        self._readers.clear()

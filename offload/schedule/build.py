@@ -1,0 +1,156 @@
+"""From the order in which weights are used to a schedule of fetches: what, where to, and when. Pure.
+
+A *cargo* is what travels at once: the regions of a unit that stream. The device has `capacity` bytes for cargoes, in
+which each takes a stretch. Prefetching and eviction are those of Cao, Felten, Karlin and Li, "A study of integrated
+prefetching and caching strategies" (SIGMETRICS 1995), rules 1 to 4: fetch the missing cargo that is needed next, as
+soon as there is room, in the place of what is needed last (Belady), and never of what is needed before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a cargo by compute: a unit's forward or its backward."""
+
+    cargo: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bring a cargo to `offset`, in the place of those that it `evicts`; `serves` is the use that it is for."""
+
+    cargo: int
+    offset: int
+    evicts: tuple[int, ...]
+    serves: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`before[i]` are the fetches that are issued once use `i - 1` is over (for 0: at once), in order.
+
+    Each waits for the last reader of what it overwrites and for the last update of what it brings; use `i` waits for
+    the fetch that brought its cargo.
+    """
+
+    uses: tuple[Use, ...]
+    before: tuple[tuple[Fetch, ...], ...]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device's memory for cargoes: their sizes, its bytes, and at most how many of them it holds at once (None for
+    as many as fit).
+    """
+
+    sizes: tuple[int, ...]
+    capacity: int
+    most: int | None
+
+    def place(
+        self, cargo: int, lying: Mapping[int, int], next_use: Mapping[int, float], serves: float, home: int | None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Return the offset at which a cargo harms least and whom it evicts there; None where something would have to
+        go that is needed no later than `serves`.
+
+        lying: offset by cargo of what is there. home: preferred among equals.
+        """
+        leaving: tuple[int, ...] = ()
+        if self.most is not None and len(lying) >= self.most:
+            last = max(lying, key=lambda other: next_use[other])
+            if next_use[last] <= serves:
+                return None
+            leaving = (last,)
+        size = self.sizes[cargo]
+        there = [(offset, offset + self.sizes[c], c) for c, offset in lying.items() if c not in leaving]
+        candidates = {0, *(end for _, end, _ in there), *(begin - size for begin, _, _ in there)}
+        if home is not None:
+            candidates.add(home)
+        best: tuple[tuple[float, bool, int], tuple[int, ...]] | None = None
+        for offset in candidates:
+            if not 0 <= offset <= self.capacity - size:
+                continue
+            over = tuple(c for begin, end, c in there if begin < offset + size and offset < end)
+            rank = (min((next_use[c] for c in over), default=math.inf), offset == home, -offset)
+            if (not over or rank[0] > serves) and (best is None or rank > best[0]):
+                best = rank, over
+        return None if best is None else (-best[0][2], (*leaving, *best[1]))
+
+
+def build(
+    uses: Sequence[Use],
+    room: Room,
+    lookahead: int,
+    *,
+    held: Mapping[int, int],
+    homes: Mapping[int, int],
+    trained: Iterable[int],
+) -> Schedule:
+    """Schedule one pass over `uses`, taking the next to be the same.
+
+    lookahead: how many cargoes beyond the next one may be fetched early. held: where cargoes lie already. homes: where
+    they lay the last time (a unit's parameters are made once a place, so the same place is preferred). trained: what a
+    backward makes stale, since its update follows.
+    """
+    calendar = _Calendar(uses, set(trained))
+    lying, homes = dict(held), dict(homes)
+    before: list[tuple[Fetch, ...]] = []
+    for now, use in enumerate(uses):
+        fetches = []
+        ahead: set[int] = set()
+        for serves in range(now, len(uses)):
+            cargo = uses[serves].cargo
+            if cargo not in ahead:
+                if len(ahead) > lookahead:
+                    break
+                ahead.add(cargo)
+            if cargo in lying or not room.sizes[cargo]:
+                continue
+            next_use = {other: calendar.next_use(other, now) for other in lying}
+            found = room.place(cargo, lying, next_use, serves, homes.get(cargo))
+            if found is None:
+                break
+            offset, evicted = found
+            for other in evicted:
+                del lying[other]
+            lying[cargo] = homes[cargo] = offset
+            fetches.append(Fetch(cargo, offset, evicted, serves))
+        before.append(tuple(fetches))
+        if calendar.next_use(use.cargo, now + 1) == math.inf:
+            lying.pop(use.cargo, None)  # stale from here on: nobody's harm
+    return Schedule(tuple(uses), tuple(before))
+
+
+class _Calendar:
+    """When a cargo is needed next."""
+
+    def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
+        self._length = len(uses)
+        self._times: dict[int, list[int]] = {}
+        self._dying = {use.cargo for use in uses if use.backward and use.cargo in trained}
+        for time, use in enumerate(uses):
+            self._times.setdefault(use.cargo, []).append(time)
+
+    def next_use(self, cargo: int, now: int) -> float:
+        """Return the first use at `now` or later, in the next pass where there is none in this and what lies there
+        is still good then; infinity where it is not.
+        """
+        times = self._times.get(cargo, [])
+        for time in times:
+            if time >= now:
+                return time
+        if not times or cargo in self._dying:
+            return math.inf
+        return self._length + times[0]
+
+
+def window_bytes(sizes: Sequence[int], num_units: int) -> int:
+    """Return the most bytes that `num_units` neighbours among the units take, at least the largest unit."""
+    last = max(1, len(sizes) - num_units + 1)
+    return max((sum(sizes[first : first + num_units]) for first in range(last)), default=0)

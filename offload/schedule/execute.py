@@ -1,0 +1,149 @@
+"""Runs the schedule: brings cargoes up ahead of compute, by the order that the last pass of the same kind took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Sequence
+
+from offload.partition.layout import Region
+from offload.schedule.build import Room, Schedule, Use, build
+from offload.tiers.slots import Slots
+
+_MOST_SCHEDULES = 256
+
+
+class Executor:
+    """Follows compute from use to use. A *kind* of pass (a step on batches of one shape, an evaluation) takes the same
+    order every time: the first pass of a kind fetches on demand and is recorded, later ones follow a schedule. A pass
+    that departs from its order goes on on demand, and is recorded anew.
+    """
+
+    def __init__(self, slots: Slots, lookahead: int, most: int | None) -> None:
+        self._slots, self._lookahead, self._most = slots, lookahead, most
+        self._orders: dict[Hashable, list[Use]] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+        self._homes: dict[int, int] = {}
+        self._kind: Hashable = None
+        self._is_open = False
+        self._schedule: Schedule | None = None
+        self._next = 0
+        self._taken: list[Use] = []
+        self.num_departures = 0
+
+    # -- a pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, kind: Hashable) -> None:
+        """Start a pass; None for one that has no order."""
+        if self._schedule is None or self._next or kind != self._kind:
+            self._plan(kind)
+        self._kind, self._is_open = kind, True
+        self._taken = []
+
+    def enter(self, regions: Sequence[Region], backward: bool) -> None:
+        """Let compute come after the fetch of what a unit needs."""
+        cargo = self._slots.cargo_of(regions)
+        use = Use(cargo, backward)
+        if self._is_open:
+            self._taken.append(use)
+            if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
+                self._depart()
+        else:  # nobody's pass: what was brought up for the next one is taken as it is
+            self._schedule = None
+        if self._slots.cargo_bytes(cargo) and cargo not in self._slots.held():
+            self._fetch_now(cargo)
+        self._slots.wait(cargo, regions)
+
+    def leave(self, regions: Sequence[Region]) -> None:
+        """A use is over: what comes next may take its place."""
+        self._slots.used(self._slots.cargo_of(regions), regions)
+        if self._schedule is not None:
+            self._next += 1
+            self._issue()
+
+    def end(self) -> None:
+        """A pass is over."""
+        if self._is_open and self._orders.get(self._kind) != self._taken:
+            self._orders[self._kind] = self._taken
+            self._schedules.clear()
+        self._is_open, self._schedule = False, None
+
+    def expect(self, kind: Hashable) -> None:
+        """The next pass will be of this kind: what it needs first comes up now, once it is updated."""
+        self._slots.ahead = True
+        self._plan(kind)
+        self._slots.ahead = False
+
+    def forget(self) -> None:
+        """Nothing is on the device, and no pass is open."""
+        self._slots.forget()
+        self._schedule, self._kind, self._is_open = None, None, False
+        self._taken = []
+
+    def reset(self, keep_orders: bool = False) -> None:
+        """The cargoes, or with `keep_orders` only their room, are others than before."""
+        self.forget()
+        if not keep_orders:
+            self._orders.clear()
+        self._schedules.clear()
+        self._homes.clear()
+
+    def first_uses(self) -> dict[int, int]:
+        """Return when each cargo is used first, as the last pass was."""
+        found: dict[int, int] = {}
+        for time, use in enumerate(self._taken):
+            found.setdefault(use.cargo, time)
+        return found
+
+    # -- fetches ---------------------------------------------------------------------------------------------
+
+    def _plan(self, kind: Hashable) -> None:
+        """Take up the schedule of a kind of pass, from what is on the device now."""
+        self._kind, self._next, self._schedule = kind, 0, None
+        if len(self._schedules) > _MOST_SCHEDULES:
+            self._schedules.clear()
+        order = self._orders.get(kind)
+        if order is None:
+            return
+        held = self._slots.held()
+        key = (kind, tuple(sorted(held.items())), tuple(sorted(self._homes.items())))
+        if key not in self._schedules:
+            self._schedules[key] = build(
+                order,
+                self._room(),
+                self._lookahead,
+                held=held,
+                homes=self._homes,
+                trained=self._trained(),
+            )
+        self._schedule = self._schedules[key]
+        self._issue()
+
+    def _issue(self) -> None:
+        assert self._schedule is not None
+        if self._next < len(self._schedule.uses):
+            for fetch in self._schedule.before[self._next]:
+                self._homes[fetch.cargo] = fetch.offset
+                self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts)
+
+    def _depart(self) -> None:
+        self.num_departures += 1
+        self._orders.pop(self._kind, None)
+        self._schedule = None
+
+    def _fetch_now(self, cargo: int) -> None:
+        """Fetch for a use that no schedule foresaw, over what was used longest ago."""
+        lying = self._slots.held()
+        next_use = dict.fromkeys(lying, 1.0) | {use.cargo: -time for time, use in enumerate(self._taken)}
+        found = self._room().place(cargo, lying, next_use, -math.inf, self._homes.get(cargo))
+        assert found is not None, "there is room for the largest unit"
+        self._homes[cargo] = found[0]
+        self._slots.fetch(cargo, *found)
+
+    def _room(self) -> Room:
+        sizes = tuple(self._slots.cargo_bytes(cargo) for cargo in range(len(self._slots.cargoes)))
+        return Room(sizes, self._slots.capacity_bytes, self._most)
+
+    def _trained(self) -> Collection[int]:
+        return {
+            number for number, regions in enumerate(self._slots.cargoes) if any(region.trainable for region in regions)
+        }

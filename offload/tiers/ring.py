@@ -1,0 +1,53 @@
+"""A buffer whose stretches are taken in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.lanes.ticket import Fence, Ticket
+
+
+@dataclass(eq=False)
+class Stretch:
+    """Memory that was taken. `after` is what has to be over before it is filled; `fence` is its own. While it
+    `is_open`, nobody else gets it.
+    """
+
+    flat: torch.Tensor
+    begin: int
+    end: int
+    after: list[Ticket]
+    fence: Fence
+    is_open: bool = True
+
+
+@dataclass(eq=False)
+class Ring:
+    """Hands out stretches of `memory` (flat uint8) one after the other, from the beginning again at the end."""
+
+    memory: torch.Tensor
+    kind: str
+    _end: int = 0
+    _taken: list[Stretch] = field(default_factory=list)
+
+    def take(self, num_bytes: int) -> Stretch | None:
+        """Return a stretch, or None where the buffer is too small beside what is open."""
+        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
+        end = begin + num_bytes
+        if end > self.memory.nbytes:
+            return None
+        over = [other for other in self._taken if other.begin < end and begin < other.end]
+        if any(other.is_open for other in over):
+            return None
+        after = [ticket for other in over for ticket in other.fence.before_fill()]
+        stretch = Stretch(self.memory[begin:end], begin, end, after, Fence(self.kind))
+        self._taken = [other for other in self._taken if other not in over] + [stretch]
+        self._end = end
+        return stretch
+
+    def reset(self) -> None:
+        """Whoever took a stretch has given it up."""
+        for stretch in self._taken:
+            stretch.is_open = False

@@ -1,0 +1,300 @@
+"""A step corrected to another gradient scale: against float64, and every way to compute it against another."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload import native
+from offload.errors import ConfigError
+from tests.native.states import State, ordinary, same_bits, wild
+
+ISAS = native.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
+LR, EPS, WEIGHT_DECAY = 1e-3, 1e-8, 0.01
+SETTINGS = {"step": 3, "lr": LR, "betas": (0.9, 0.999), "eps": EPS}
+SCALES = {"applied_scale": 0.9, "grad_scale": 0.13}
+
+
+@pytest.fixture(params=["native", "torch"])
+def either(request, monkeypatch):
+    """Both implementations."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "_core", None)
+    elif not native.is_native():
+        pytest.skip("the C++ kernels were not built")
+
+
+def step(s: State, scale: float, **settings: object) -> State:
+    """The state after a step with that gradient scale, from a copy; float32 master."""
+    s = s.copy()
+    native.adamw(s.p, s.m, s.v, s.g, weight_decay=WEIGHT_DECAY, grad_scale=scale, **(SETTINGS | settings))
+    return s
+
+
+def corrected(s: State, is_split: bool = False, **settings: object) -> tuple[State, int]:
+    """The state after a correction, from a copy, and the count of non-finite weights."""
+    s = s.copy()
+    master = native.split(s.p) if is_split else s.p
+    count = native.correct_adamw(master, s.m, s.v, s.g, **(SETTINGS | SCALES | settings))
+    if is_split:
+        s.p = native.join(*master)
+    return s, count
+
+
+def assert_same(a: State, b: State) -> None:
+    for name in vars(a):
+        assert same_bits(getattr(a, name), getattr(b, name)), name
+
+
+@functools.cache
+def history(n: int, num_steps: int, betas: tuple[float, float] = (0.9, 0.999)) -> State:
+    """The state after that many steps from zero moments, with the gradient of the next; copy before you change it."""
+    r = torch.Generator().manual_seed(num_steps)
+    size = 1e-3 * torch.randn(n, generator=r).exp()
+    s = State(torch.randn(n, generator=r) * 0.02, torch.zeros(n), torch.zeros(n), torch.zeros(n))
+    s.p[::2] = 0.0  # nothing to hide the update behind
+    for number in range(1, num_steps + 1):
+        s.g = torch.randn(n, generator=r) * size
+        s = step(s, 1.0, step=number, betas=betas)
+    s.g = torch.randn(n, generator=r) * size
+    return s
+
+
+def in_double(s: State, number: int, scale: float, betas: tuple[float, float]) -> tuple[Tensor, ...]:
+    """The (weights, exp_avg_sq, update) of one step in float64 from the float32 state."""
+    p, m, v, g = (x.double() for x in vars(s).values())
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * scale * g
+    v = beta2 * v + (1 - beta2) * (scale * g) ** 2
+    update = LR / (1 - beta1**number) * m / (v.sqrt() / math.sqrt(1 - beta2**number) + EPS)
+    return p * (1 - LR * WEIGHT_DECAY) - update, v, update
+
+
+@pytest.mark.parametrize(
+    ("ratio", "allowed"),  # of the largest update
+    [(0.5, 1e-6), (1, 1e-6), (1.01, 1e-6), (2, 1e-6), (8, 5e-6), (64, 3e-4), (1024, 6e-2), (1e7, 4)],
+)
+@pytest.mark.parametrize("number", [1, 2, 3, 100])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.4, 0.6)])
+@pytest.mark.parametrize("is_outlier", [False, True])
+def test_accuracy(ratio, allowed, number, betas, is_outlier):
+    state = history(5_000, number - 1, betas).copy()
+    if is_outlier:  # with the right scale the gradient is like its past: what was applied has buried that
+        state.g *= ratio
+    weights, v, update = in_double(state, number, 1 / ratio, betas)
+    settings = {"step": number, "betas": betas, "applied_scale": 1.0, "grad_scale": 1 / ratio}
+    applied = step(state, 1.0, step=number, betas=betas)
+    for is_split in (False, True):
+        ours, count = corrected(applied, is_split, **settings)
+        assert count == 0
+        ulp = torch.from_numpy(numpy.spacing(weights.abs().float().numpy())).double()
+        error = (ours.p.double() - weights).abs()
+        assert ((error - 2 * ulp) / update.abs().max()).max() <= allowed
+        if ratio <= 64:
+            torch.testing.assert_close(ours.v.double(), v, rtol=4 * allowed, atol=1e-30)
+
+
+@pytest.mark.parametrize("number", [2, 100])
+@pytest.mark.parametrize("ratio", [1e3, 1e5, 1e7, 1e30, math.inf])
+def test_no_weight_moves_farther_than_adamw_can_move_it(number, ratio):
+    state = history(5_000, number - 1).copy()
+    state.g *= min(ratio, 1e10)
+    ours, _ = corrected(step(state, 1.0, step=number), step=number, applied_scale=1.0, grad_scale=1 / ratio)
+    beta1, beta2 = SETTINGS["betas"]
+    squares = sum((beta1**2 / beta2) ** i for i in range(number))
+    farthest = LR * (1 - beta1) / (1 - beta1**number) * math.sqrt((1 - beta2**number) / (1 - beta2) * squares)
+    moved = (ours.p.double() - state.p.double() * (1 - LR * WEIGHT_DECAY)).abs().max()
+    assert moved <= 1.5 * farthest  # the past of exp_avg_sq may be half of its last place where it was nearly buried
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.6), (0.0, 0.95), (0.9, 0.0)])
+@pytest.mark.parametrize("scales", [(1.0, 0.99), (1.0, 1e-3), (0.7, 1e-9), (0.3, 0.0), (0.1, 0.8)])
+def test_fresh_moments_get_the_bits_of_the_right_scale(betas, scales):
+    applied_scale, grad_scale = scales
+    state = ordinary(2_000)
+    state.m.zero_()
+    state.v.zero_()
+    ours, _ = corrected(
+        step(state, applied_scale, betas=betas), betas=betas, applied_scale=applied_scale, grad_scale=grad_scale
+    )
+    theirs = step(state, grad_scale, betas=betas)
+    assert torch.equal(ours.m, theirs.m)  # a zero may have the other sign
+    assert torch.equal(ours.v, theirs.v)
+    assert (ours.p - theirs.p).abs().max() <= 1e-8
+
+
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.95), (0.0, 0.9)])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_isas_threads_masters_and_the_fallback_give_the_same_bits(monkeypatch, make, betas, grad_dtype):
+    state = make(2 * (1 << 16) + 4_097)
+    state.g = state.g.to(grad_dtype)
+    state = step(state, SCALES["applied_scale"], betas=betas)
+    expected, count = corrected(state, threads=1, isa=ISAS[-1], betas=betas)
+    assert not same_bits(expected.p, state.p)
+    ways = [(isa, 1, True) for isa in ISAS] + [(isa, threads, False) for isa in ISAS for threads in (1, 3)]
+    for isa, threads, is_split in ways:
+        ours = corrected(state, is_split, threads=threads, isa=isa, betas=betas)
+        assert ours[1] == count
+        assert_same(ours[0], expected)
+    monkeypatch.setattr(native, "_core", None)
+    for is_split in (False, True):
+        ours = corrected(state, is_split, betas=betas)
+        assert ours[1] == count
+        assert_same(ours[0], expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_every_short_length_and_address_and_nothing_beyond(isa, is_split):
+    state = step(wild(200), SCALES["applied_scale"])
+    expected, _ = corrected(state, isa=isa)
+    for n in range(71):
+        for offset in (32, 33, 35):
+            s = state.copy()
+            window = slice(offset, offset + n)
+            planes = native.split(s.p) if is_split else (s.p,)
+            windows = tuple(plane[window] for plane in planes)
+            native.correct_adamw(
+                windows if is_split else windows[0],
+                *(x[window] for x in (s.m, s.v, s.g)),
+                isa=isa,
+                **(SETTINGS | SCALES),
+            )
+            s.p = native.join(*planes) if is_split else s.p
+            for name in vars(s):
+                ours, before, after = (getattr(x, name) for x in (s, state, expected))
+                assert same_bits(ours[window], after[window]), (name, n, offset)
+                assert same_bits(ours[:offset], before[:offset])
+                assert same_bits(ours[offset + n :], before[offset + n :])
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 0.37), (0.0, 0.0), (0.1, 0.1 + 1e-12), (0.25, 0.25 - 1e-12)])
+def test_equal_scales_change_nothing(is_split, scales):
+    for make in (ordinary, wild):
+        state = step(make(5_000), scales[0])
+        for array in vars(state).values():
+            array[:6] = torch.tensor([-0.0, 0.0, math.inf, -math.inf, math.nan, 1e-45])
+        ours, count = corrected(state, is_split, applied_scale=scales[0], grad_scale=scales[1])
+        for name, array in vars(ours).items():
+            assert torch.equal(array.view(torch.int32), getattr(state, name).view(torch.int32)), name
+        assert count == int(state.p.isfinite().logical_not().sum())
+
+
+_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+_elements = st.tuples(_floats, _floats, _floats.map(abs), _floats)
+
+
+@given(
+    st.lists(_elements, min_size=1, max_size=40),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(1, 10_000),
+    st.sampled_from([(0.9, 0.999), (0.4, 0.1), (0.0, 0.0), (1e-20, 0.9)]),
+    st.booleans(),
+)
+@settings(max_examples=150)
+def test_exp_avg_sq_is_never_negative(elements, applied_scale, grad_scale, number, betas, is_after_its_step):
+    columns = zip(*elements, strict=True)
+    state = State(*(torch.tensor(column, dtype=torch.float32) for column in columns))
+    if is_after_its_step:  # the other half has never seen the gradient that is taken out of it
+        state = step(state, applied_scale, step=number, betas=betas)
+    rest = {"step": number, "betas": betas, "applied_scale": applied_scale, "grad_scale": grad_scale}
+    expected, count = corrected(state, **rest)
+    assert (expected.v >= 0).all()
+    for isa in ISAS:
+        ours = corrected(state, isa=isa, is_split=True, **rest)
+        assert ours[1] == count
+        assert_same(ours[0], expected)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("n", [5, 16, 100, 200_000])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_nonfinite_weights_are_counted(n, is_split):
+    state = step(ordinary(n), SCALES["applied_scale"])
+    assert corrected(state, is_split)[1] == 0
+    state.g[0], state.m[n // 2], state.p[n - 1] = float("nan"), float("inf"), float("-inf")
+    assert corrected(state, is_split)[1] == 3
+    state = step(ordinary(n), SCALES["applied_scale"])
+    state.v[1] = float("nan")
+    ours, count = corrected(state, is_split)
+    assert count == 1
+    assert ours.v[1].isnan()
+
+
+def test_a_split_nan_that_looks_like_zero_is_counted():
+    master = torch.tensor([-1], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF
+    m, v, g = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    for grad_scale in (0.5, 1.0):
+        planes = native.split(master)
+        scales = {"applied_scale": 1.0, "grad_scale": grad_scale}
+        assert native.correct_adamw(planes, m, v, g, **SETTINGS, **scales) == 1
+
+
+def test_numpy_arrays():
+    state = step(ordinary(100), SCALES["applied_scale"])
+    expected, _ = corrected(state)
+    hi, lo = native.split(state.p.numpy())
+    m, v = state.m.numpy(), state.v.numpy()
+    assert native.correct_adamw((hi, lo), m, v, state.g.numpy(), **(SETTINGS | SCALES)) == 0
+    assert (native.join(hi, lo) == expected.p.numpy()).all()
+    assert (m == expected.m.numpy()).all()
+    assert (v == expected.v.numpy()).all()
+
+
+ARRAYS = ("master", "exp_avg", "exp_avg_sq", "grad")
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("step", 0, "step is 0; it must be at least 1"),
+        ("lr", -1.0, "lr is -1.0; it must be finite and at least 0"),
+        ("betas", (1.0, 0.9), r"betas\[0\] is 1.0"),
+        ("eps", math.inf, "eps is inf"),
+        ("applied_scale", math.nan, "applied_scale is nan; it must be finite"),
+        ("grad_scale", math.inf, "grad_scale is inf; it must be finite"),
+        ("grad_scale", 1e39, "grad_scale is inf; it must be finite"),
+        ("master", torch.ones(8, dtype=torch.float64), "master has dtype float64"),
+        ("master", (torch.ones(8).bfloat16(), torch.ones(8)), "lo has dtype float32"),
+        ("exp_avg", torch.ones(16)[::2], "exp_avg is not contiguous"),
+        ("exp_avg_sq", torch.ones(9), "exp_avg_sq has 9 elements"),
+        ("grad", torch.ones(8, dtype=torch.float16), "grad has dtype float16"),
+        ("grad", [1.0] * 8, "grad is a list"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_modified(name, value, message):
+    arrays = {key: torch.ones(8) for key in ARRAYS}
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        native.correct_adamw(**(arrays | SETTINGS | SCALES | {name: value}))
+    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
+
+
+@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize(("name", "value"), [("isa", "neon"), ("threads", 0)])
+def test_a_wrong_execution_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} is"):
+        native.correct_adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | SCALES | {name: value}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_split", [False, True])
+def test_cuda_tensors_get_the_same_bits(is_split):
+    state = step(wild(100_003), SCALES["applied_scale"])
+    ours, count = corrected(state, is_split)
+    theirs, their_count = corrected(State(*(x.cuda() for x in vars(state).values())), is_split)
+    assert count == int(their_count)
+    assert_same(ours, State(*(x.cpu() for x in vars(theirs).values())))
