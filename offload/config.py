@@ -36,16 +36,13 @@ NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("offload.activations", ("auto", "device", "cpu"), "the nvme tier"),
     ("offload.nvme_dir", (None,), "the nvme tier"),
     ("offload.nvme_memory", (None,), "the nvme tier"),
-    ("offload.prefetch", ("auto", 0), "fetching ahead"),
-    ("offload.throttle", (None,), "throttled lanes"),
-    ("train.clip", ("auto", "deferred"), "speculative clipping"),
     ("checkpoint.every", (None,), "saving all states during the run"),
     ("checkpoint.keep", (None,), "saving all states during the run"),
     ("checkpoint.resume", ("auto", "never"), "resuming from a checkpoint"),
 )
 
-
 BUILTIN_DEVICE_MEMORY = 8 * 2**20  # of the built-in run: its states are 16 MiB, so they have to stream
+_TIMING = ("prefetch", "zero_stage", "throttle")  # of the offload section: what says nothing about where states are
 
 
 class Config(BaseModel):
@@ -53,6 +50,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: dict[str, str] = PrivateAttr(default_factory=dict)
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -130,6 +128,12 @@ class Config(BaseModel):
                 copy._origins[f"{section}.{field}"] = "resolved"
         return copy
 
+    def with_note(self, key: str, text: str) -> Config:
+        """Return a copy whose YAML says something more about a value."""
+        copy = self.model_copy(deep=True)
+        copy._notes[key] = f"; {text}"
+        return copy
+
     def check(self) -> None:
         """Refuse combinations that cannot work, and values that this version does not build yet. Raises ConfigError."""
         for key, allowed, missing in NOT_YET:
@@ -177,7 +181,8 @@ class Config(BaseModel):
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
 
     def resolve(self, *, cuda: bool, max_positions: int | None) -> Config:
-        """Return a copy in which what was left open is decided, as far as the machine and the model decide it.
+        """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
+        engine decides train.clip and offload.prefetch.
 
         `cuda`: whether the device is a GPU. `max_positions`: the longest sequence of the model, None for no limit.
         """
@@ -186,9 +191,8 @@ class Config(BaseModel):
         init = model.init
         if init == "auto":
             init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
-        builtin = self.is_default(
-            "model", "offload", "data.sequence_length", "train.batch_size", "train.micro_batch_size"
-        )
+        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING)
+        builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
         steps, max_seconds = train.steps, train.max_seconds
         if steps is None and train.epochs is None and max_seconds is None:
             steps, max_seconds = 400, 90.0 if builtin else None
@@ -203,10 +207,8 @@ class Config(BaseModel):
             train__steps=steps,
             train__max_seconds=max_seconds,
             train__precision=("bf16" if cuda else "fp32") if train.precision == "auto" else train.precision,
-            train__clip="deferred" if train.clip == "auto" else train.clip,
             optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
             optimizer__schedule=schedule,
-            offload__prefetch=0 if self.offload.prefetch == "auto" else self.offload.prefetch,
             offload__device_memory=BUILTIN_DEVICE_MEMORY if builtin else self.offload.device_memory,
         )
 
@@ -230,7 +232,7 @@ class Config(BaseModel):
             if section != previous:
                 lines.append(f"{section}:")
                 previous = section
-            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}")
+            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}{self._notes.get(key, '')}")
         return "\n".join(lines) + "\n"
 
 

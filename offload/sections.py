@@ -78,6 +78,28 @@ def _as_groups(value: Any) -> Any:
     return () if value is None else value
 
 
+def _as_throttle(value: Any) -> Any:
+    """Take {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. What is in it, the lanes check."""
+    value = _as_yaml(value)
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
+    return {lane: _numbers(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
+
+
+def _numbers(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Read numbers that YAML takes for text, such as 1e-3."""
+    return {key: float(text) if key == "latency_seconds" and _is_number(text) else text for key, text in fields.items()}
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and float(text) is not None
+    except ValueError:
+        return False
+
+
 def _as_prefetch(value: Any) -> Any:
     text = str(value).strip().lower()
     if text == "auto":
@@ -224,8 +246,8 @@ class TrainSection(Section):
     )
     clip: Literal["auto", "speculative", "deferred"] = Field(
         default="auto",
-        description="When clipped updates are made: deferred (after the norm is known) or speculative. auto: decided "
-        "at start.",
+        description="When clipped updates are made: deferred (once the norm is known) or speculative (as gradients "
+        "arrive, and corrected once it is). auto: decided at start.",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
@@ -297,7 +319,9 @@ class OffloadSection(Section):
     )
     nvme_memory: Size = Field(default=None, description="Budget of the nvme tier, same forms. none: no limit.")
     prefetch: Prefetch = Field(
-        default="auto", description="Units fetched ahead of the one that computes. 0: none; auto: decided at start."
+        default="auto",
+        description="Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as "
+        "the memory reaches.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=3,
@@ -305,8 +329,8 @@ class OffloadSection(Section):
     )
     throttle: dict[str, Any] | None = Field(
         default=None,
-        description="Slow lanes down on purpose: {LANE: bytes per second}, or {LANE: {bandwidth, latency_seconds}}, "
-        "as YAML.",
+        description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
+        "latency_seconds}} as YAML. Lanes: h2d, d2h, update. none: as fast as they are.",
     )
 
     @field_validator("zero_stage", mode="before")
@@ -317,7 +341,7 @@ class OffloadSection(Section):
     @field_validator("throttle", mode="before")
     @classmethod
     def _mapping(cls, value: Any) -> Any:
-        return _as_yaml(value)
+        return _as_throttle(value)
 
 
 class CheckpointSection(Section):

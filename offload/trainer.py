@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ from offload.config import Config
 from offload.data import build_dataset
 from offload.data.tokenizer import tokenizer_folder
 from offload.engine.engine import Engine, StepResult
+from offload.engine.updates import COARSE_RATIO
 from offload.errors import ConfigError, InterruptedRun, format_bytes
+from offload.lanes.lanes import overlaps
+from offload.lanes.throttle import parse_throttle
 from offload.objectives import choose_objective
 from offload.optim.adamw import AdamW
 from offload.optim.lr import learning_rate
@@ -42,6 +45,7 @@ from offload.run_folder import RunFolder
 from offload.signals import StopSignals
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.progress import make_progress
+from offload.telemetry.trace import Trace
 from offload.tiers.placement import Placement
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
@@ -68,9 +72,10 @@ class Trainer:
         self.config = config
         self._engine: Engine | None = None
         self._metrics: MetricsLog | None = None
+        self._trace: Trace | None = None
         self._eval_loss: float | None = None
         self._loss = math.nan
-        self._num_done = 0
+        self._num_done = self._num_coarse = 0
 
     def run(self) -> TrainResult:
         self.config.check()
@@ -79,14 +84,18 @@ class Trainer:
                 f"the run was started as {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), which this version does not "
                 "train on yet; start one process, without torchrun."
             )
-        _placement(self.config)  # what cannot be placed is refused before any work
+        _placement(self.config)  # what cannot be placed or played is refused before any work
+        parse_throttle(self.config.offload.throttle)
         self._progress = make_progress(self.config.train.log_every)
         self._folder = RunFolder.create(self.config)
         try:
             with _shown_warnings(self._say):
                 self._prepare()
                 with StopSignals(self._say) as stop:
-                    self._train(stop)
+                    try:
+                        self._train(stop)
+                    finally:
+                        self._end_steps()
                     return self._finish(stop)
         finally:
             self._progress.close()
@@ -168,13 +177,17 @@ class Trainer:
                 warmup_steps=optimizer.warmup_steps or 0,
                 num_steps=train.steps,
             )
-            start = time.monotonic()
+            begin = time.perf_counter()
             result = self._engine.step(self._objective.apply(self._data.batch(step), step))
-            fields = self._fields(step, result, time.monotonic() - start)
-            self._num_done = step + 1
-            self._loss = fields["loss"]
+            end = time.perf_counter()
             if step == 0:
-                self._open_records()
+                self._open_records(result)
+            fields = self._fields(step, result, end - begin)
+            self._num_done = step + 1
+            self._num_coarse += result.coarse
+            self._loss = fields["loss"]
+            assert self._trace is not None
+            self._trace.step(step + 1, begin, end, self._engine.spans)
             if train.eval_every and (step + 1) % train.eval_every == 0 and not stop.requested:
                 fields["eval_loss"] = self._evaluate()
             assert self._metrics is not None
@@ -184,10 +197,14 @@ class Trainer:
             self._progress.step(fields, num_steps=train.steps, eta_s=self._eta(time.monotonic() - begun))
 
     def _fields(self, step: int, result: StepResult, seconds: float) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl."""
+        """Return the step's line of metrics.jsonl.
+
+        seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the
+        passes before the first step. Its updates may run on into the next step.
+        """
         assert self._engine is not None
         counters, tokens = self._engine.counters, result.tokens or 0
-        return {
+        fields: dict[str, Any] = {
             "step": step + 1,
             "tokens": tokens,
             "loss": float(result.loss),
@@ -199,26 +216,46 @@ class Trainer:
             "d2h_bytes": counters.d2h_bytes,
             "nvme_read_bytes": counters.nvme_read_bytes,
             "nvme_write_bytes": counters.nvme_write_bytes,
-            "lanes": {},
+            "lanes": {name: asdict(lane) for name, lane in result.lanes.items()},
             "peak_device_bytes": counters.peak_device_bytes,
             "peak_host_bytes": counters.peak_host_bytes,
             "peak_pinned_bytes": counters.peak_pinned_bytes,
         }
+        if self.config.train.clip == "speculative":
+            fields |= {"corrected": result.corrected, "coarse": result.coarse}
+        return fields
 
-    def _open_records(self) -> None:
+    def _open_records(self, result: StepResult) -> None:
         """Write what the run is, once its first step has shown that it can be done."""
         assert self._engine is not None
+        self.config = _decided(self.config, self._engine)
         tiers = _tiers(self._engine, self.config)
         self._folder.write_config(self.config)
         self._folder.write_json("plan.json", {"fits": True, "tiers": tiers})
         self._folder.write_json("env.json", describe_environment())
         self._metrics = MetricsLog(self._folder.metrics)
+        is_serial = not _overlaps(self.config)
+        self._trace = Trace(self._folder.path / "trace.json.gz", result.lanes, is_serial=is_serial)
         shown = [
             f"{tier} {format_bytes(held['bytes'])}"
             + (f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else "")
             for tier, held in tiers.items()
         ]
         self._say(f"tiers: {', '.join(shown)}; run folder: {self._folder.path}")
+
+    def _end_steps(self) -> None:
+        """Write what was kept of the steps, however they ended."""
+        if self._trace is not None:
+            try:
+                self._trace.write()
+            except OSError as error:
+                self._say(f"note: the trace could not be written: {error}")
+        if self._num_coarse:
+            self._say(
+                f"coarse: in {self._num_coarse} of {self._num_done} steps the gradients were clipped more than "
+                f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of "
+                "these steps are less exact than others. --train.clip deferred needs no corrections."
+            )
 
     def _eta(self, elapsed: float) -> float | None:
         """Return how many seconds the steps still take: by their number or the time limit, whichever ends first."""
@@ -231,7 +268,7 @@ class Trainer:
     def _evaluate(self) -> float | None:
         """Return the mean loss over the target tokens of the first eval rows; None without eval rows."""
         assert self._engine is not None
-        total, num_tokens = 0.0, 0
+        total, num_tokens, begin = 0.0, 0, time.perf_counter()
         for index, rows in enumerate(self._data.eval_batches(self.config.train.batch_size, NUM_EVAL_BATCHES)):
             batch = self._objective.apply(rows, index)
             count = self._objective.count(batch)
@@ -241,6 +278,8 @@ class Trainer:
         if not num_tokens:
             return None
         self._eval_loss = total / num_tokens
+        if self._trace is not None:
+            self._trace.mark("evaluation", begin, time.perf_counter())
         self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {num_tokens:,} tokens")
         return self._eval_loss
 
@@ -345,6 +384,23 @@ def _engine(config: Config, built: Any) -> Engine:
         debug=config.run.debug,
         fill=built.fill,
     )
+
+
+def _decided(config: Config, engine: Engine) -> Config:
+    """Return the configuration with what the engine decided by its first step, such that it can be run again."""
+    decided = config.with_resolved(train__clip=engine.clip)
+    if config.offload.prefetch != "auto":
+        return decided
+    has_budget = config.offload.device_memory is not None or torch.cuda.is_available()
+    if _overlaps(config) and has_budget:  # as a number it would be all there is
+        return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
+    return decided.with_resolved(offload__prefetch=engine.prefetch)
+
+
+def _overlaps(config: Config) -> bool:
+    """True where lanes work beside compute, each on a thread of its own."""
+    debug = config.run.debug
+    return overlaps(parse_throttle(config.offload.throttle), int(debug) if debug else None)
 
 
 def _build_data(config: Config, kind: Kind, vocabulary: int, progress: Any) -> Any:

@@ -34,6 +34,7 @@ from offload.planning.memory import (
     slot_bytes,
     staging_bytes,
 )
+from offload.planning.rates import flops_per_second, update_bytes_per_second
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
@@ -45,6 +46,9 @@ from offload.tiers.store import Store
 
 AUTO_LOOKAHEAD = 2
 """Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
+
+_DISPATCH_S = 3e-4
+"""What Python takes to dispatch a block's forward, however few its tokens."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class Assembly:
         counters: Counters,
         fill: Callable[[str, nn.Module], None] | None,
     ) -> None:
-        self.model, self.infos, self.regions = model, infos, regions
+        self.model, self.infos, self.regions, self.plan = model, infos, regions, plan
+        self._throttle = settings.throttle
         self.closed = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         device_ledger = Ledger("device", _bytes(placement.device_memory), "offload.device_memory")
@@ -174,7 +179,7 @@ class Assembly:
             settings.optimizer,
             max_grad_norm=settings.max_grad_norm,
             skips=settings.skips,
-            is_speculative=settings.clip == "speculative",
+            clip=settings.clip,
             debug=debug,
         )
         self.leftover = Leftover(
@@ -289,6 +294,24 @@ class Assembly:
         if "gradient staging" not in self.host.allocations:
             self.host.reserve("gradient staging", num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.pins_host_memory)
+
+    def update_seconds(self) -> float:
+        """Estimate what AdamW over all states takes."""
+        planes = [
+            region.planes(keeps_gradients=False, accumulates=False) for region in self.regions if region.trainable
+        ]
+        num_bytes = 2 * sum(sum(sizes.values()) for sizes in planes)
+        throttle = self._throttle.get("update", Throttle())
+        return max(num_bytes / update_bytes_per_second(), throttle.seconds(num_bytes))
+
+    def forward_seconds(self, tokens: int) -> float:
+        """Estimate what a forward pass over so many tokens takes: its products, or its fetches."""
+        numel = sum(info.numel for info in self.infos)
+        dtype = torch.bfloat16 if any(info.compute == "bf16" for info in self.infos) else torch.float32
+        products = 2 * numel * tokens / flops_per_second(self.device.torch_device, dtype)
+        products += _DISPATCH_S * len(self.units)
+        fetched = sum(region.weight_bytes for region in self.regions)
+        return max(products, self._throttle.get("h2d", Throttle()).seconds(fetched))
 
     @contextmanager
     def unchanged_config(self) -> Iterator[None]:

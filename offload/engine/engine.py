@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -113,7 +114,7 @@ class Engine:
             placement=placement or Placement(),
             precision=precision,
             max_grad_norm=max_grad_norm or None,
-            clip="deferred" if clip == "auto" or on_nonfinite == "skip" else clip,
+            clip="deferred" if on_nonfinite == "skip" or not max_grad_norm else clip,
             skips=on_nonfinite == "skip",
             splits=micro_batch_size is not None,
             recompute=recompute,
@@ -123,6 +124,7 @@ class Engine:
             debug=debug,
         )
         self._parts: Assembly = assemble(model, settings, self.counters, fill)
+        weakref.finalize(self, self._parts.lanes.abandon)  # dropped without close(): its threads end as well
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._updates = self._parts.updates
@@ -161,6 +163,7 @@ class Engine:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
+        self.resolve_clip(max(value.numel() for value in batch.values()))
         kind = ("step", self._shape(batch), loss_fn is None)
         with self._ending():
             self._begin_step(kind)
@@ -220,6 +223,27 @@ class Engine:
         self._losses.clear()
         self._is_open = False
         return result
+
+    @property
+    def clip(self) -> str:
+        """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""
+        return self._updates.clip
+
+    @property
+    def prefetch(self) -> int:
+        """How many units are fetched ahead at least; what the device's budget leaves makes it more."""
+        return self._parts.plan.ahead
+
+    def resolve_clip(self, tokens: int) -> str:
+        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now.
+
+        Deferred, unless AdamW over all states takes longer than a forward pass, behind which it would hide.
+        """
+        if self._updates.clip == "auto":
+            parts = self._parts
+            fits = not parts.lanes.overlap or parts.update_seconds() <= parts.forward_seconds(tokens)
+            self._updates.clip = "deferred" if fits else "speculative"
+        return self._updates.clip
 
     # -- states ----------------------------------------------------------------------------------------------
 

@@ -133,10 +133,10 @@ class Stream:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
         are there.
         """
-        live = self.slots.parameters(regions)
+        live, flow = self.slots.parameters(regions), weakref.proxy(self.gradients)  # torch hides its hooks from gc
         for index, parameter in live.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p, index=index: self.gradients.take(index, p))
+                parameter.register_post_accumulate_grad_hook(lambda p, index=index: flow.take(index, p))
         return live
 
     # -- micro-batches ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ COARSE_RATIO = 8.0
 
 
 @dataclass
-class _Landed:
+class Landed:
     """A region that was updated as it landed: with which coefficient is known once its norm is."""
 
     region: Region
@@ -65,16 +65,21 @@ class Updates:
         *,
         max_grad_norm: float | None,
         skips: bool,
-        is_speculative: bool,
+        clip: str,
         debug: bool = False,
     ) -> None:
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
         self._lane: Lane = lanes.update if store.tier == "cpu" else lanes.here
-        self._is_speculative = is_speculative
-        self._updated: list[_Landed] = []
-        self._lr, self._total, self._since = rule.lr, 0.0, 0
+        self.clip = clip
+        self._updated: list[Landed] = []
+        self._lr, self._since = rule.lr, 0
+        self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
+
+    @property
+    def _is_speculative(self) -> bool:
+        return self.clip == "speculative"
 
     @property
     def waits(self) -> bool:
@@ -83,7 +88,8 @@ class Updates:
 
     def begin_step(self, lr: float, waits: bool) -> None:
         """Start a step; `waits`: its updates come after the norm in any case."""
-        self._lr, self._since, self._total = lr, self._lane.position, 0.0
+        self._lr, self._since = lr, self._lane.position
+        self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
         self._flow.landed = None if waits or self.waits else self._update_at_once
 
@@ -100,7 +106,7 @@ class Updates:
             waiting = [state for state in self._store.states if state.gradients is not None]
             for state in sorted(waiting, key=lambda state: rank(state.region)):
                 assert state.gradients is not None
-                landed = _Landed(state.region, state.gradients, state.fences["gradients"], scale)
+                landed = Landed(state.region, state.gradients, state.fences["gradients"], scale)
                 self._submit(landed, self._flow.touched[state.region.index])
             applied = Applied(norm)
         else:
@@ -127,17 +133,17 @@ class Updates:
     # -- at once, and corrections ----------------------------------------------------------------------------
 
     def _update_at_once(self, region: Region, gradients: torch.Tensor, fence: Fence) -> None:
-        landed = _Landed(region, gradients, fence)
+        landed = Landed(region, gradients, fence)
         self._updated.append(landed)
-        touched, squares = self._flow.touched[region.index], self._flow.squares
+        touched, squares, so_far = self._flow.touched[region.index], self._flow.squares, self._so_far
         if not all(math.isfinite(squares[index]) for index in region.parameters):
             self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> bool:
             self._flow.measured(region)
-            self._total += sum(squares[index] for index in region.parameters)
-            landed.scale = clip_coefficient(total_norm([self._total]), self._max_norm)
-            return math.isfinite(self._total)  # else `apply` refuses the step, and names the unit
+            so_far[0] += sum(squares[index] for index in region.parameters)
+            landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
+            return math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
 
         self._submit(landed, touched, prepare)
 
@@ -158,7 +164,7 @@ class Updates:
 
     # -- the lane --------------------------------------------------------------------------------------------
 
-    def _submit(self, landed: _Landed, touched: Sequence[bool], prepare: Callable[[], bool] = lambda: True) -> None:
+    def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], bool] = lambda: True) -> None:
         if not any(touched):
             return
         region, lr = landed.region, self._lr
@@ -178,7 +184,7 @@ class Updates:
 
         self._enter(landed, update, "update")
 
-    def _submit_correction(self, landed: _Landed, touched: Sequence[bool], scale: float) -> None:
+    def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
         region, lr = landed.region, self._lr
         state = self._store[region]
 
@@ -198,7 +204,7 @@ class Updates:
 
         self._enter(landed, correct, "correct")
 
-    def _enter(self, landed: _Landed, work: Callable[[], None], verb: str) -> None:
+    def _enter(self, landed: Landed, work: Callable[[], None], verb: str) -> None:
         """Submit work on a region's states: after its gradients, behind every fetch of what it overwrites."""
         region = landed.region
         self.is_updating = True

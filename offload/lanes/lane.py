@@ -51,6 +51,9 @@ class Lane(Protocol):
     def drain(self) -> None:
         """Wait until all is done; raise the first error of the lane."""
 
+    def abandon(self) -> None:
+        """Give everything up without waiting for what has begun; the thread ends then."""
+
     def close(self) -> None:
         """End the lane's thread, after the work that it has begun."""
 
@@ -76,6 +79,9 @@ class InlineLane:
         pass
 
     def drain(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
     def close(self) -> None:
@@ -155,10 +161,15 @@ class ThreadLane:
         if self.error is not None:
             raise self.error
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         with self._condition:
             self._is_closed = True
+            for work in self._queue:
+                work.is_cancelled = True
             self._condition.notify_all()
+
+    def close(self) -> None:
+        self.abandon()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -231,6 +242,7 @@ class ThreadLane:
             with self._condition:
                 while not work.is_cancelled and (left := end - time.perf_counter()) > 0:
                     self._condition.wait(left)
+            end = min(end, time.perf_counter())  # given up: the link is free from now on
         ticket.begin, ticket.end, self._free_at = begin, end, end
         if ticket.event is None:
             self._timeline.add(self.name, work.name, begin, end)

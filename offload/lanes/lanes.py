@@ -90,6 +90,11 @@ class Lanes:
         self.d2h.cancel()
         self.update.cancel(updates_since)
 
+    def abandon(self) -> None:
+        """Nobody waits any more: let the threads end by themselves. Safe wherever garbage is collected."""
+        for lane in (self.h2d, self.d2h, self.update):
+            lane.abandon()
+
     def close(self) -> None:
         """Give up what has not begun, and end the threads."""
         for lane in (self.h2d, self.d2h, self.update):

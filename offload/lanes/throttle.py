@@ -25,15 +25,18 @@ class Throttle:
         return self.latency_s + (num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0)
 
 
-def parse_throttle(setting: Mapping[str, Any] | None) -> dict[str, Throttle]:
-    """Read {lane: bytes per second} or {lane: {"bandwidth": size a second, "latency_seconds": s}}; ConfigError for
-    anything else.
+def parse_throttle(setting: Any) -> dict[str, Throttle]:
+    """Read {lane: bytes per second} or {lane: {"bandwidth": size a second, "latency_seconds": s}}, or None for no
+    throttles; ConfigError for anything else.
     """
+    lanes = ", ".join(LANES)
+    if setting is not None and not isinstance(setting, Mapping):
+        raise ConfigError(f"offload.throttle is {setting!r}; it says for each lane how slow it is, of {lanes}.")
     found = {}
     for lane, value in (setting or {}).items():
         key = f"offload.throttle.{lane}"
         if lane not in LANES:
-            raise ConfigError(f"{key}: there is no such lane{nearest(lane, LANES)}; the lanes are {', '.join(LANES)}.")
+            raise ConfigError(f"{key}: there is no such lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
         fields = value if isinstance(value, Mapping) else {"bandwidth": value}
         for name in fields:
             if name not in _KEYS:

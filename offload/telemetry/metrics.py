@@ -19,11 +19,13 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({key: _finite(value) for key, value in fields.items()}) + "\n")
+        self._file.write(json.dumps(_finite(fields)) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -43,7 +43,9 @@ class Ring:
             return None
         after = [ticket for other in over for ticket in other.fence.before_fill()]
         stretch = Stretch(self.memory[begin:end], begin, end, after, Fence(self.kind))
-        self._taken = [other for other in self._taken if other not in over] + [stretch]
+        for other in over:
+            other.begin = end  # who takes the rest of it has to wait for the same
+        self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]
         self._end = end
         return stretch
 

@@ -100,7 +100,13 @@ class Slots:
         end = offset + self.cargo_bytes(cargo)
         gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
         slot = Slot(cargo, offset, end)
-        self._slots = [other for other in self._slots if other not in gone] + [slot]
+        rest = [  # who comes where nothing was overwritten yet has to wait for the same
+            Slot(other.cargo, *part, valid=False, fence=other.fence)
+            for other in gone
+            for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
+            if part[0] < part[1]
+        ]
+        self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
         behind = [ticket for other in gone for ticket in other.fence.before_fill()]
         for region in self.cargoes[cargo]:
             state = self._store[region]
@@ -240,8 +246,9 @@ class Slots:
                 fence.read(ticket)
 
     def resize(self, num_bytes: int) -> None:
-        """Stream through `num_bytes` of the device's memory instead; nothing is held then."""
-        self._lanes.h2d.cancel()
+        """Stream through `num_bytes` of the device's memory instead; nothing is held then. Whoever still fills or
+        reads the old memory keeps it alive.
+        """
         if self._memory.nbytes:
             self._device.ledger.release(self._name, self._memory.nbytes)
         self._slots.clear()

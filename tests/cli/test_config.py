@@ -100,10 +100,7 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "allowed", "missing"), NOT_YET)
 def test_what_is_not_built_yet_is_refused(key: str, allowed: tuple[Any, ...], missing: str) -> None:
     other: dict[str, Any] = {
-        "offload.throttle": {"h2d": 1},
         "offload.nvme_dir": "here",
-        "offload.prefetch": 2,
-        "train.clip": "speculative",
         "checkpoint.resume": "runs/train",
     }
     value = other.get(key, "nvme" if key.startswith("offload") and "memory" not in key else 5)
@@ -111,6 +108,39 @@ def test_what_is_not_built_yet_is_refused(key: str, allowed: tuple[Any, ...], mi
         Config.load(None, {key: value})
     for fine in allowed:
         Config.load(None, {key: fine})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{h2d: 100MiB}", {"h2d": "100MiB"}),
+        ("{h2d: 1000, d2h: 2.5e+6}", {"h2d": 1000, "d2h": 2.5e6}),
+        (
+            "{update: {bandwidth: 1GB, latency_seconds: 1e-3}}",
+            {"update": {"bandwidth": "1GB", "latency_seconds": 1e-3}},
+        ),
+        ("none", None),
+        ({"h2d": {"latency_seconds": 0.5}}, {"h2d": {"latency_seconds": 0.5}}),
+    ],
+)
+def test_throttles_are_read_from_text_and_python_and_written_back(text: Any, value: Any, tmp_path: Path) -> None:
+    config = Config.load(None, {"offload.throttle": text})
+    assert config.offload.throttle == value
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert Config.load(tmp_path / "config.yaml").offload.throttle == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0), ("8", 8), (3, 3)])
+def test_prefetch_is_a_number_or_auto(text: Any, value: Any) -> None:
+    assert Config.load(None, {"offload.prefetch": text}).offload.prefetch == value
+
+
+def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
+    config = Config().with_note("offload.prefetch", "as it goes")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert "prefetch: auto  # default; as it goes\n" in config.to_yaml()
+    assert "as it goes" not in Config().to_yaml()
+    assert Config.load(tmp_path / "config.yaml").offload.prefetch == "auto"
 
 
 class TestResolve:
@@ -125,6 +155,16 @@ class TestResolve:
         assert config.offload.device_memory is not None
         assert config.origin("train.steps") == "resolved"
         assert config.data.sequence_length == 256
+
+    def test_timing_leaves_the_built_in_run_boxed_and_what_says_where_states_are_does_not(self) -> None:
+        for timing in ({"offload__throttle": {"h2d": 1000}}, {"offload__prefetch": 1}, {"offload__zero_stage": 0}):
+            assert self.resolved(**timing).offload.device_memory == 8 * 2**20, timing
+        for where in ({"offload__parameters": "cpu"}, {"offload__host_memory": "1GiB"}, {"train__batch_size": 2}):
+            assert self.resolved(**where).offload.device_memory is None, where
+
+    def test_clip_and_prefetch_are_left_to_the_engine(self) -> None:
+        config = self.resolved()
+        assert (config.train.clip, config.offload.prefetch) == ("auto", "auto")
 
     def test_an_own_model_has_no_hidden_limits(self) -> None:
         config = self.resolved(model__path="m", max_positions=130)

@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.config import Config, all_keys
+from tests.telemetry.reader import read_trace
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 FIELDS = [
@@ -59,6 +60,12 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert all(line["h2d_bytes"] > 0 and line["d2h_bytes"] > 0 for line in lines)  # it streamed
     assert max(line["peak_device_bytes"] for line in lines) <= 256 * 1024
 
+    assert all(list(line["lanes"]) == ["compute", "h2d", "d2h", "update"] for line in lines)
+    assert all(line["lanes"]["h2d"]["busy_seconds"] > 0 for line in lines)
+    assert [work.name for work in read_trace(run / "trace.json.gz")["steps"]] == [
+        *("step 1", "step 2", "evaluation", "step 3", "step 4")
+    ]
+
     plan = json.loads((run / "plan.json").read_text())
     assert plan["fits"]
     assert plan["tiers"]["device"]["budget_bytes"] == 256 * 1024
@@ -72,6 +79,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert "precision: fp32  # resolved" in text or torch.cuda.is_available()
     assert "seed: 0  # default" in text
     assert "clip: deferred  # resolved" in text
+    assert "prefetch: 0  # resolved" in text or torch.cuda.is_available()
     again = Config.load(run / "config.yaml")
     assert again.train.steps == 4
     assert again.offload.device_memory == 256 * 1024
@@ -80,6 +88,37 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
+
+
+def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:
+    run = folder / "slow"
+    throttle = "{h2d: 2MB, d2h: {bandwidth: 4MB, latency_seconds: 1e-3}}"
+    settings = ["--train.clip", "speculative", "--train.max_grad_norm", "0.01", "--train.steps", "6"]
+    result = train(*tiny, *settings, "--offload.throttle", throttle, "--run.dir", str(run))
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert list(lines[0]) == [*FIELDS, "corrected", "coarse"]
+    assert all(line["corrected"] > 0 for line in lines)  # the first gradients alone never have the norm of all
+    for lane, rate in (("h2d", 2e6), ("d2h", 4e6)):
+        busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines)
+        assert busy > 0.8 * sum(line[f"{lane}_bytes"] for line in lines) / rate
+    for line in lines:
+        lanes = line["lanes"]
+        waited = sum(lane["exposed_seconds"] for lane in lanes.values())
+        assert waited > 0.1 * line["step_seconds"]  # compute takes a few milliseconds
+        assert waited + lanes["compute"]["busy_seconds"] <= line["step_seconds"] * 1.001
+
+    shown = read_trace(run / "trace.json.gz")
+    assert [work.name for work in shown["steps"]] == [f"step {number}" for number in range(1, 7)]
+    units = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    verbs = {f"{verb} {unit}" for verb in ("forward", "backward") for unit in units}
+    assert {work.name for work in shown["compute"]} == verbs
+    assert "prefetch: auto  # default; at least 0 ahead" in (run / "config.yaml").read_text()
+    assert "clip: speculative  # command line" in (run / "config.yaml").read_text()
+    again = train("--config", str(run / "config.yaml"), "--run.dir", str(folder / "slow-again"))
+    assert again.returncode == 0, again.stderr
+    losses = [json.loads(line)["loss"] for line in (folder / "slow-again/metrics.jsonl").read_text().splitlines()]
+    assert losses == [line["loss"] for line in lines]
 
 
 def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, tiny: list[str]) -> None:
@@ -113,6 +152,8 @@ def test_a_signal_saves_the_weights(
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     assert f"after step {steps} of 1000000" in error
     assert steps >= 10
+    shown = [work.name for work in read_trace(run / "trace.json.gz")["steps"]]
+    assert (shown[0], shown[-1]) == ("step 1", f"step {steps}")
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert not (run / "hf.partial").exists()

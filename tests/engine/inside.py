@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -36,3 +37,24 @@ def unit_names(engine: Engine) -> list[str]:
 
 def resident_names(engine: Engine) -> list[str]:
     return [unit.name for unit in engine._parts.units if unit.resident]
+
+
+def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return what will hold every step's gradients by parameter, flat, as they are before the update."""
+    flow, kept = engine._parts.gradients, {}
+    finish = flow.finish
+
+    def finish_and_keep() -> None:
+        finish()
+        for state in engine._parts.store.states:
+            for position, index in enumerate(state.region.parameters):
+                if state.gradients is not None:
+                    kept[engine._parts.infos[index].name] = state.gradients[state.span(position)].clone()
+
+    flow.finish = finish_and_keep
+    return kept
+
+
+def num_threads() -> int:
+    """Return how many threads of lanes there are."""
+    return sum(thread.name.startswith("offload ") for thread in threading.enumerate())

@@ -62,10 +62,16 @@ def test_clock(seconds: float, text: str) -> None:
 
 def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lanes": {}})
+    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lanes": {"h2d": {"busy_seconds": math.nan}}})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # there before the file is closed
     log.close()
-    assert json.loads(lines[0]) == {"step": 1, "loss": None, "grad_norm": None, "lanes": {}}
+    assert "NaN" not in lines[0]
+    assert json.loads(lines[0]) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "lanes": {"h2d": {"busy_seconds": None}},
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

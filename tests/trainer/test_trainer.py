@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ import transformers
 from transformers import AutoConfig
 
 from offload.config import Config
+from offload.engine import updates
+from offload.engine.engine import Engine
 from offload.errors import ConfigError, NonFiniteError
 from offload.trainer import Trainer, TrainResult
+from tests.telemetry.reader import read_trace
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -121,8 +125,155 @@ def test_the_learning_rate_follows_the_schedule(run: Any) -> None:
 def test_a_diverging_run_stops_with_an_error_and_keeps_its_record(run: Any, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="finite"):
         run("wild", train__steps=50, optimizer__lr=1e30, optimizer__warmup_steps=0)
-    assert (tmp_path / "wild/metrics.jsonl").stat().st_size > 0
+    steps = len((tmp_path / "wild/metrics.jsonl").read_text().splitlines())
+    assert steps > 0
+    assert read_trace(tmp_path / "wild/trace.json.gz")["steps"][-1].name == f"step {steps}"
     assert not (tmp_path / "wild/hf").exists()
+
+
+STREAMED = {"offload__parameters": "cpu", "offload__optimizer": "cpu", "checkpoint__export": False}
+THROTTLE = {"h2d": 20_000_000, "d2h": 20_000_000}
+
+
+@pytest.mark.parametrize("throttle", [None, THROTTLE], ids=["serial", "overlapped"])
+def test_metrics_and_trace_tell_the_same(run: Any, throttle: Any) -> None:
+    result, lines, _ = run("told", offload__throttle=throttle, train__steps=5, train__eval_every=0, **STREAMED)
+    shown = read_trace(result.dir / "trace.json.gz")
+    marks = {work.name: work for work in shown.pop("steps")}
+    assert list(marks) == [f"step {number}" for number in range(1, 6)]
+    for line in lines:
+        mark = marks[f"step {line['step']}"]
+        assert (mark.end - mark.begin) / 1e9 == pytest.approx(line["step_seconds"], abs=1e-6)
+        assert list(line["lanes"]) == list(shown)
+    for lane in ("h2d", "d2h", "update"):
+        busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines)
+        assert sum(work.end - work.begin for work in shown[lane]) / 1e9 == pytest.approx(busy, rel=1e-6)
+        assert busy > 0
+    works = sorted((work for works in shown.values() for work in works), key=lambda work: work.begin)
+    beside = [one.name for one, other in itertools.pairwise(works) if one.end > other.begin]
+    assert bool(beside) == bool(throttle)  # without lanes of their own nothing is done beside anything else
+
+
+def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Engine.step
+    inner: list[float] = []
+
+    def step(self: Engine, *args: Any) -> Any:
+        result = real(self, *args)
+        inner.append(result.seconds)
+        return result
+
+    monkeypatch.setattr(Engine, "step", step)
+    _, lines, _ = run("timed", **STREAMED)
+    assert all(line["step_seconds"] > seconds for line, seconds in zip(lines, inner, strict=True))
+    assert lines[0]["step_seconds"] > 1.5 * inner[0]  # with the passes in which the engine learns the model
+    assert [line["tokens"] / line["step_seconds"] for line in lines] == pytest.approx(
+        [line["tokens_per_second"] for line in lines]
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_trace_is_written_when_a_step_fails(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    real = Engine.step
+
+    def step(self: Engine, *args: Any) -> Any:
+        if self.lr < 0.5e-3:  # of 1, 0.8, 0.6, 0.4 and 0.2 thousandths
+            raise error("on purpose")
+        return real(self, *args)
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(error, match="on purpose"):
+        run("failed", train__steps=5, optimizer__lr=1e-3, optimizer__schedule="linear", optimizer__warmup_steps=0)
+    files = {file.name for file in (tmp_path / "failed").iterdir()}
+    assert files == {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "trace.json.gz"}
+    assert [work.name for work in read_trace(tmp_path / "failed/trace.json.gz")["steps"]] == [
+        f"step {n}" for n in (1, 2, 3)
+    ]
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(self: Engine, *args: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run("failed")
+    assert not (tmp_path / "failed").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "told/trace.json.gz.partial").mkdir(parents=True)
+    result, lines, said = run("told", checkpoint__export=False)
+    assert result.steps == len(lines) == 3
+    assert "the trace could not be written" in said
+    assert not (result.dir / "trace.json.gz").exists()
+
+
+def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "COARSE_RATIO", 1.0)  # so that a correction of any size is coarse
+    speculative = {"train__clip": "speculative", "train__max_grad_norm": 0.01, "offload__throttle": THROTTLE}
+    _, lines, said = run("coarse", **speculative, **STREAMED)
+    assert [line["coarse"] for line in lines] == [True] * 3
+    assert said.count("coarse: in 3 of 3 steps") == 1
+    monkeypatch.undo()
+    _, lines, said = run("fine", **speculative | {"train__max_grad_norm": 1e6}, **STREAMED)
+    assert [(line["corrected"], line["coarse"]) for line in lines] == [(0, False)] * 3
+    assert "coarse:" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "clip"),
+    [
+        ({}, "deferred"),
+        ({"train__clip": "speculative"}, "speculative"),
+        ({"train__clip": "speculative", "train__on_nonfinite": "skip"}, "deferred"),
+        ({"train__clip": "speculative", "train__max_grad_norm": None}, "deferred"),
+    ],
+)
+def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[str, Any], clip: str) -> None:
+    result, lines, _ = run("clipped", **settings, **STREAMED)
+    config = Config.load(result.dir / "config.yaml")
+    assert config.train.clip == clip
+    assert ("coarse" in lines[0]) == (clip == "speculative")
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefetch"),
+    [
+        ({}, 0),  # nothing works beside compute
+        ({"offload__prefetch": 3}, 3),
+        ({"offload__throttle": THROTTLE}, 2),
+        ({"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"}, 1),
+        ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # as a number it would be less
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's free memory is a budget")
+def test_the_written_configuration_says_how_far_it_fetches_ahead(
+    run: Any, settings: dict[str, Any], prefetch: int | str
+) -> None:
+    result, _, _ = run("ahead", **settings, **STREAMED)
+    assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
+
+
+@pytest.mark.parametrize(
+    ("throttle", "words"),
+    [
+        ({"h2": 1}, "h2d, d2h, update"),
+        ({"h2d": 0}, "more than 0"),
+        ({"h2d": {"speed": 5}}, "bandwidth"),
+        ({"h2d": {"latency_seconds": "long"}}, "latency_seconds"),
+    ],
+)
+def test_a_throttle_that_cannot_be_played_is_refused_before_any_work(
+    run: Any, tmp_path: Path, throttle: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run("never", offload__throttle=throttle, model__path="nowhere")
+    assert not (tmp_path / "never").exists()
 
 
 def test_settings_that_contradict_each_other_are_refused_before_any_work(run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""trace.json.gz: what every lane did and when, one track a lane, for https://ui.perfetto.dev and chrome://tracing.
+
+The Trace Event Format: a JSON object with a list of events; "M" names a track, "X" is a piece of work with its begin
+(`ts`) and length (`dur`) in microseconds. Work on one track may nest but never overlap; here it does neither.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.telemetry.timeline import Span
+
+FIRST_STEPS = 3  # with the pass that fetches on demand, and the one in which the memory left over is given out
+LAST_STEPS = 10
+"""How many steps a trace keeps, so that a long run leaves a small file."""
+
+_STEPS = "steps"
+_GAP = 0.1  # of a step, in the place of the steps that are left out
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's number, the marks on the track of steps (itself last), and its spans."""
+
+    number: int
+    marks: tuple[Span, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def all(self) -> tuple[Span, ...]:
+        return (*self.marks, *self.spans)
+
+
+class Trace:
+    """Keeps the first and the last steps of a run, and writes them down.
+
+    lanes: their names, in the order in which they are shown. is_serial: all of them work on the thread of compute, so
+    that what compute gives them to do is no work of its own.
+    """
+
+    def __init__(self, path: Path, lanes: Iterable[str], *, is_serial: bool) -> None:
+        self._path, self._lanes, self._is_serial = path, tuple(lanes), is_serial
+        self._first: list[_Step] = []
+        self._last: deque[_Step] = deque(maxlen=LAST_STEPS)
+        self._marks: list[Span] = []
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        """Note what was done between two steps, in seconds of `time.perf_counter`; its spans come with the next."""
+        self._marks.append(Span(_STEPS, name, begin, end))
+
+    def step(self, number: int, begin: float, end: float, spans: Sequence[Span]) -> None:
+        """Note a step that is over."""
+        self.mark(f"step {number}", begin, end)
+        found = _Step(number, tuple(self._marks), tuple(spans))
+        self._marks.clear()
+        if len(self._first) < FIRST_STEPS:
+            self._first.append(found)
+        else:
+            self._last.append(found)
+
+    def write(self) -> None:
+        """Write the file, whole or not at all. Raises OSError."""
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        try:
+            text = json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()})
+            partial.write_bytes(gzip.compress(text.encode()))
+            partial.replace(self._path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events: the names of the tracks, then the work by its begin, from time 0 on."""
+        spans = sorted(self._spans(), key=lambda span: span.begin)
+        names = dict.fromkeys((*self._lanes, *(span.lane for span in spans if span.lane != _STEPS), _STEPS))
+        tracks = {name: number for number, name in enumerate(names, 1)}
+        origin = spans[0].begin if spans else 0.0
+        named = [_meta("process_name", 0, name="offload")]
+        for name, number in tracks.items():
+            named += [_meta("thread_name", number, name=name), _meta("thread_sort_index", number, sort_index=number)]
+        return named + [_work(span, tracks[span.lane], origin) for span in spans]
+
+    def _spans(self) -> list[Span]:
+        """Return all spans, those of one track apart from each other."""
+        tracks: dict[str, list[Span]] = {}
+        for span in (*(span for step in self._first for span in step.all), *self._moved_up()):
+            track = "compute" if self._is_serial and span.lane != _STEPS else span.lane
+            tracks.setdefault(track, []).append(span)
+        return [span for track in tracks.values() for span in _apart(track)]
+
+    def _moved_up(self) -> list[Span]:
+        """Return the spans of the last steps, moved up to the first ones where steps between them are left out."""
+        spans = [span for step in self._last for span in step.all]
+        if not self._last or self._last[0].number == self._first[-1].number + 1:
+            return spans
+        before, after = self._first[-1], self._last[0]
+        missing = Span(_STEPS, "", before.marks[-1].end, after.marks[0].begin)
+        first, last = before.number + 1, after.number - 1
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        name = f"{which} left out ({missing.end - missing.begin:.3f} s)"
+        step = after.marks[-1]
+        gap = _GAP * (step.end - step.begin)
+        away = max(0.0, min(span.begin for span in spans) - max(span.end for span in before.all) - gap)
+        return [
+            missing._replace(name=name, end=missing.end - away),
+            *(span._replace(begin=span.begin - away, end=span.end - away) for span in spans),
+        ]
+
+
+def _apart(spans: Iterable[Span]) -> list[Span]:
+    """Cut out of each span what began within it, so that at any time there is one: the one that began last."""
+    found: list[Span] = []
+    open_spans: list[Span] = []
+    now = 0.0
+
+    def advance(time: float) -> None:
+        """Give the time up to `time` to whom it belongs."""
+        nonlocal now
+        while open_spans and now < time:
+            inner = open_spans[-1]
+            end = min(inner.end, time)
+            if now < end:
+                found.append(inner._replace(begin=now, end=end))
+            now = max(now, end)
+            if inner.end <= now:
+                open_spans.pop()
+        now = time
+
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        advance(span.begin)
+        open_spans.append(span)
+    advance(max((span.end for span in open_spans), default=now))
+    return found
+
+
+def _meta(what: str, track: int, **values: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 1, "tid": track, "args": values}
+
+
+def _work(span: Span, track: int, origin: float) -> dict[str, Any]:
+    # Both ends are rounded to whole nanoseconds, and the length follows, so that rounding makes nothing overlap.
+    begin, end = (round((time - origin) * 1e9) for time in (span.begin, span.end))
+    category = "step" if span.lane == _STEPS else "lane"
+    return {
+        "name": span.name or span.lane,
+        "cat": category,
+        "ph": "X",
+        "pid": 1,
+        "tid": track,
+        "ts": begin / 1e3,
+        "dur": (end - begin) / 1e3,
+    }

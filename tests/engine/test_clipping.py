@@ -1,0 +1,162 @@
+"""Clipping beside the passes: deferred is exact, speculative is as exact as its correction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import AdamW, Engine
+from offload.errors import ConfigError, NonFiniteError, TornError
+from tests.engine.compare import assert_same, same_bits, weights
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import keep_gradients, states
+
+RULE = AdamW(lr=1e-3)
+NO_LIMIT = 1e9
+
+
+class Spiking(Stack):
+    """The gradient of its embedding, which lands last, can be made larger."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * self.factor)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def pair(max_grad_norm: float, **settings: Any) -> tuple[Engine, Engine]:
+    """Return two engines alike but for the clip mode: deferred, speculative."""
+    return tuple(  # type: ignore[return-value]
+        Engine(build(Spiking), optimizer=RULE, max_grad_norm=max_grad_norm, clip=clip, **settings)
+        for clip in ("deferred", "speculative")
+    )
+
+
+def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any], gradients: Any, scale: float) -> Any:
+    """Return what AdamW makes of these fp32 states, computed in float64, and its largest change."""
+    wanted, largest = {}, 0.0
+    infos = {info.name: info for info in engine._parts.infos}
+    for name, weight in before.items():
+        state, decay = moments[name], infos[name].weight_decay
+        step, (beta1, beta2) = state.num_steps + 1, RULE.betas
+        gradient = gradients[name].double() * scale
+        m = state.exp_avg.double() * beta1 + (1 - beta1) * gradient
+        v = state.exp_avg_sq.double() * beta2 + (1 - beta2) * gradient**2
+        change = RULE.lr / (1 - beta1**step) * m / (v.sqrt() / math.sqrt(1 - beta2**step) + RULE.eps)
+        largest = max(largest, change.abs().max().item())
+        wanted[name] = weight.double() * (1 - RULE.lr * decay) - change.view(weight.shape)
+    return wanted, largest
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("factor", "is_coarse"), [(1.0, False), (20.0, False), (1000.0, True)])
+def test_speculative_against_float64(factor: float, is_coarse: bool, precision: str, num_steps_before: int) -> None:
+    deferred, speculative = pair(NO_LIMIT, precision=precision)
+    for seed in range(num_steps_before):
+        for engine in (deferred, speculative):
+            result = engine.step(words(seed), loss_fn=cross_entropy)
+            assert result.corrected == 0
+    assert_same(weights(speculative), weights(deferred), None, "while nothing is clipped")
+    gradients = keep_gradients(deferred)
+    before, moments = weights(deferred), states(deferred)
+    norms = []
+    for engine in (deferred, speculative):
+        engine.model.factor = factor
+        engine._updates._max_norm = 0.01
+        result = engine.step(words(7), loss_fn=cross_entropy)
+        norms.append(result.grad_norm)
+    assert norms[0] == norms[1]
+    assert result.corrected == len([r for r in speculative._parts.regions if r.trainable]) - 1, "all but the last"
+    so_far = math.sqrt(sum(float(gradients[f"head.{name}"].double().square().sum()) for name in ("weight", "bias")))
+    ratio = norms[0] / so_far
+    assert result.coarse == (ratio > 8) == is_coarse
+    wanted, largest = in_double(deferred, before, moments, gradients, 0.01 / (norms[0] + 1e-6))
+    share = 1e-5 if not is_coarse else 0.1
+    for engine, allowed in ((deferred, 1e-6), (speculative, share)):
+        for name, found in weights(engine).items():
+            ulp = torch.nextafter(found.abs(), torch.tensor(math.inf)) - found.abs()
+            excess = (found.double() - wanted[name]).abs() - 2 * ulp
+            assert excess.max().item() <= allowed * largest, (name, engine.clip, excess.max().item() / largest)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_needs_no_correction_is_bit_equal_to_deferred(precision: str) -> None:
+    engines = pair(NO_LIMIT, precision=precision)
+    for seed in range(4):
+        assert [engine.step(words(seed), loss_fn=cross_entropy).corrected for engine in engines] == [0, 0]
+    assert_same(weights(engines[1]), weights(engines[0]))
+
+
+@pytest.mark.parametrize("clip", ["speculative", "deferred"])
+def test_nan_in_one_unit_stops_and_names_it(clip: str) -> None:
+    engine = Engine(build(Spiking), clip=clip, max_grad_norm=1.0)
+    engine.step(words(), loss_fn=cross_entropy)
+    before = weights(engine)
+    engine.model.factor = math.nan
+    with pytest.raises(NonFiniteError, match="embedding"):
+        engine.step(words(1), loss_fn=cross_entropy)
+    engine.model.factor = 1.0
+    if clip == "deferred":
+        assert_same(weights(engine), before)
+        engine.step(words(2), loss_fn=cross_entropy)
+    else:  # the other units were updated by then
+        with pytest.raises(TornError):
+            engine.step(words(2), loss_fn=cross_entropy)
+
+
+def test_skip_implies_deferred_and_changes_nothing() -> None:
+    engine = Engine(build(Spiking), clip="speculative", on_nonfinite="skip")
+    engine.step(words(), loss_fn=cross_entropy)
+    assert engine.clip == "deferred"
+    before, moments = weights(engine), states(engine)
+    engine.model.factor = math.nan
+    assert engine.step(words(1), loss_fn=cross_entropy).skipped
+    assert_same(weights(engine), before)
+    for name, state in states(engine).items():
+        assert same_bits(state.exp_avg, moments[name].exp_avg)
+        assert same_bits(state.exp_avg_sq, moments[name].exp_avg_sq)
+        assert state.num_steps == moments[name].num_steps
+
+
+def test_own_loops_are_deferred_in_every_mode() -> None:
+    found = []
+    for engine in pair(0.1):
+        engine.backward(engine.model(words()["x"]).square().mean())
+        engine.update()
+        found.append(weights(engine))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("throttle", "clip"),
+    [
+        (None, "deferred"),
+        ({"update": "1MiB"}, "speculative"),
+        ({"update": "1MiB", "h2d": "64KiB"}, "deferred"),
+        ({"h2d": "1MiB"}, "deferred"),
+    ],
+)
+def test_auto_is_speculative_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:
+    engine = Engine(build(llama), throttle=throttle)
+    assert engine.clip == "auto"
+    engine.step(tokens())
+    assert engine.clip == clip
+    engine.step(tokens(1, rows=1, length=2))
+    assert engine.clip == clip, "decided once"
+    engine.close()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.clip is 'guess'"):
+        Engine(build(llama), clip="guess")

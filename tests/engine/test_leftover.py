@@ -1,0 +1,108 @@
+"""What the device's budget leaves keeps units there, and goes back when a step needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from offload import Engine, Placement
+from offload.errors import DoesNotFitError
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.families import batches, build, llama, tokens
+from tests.engine.sizes import elements, tier_bytes
+from tests.engine.test_overlap import deep
+
+SETTLES = 3  # steps after which what is left is given away
+LANES: dict[str, dict[str, Any]] = {"inline": {}, "delays": {"debug": 2}}
+
+
+def streamed(model: nn.Module) -> int:
+    layers = sum(elements(layer) for layer in model.model.layers)
+    return elements(model.model.embed_tokens) + layers + elements(model.lm_head)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str) -> None:
+    model = build(deep)
+    total = streamed(model) + elements(model.model.norm)
+    engine = Engine(model, placement=Placement(device_memory="8MiB"), recompute=recompute, **LANES[lanes])
+    for seed in range(SETTLES + 4):
+        engine.step(tokens(seed))
+        if seed > SETTLES + 1:
+            assert engine.counters.h2d_bytes == 4 * total
+            assert engine.counters.d2h_bytes == 4 * total
+    assert engine.counters.peak_device_bytes <= 8 << 20
+    engine.close()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
+    model = build(deep)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = ".layers.1." in name or ".layers.3." in name
+    learning = sum(elements(model.model.layers[number]) for number in (1, 3))
+    engine = Engine(model, placement=Placement(device_memory="8MiB"), **LANES[lanes])
+    for seed in range(SETTLES + 4):
+        engine.step(tokens(seed))
+    assert engine.counters.h2d_bytes == 4 * learning
+    engine.evaluate(tokens(9))
+    engine.step(tokens(10))
+    assert engine.counters.h2d_bytes in (0, 4 * learning), "the evaluation may have brought them up"
+    engine.close()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_part_of_a_model_stays(share: float, lanes: str) -> None:
+    """More room, fewer bytes; and never more than the budget, at any moment."""
+    model = build(deep)
+    total = 4 * streamed(model)
+    least = Engine(build(deep))
+    least.step(tokens(0))
+    budget = least.counters.peak_device_bytes + int(share * total)
+    engine = Engine(model, placement=Placement(device_memory=budget), **LANES[lanes])
+    for seed in range(SETTLES + 4):
+        engine.step(tokens(seed))
+        assert engine.counters.peak_device_bytes <= budget
+    assert total < engine.counters.h2d_bytes < least.counters.h2d_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
+    """It needs nearly the whole budget for its inputs, and it is the same step as without any room to give."""
+    wide = tokens(7, rows=12, length=20)
+    free = Engine(build(deep))
+    free.step(wide)
+    budget = free.counters.peak_device_bytes
+    undisturbed = Engine(build(deep))
+    engine = Engine(build(deep), placement=Placement(device_memory=budget), **LANES[lanes])
+    for seed in range(SETTLES + 2):
+        assert engine.step(tokens(seed)).loss == undisturbed.step(tokens(seed)).loss
+    grown = tier_bytes(engine, "device")
+    assert engine.step(wide).loss == undisturbed.step(wide).loss
+    assert sum(tier_bytes(engine, "device").values()) < sum(grown.values())
+    for seed in range(3):
+        assert engine.step(tokens(seed)).loss == undisturbed.step(tokens(seed)).loss
+    assert_same(weights(engine), weights(undisturbed))
+    assert engine.counters.peak_device_bytes <= budget
+    with pytest.raises(DoesNotFitError, match="unit inputs"):
+        engine.step(tokens(8, rows=64, length=20))
+    assert engine.step(tokens(3)).loss == undisturbed.step(tokens(3)).loss
+    engine.close()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_residents_are_bit_equal_to_plain_pytorch(precision: str, lanes: str) -> None:
+    train_both(
+        build(llama),
+        batches(SETTLES + 3),
+        precision=precision,
+        placement=Placement(device_memory="4MiB"),
+        clip="deferred",
+        **LANES[lanes],
+    )

@@ -1,0 +1,336 @@
+"""The race rule, checked by breaking it: every kind of wait is taken away once, and then a result must be wrong.
+
+Lanes wait at random and freed buffers are poisoned (`debug`), so that a reader or a writer that comes too early shows.
+The waits that no step of an engine can need on a CPU, because compute is done when it returns, are checked on the
+parts that make them, with a compute that is not done yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import AdamW, Engine, Placement
+from offload.engine.stream import Stream
+from offload.engine.updates import Landed
+from offload.lanes.lane import ThreadLane
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.schedule.execute import Executor
+from offload.tiers.ring import Ring
+from tests.engine.compare import same_bits, weights
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.test_overlap import deep
+
+Change = Callable[[pytest.MonkeyPatch], None]
+FREE: dict[str, Any] = {"max_grad_norm": None}
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.2}
+
+
+def without(kind: str, wait: str) -> Change:
+    """Take away what a reader, or the next writer, of one kind of buffer waits for."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(Fence, wait)
+        patch.setattr(Fence, wait, lambda self: () if self.kind == kind else original(self))
+
+    return change
+
+
+def reused_at_once(kind: str) -> Change:
+    """Hand out a stretch of a ring without regard to who still reads it."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original = Ring.take
+
+        def take(self: Ring, num_bytes: int) -> Any:
+            stretch = original(self, num_bytes)
+            if stretch is not None and self.kind == kind:
+                stretch.after.clear()
+            return stretch
+
+        patch.setattr(Ring, "take", take)
+
+    return change
+
+
+def fetched_before_the_place_is_free(patch: pytest.MonkeyPatch) -> None:
+    """Issue what comes after a use when the use begins."""
+    enter, leave = Executor.enter, Executor.leave
+
+    def early(self: Executor, regions: Any, backward: bool) -> None:
+        enter(self, regions, backward)
+        leave(self, regions)
+
+    patch.setattr(Executor, "enter", early)
+    patch.setattr(Executor, "leave", lambda self, regions: None)
+
+
+def norm_before_the_sums(patch: pytest.MonkeyPatch) -> None:
+    """Do not wait for what lands before the norm is taken."""
+    patch.setattr(Lanes, "wait", lambda self, tickets, behind=(): None)
+    patch.setattr(Lanes, "compute_after", _WAIT)
+
+
+def read_before_updated(patch: pytest.MonkeyPatch) -> None:
+    """Let the host read the states while updates are on their way."""
+    patch.setattr(ThreadLane, "drain", lambda self: None)
+
+
+def recomputed_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the inputs of a recompute."""
+    patch.setattr(Stream, "wait", lambda self, returning: returning.tensors)
+
+
+def deeper() -> nn.Module:
+    return llama(num_hidden_layers=16)
+
+
+class Scaled(Stack):
+    """Multiplies by a vector of its own, first of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) * self.scale
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def only_the_scale_learns() -> nn.Module:
+    """Everything else is frozen and stays on the device, so that a step begins without any other fetch."""
+    model = Scaled()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name == "scale"
+    return model
+
+
+_WAIT = Lanes.wait
+
+CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
+    "compute reads a slot before its fetch": (without("slot", "before_read"), CLIPPED),
+    "a fetch overwrites a slot in use": (fetched_before_the_place_is_free, CLIPPED | {"prefetch": 1}),
+    "a fetch reads weights before their update": (without("weights", "before_read"), CLIPPED),
+    "compute reads what stays before it came up": (
+        without("resident weights", "before_read"),
+        CLIPPED | {"make": only_the_scale_learns, "placement": Placement(device_memory="8MiB")},
+    ),
+    "backward overwrites gradients on their way": (reused_at_once("gradient buffer"), FREE),
+    "an update reads gradients before they landed": (
+        without("waiting gradients", "before_read"),
+        CLIPPED | {"clip": "speculative"},
+    ),
+    "an update reads staging before it is filled": (without("gradient staging", "before_read"), FREE),
+    "gradients land on others that wait": (reused_at_once("gradient staging"), FREE),
+    "activations come back before they went down": (
+        without("activation checkpoints", "before_read"),
+        CLIPPED | {"make": deeper, "placement": Placement(activations="cpu")},
+    ),
+    "a recompute reads inputs before they came back": (
+        recomputed_at_once,
+        CLIPPED | {"placement": Placement(activations="cpu")},
+    ),
+    "the norm is taken before the sums": (norm_before_the_sums, CLIPPED | {"own_loop": True}),
+    "states are read before their update": (read_before_updated, CLIPPED),
+}
+
+
+def train(own_loop: bool = False, make: Callable[[], nn.Module] = deep, **settings: Any) -> list[Any]:
+    """Return norms, and weights in the middle and at the end."""
+    engine = Engine(build(make), **settings)
+    loss_fn = cross_entropy if make is only_the_scale_learns else None
+    found: list[Any] = []
+    for seed in range(4):
+        batch = words(seed) if loss_fn else tokens(seed)
+        if own_loop:
+            for part in range(2):
+                engine.backward(engine.model(**tokens(10 * seed + part)).loss)
+            found.append(engine.update().grad_norm)
+        else:
+            found.append(engine.step(batch, loss_fn=loss_fn).grad_norm)
+        if seed in (0, 3):
+            found += weights(engine).values()
+    engine.close()
+    return found
+
+
+def is_same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_without_this_wait_a_result_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, settings = CHANGES[name]
+    wanted = train(**settings | {"prefetch": 0})
+    assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
+    change(monkeypatch)
+    for seed in range(5):
+        try:
+            if not is_same(train(**settings, debug=seed), wanted):
+                return
+        except Exception:  # NaN, or a state that cannot be
+            return
+    pytest.fail("five runs went well without it: the delays do not show this wait")
+
+
+# -- waits that no step needs while compute is done when it returns -------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Has lanes with threads, has made steps, and has nothing on its way."""
+    made = Engine(build(deep), throttle={"h2d": 10**12}, prefetch=0, max_grad_norm=0.2, placement=ON_HOST)
+    for seed in range(2):
+        made.step(tokens(seed))
+    settle(made)
+    yield made
+    made.close()
+
+
+ON_HOST = Placement(activations="cpu")
+
+
+def settle(engine: Engine) -> None:
+    for lane in (engine._parts.lanes.update, engine._parts.lanes.h2d, engine._parts.lanes.d2h):
+        lane.drain()
+
+
+@contextmanager
+def computing(engine: Engine) -> Iterator[None]:
+    """Within, what compute was given is not done yet, as on a GPU. Copies get every chance to come too early."""
+    lanes = engine._parts.lanes
+    ticket = Ticket("compute")
+    lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
+    yield
+    time.sleep(0.02)
+    with lanes.condition:
+        ticket.is_done = True
+        lanes.condition.notify_all()
+    settle(engine)
+
+
+@contextmanager
+def held_up(lane: Any) -> Iterator[None]:
+    """Within, and a little longer, a lane is busy with something else."""
+    gate = threading.Event()
+    lane.submit(gate.wait)
+    yield
+    time.sleep(0.02)
+    gate.set()
+    lane.drain()
+
+
+BROKEN = pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
+
+
+def take_away(broken: bool, kind: str, wait: str, patch: pytest.MonkeyPatch) -> None:
+    if broken:
+        without(kind, wait)(patch)
+
+
+@BROKEN
+def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, units = engine._parts.slots, engine._parts.units
+    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
+    take_away(broken, "slot", "before_fill", monkeypatch)
+    slots.fetch(slots.cargo_of(one), 0)
+    settle(engine)
+    shown = slots.place(one)[one[0]]
+    seen: list[bool] = []
+    with computing(engine):
+        slots.used(slots.cargo_of(one), one)
+        slots.fetch(slots.cargo_of(two), 0)
+        time.sleep(0.02)
+        seen.append(torch.equal(shown, engine._parts.store[one[0]].weights))
+    assert seen == [not broken]
+    assert torch.equal(shown, engine._parts.store[two[0]].weights), "and comes when it is done"
+
+
+@BROKEN
+def test_an_update_waits_for_the_fetch_that_reads_the_weights(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine._parts
+    unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
+    region, state = unit.regions[0], parts.store[unit.regions[0]]
+    before = state.weights.clone()
+    take_away(broken, "weights", "before_fill", monkeypatch)
+    assert state.gradients is not None
+    landed = Landed(region, state.gradients.fill_(1.0), state.fences["gradients"])
+    with held_up(parts.lanes.h2d):
+        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
+        shown = parts.slots.place(unit.regions)[region]
+        parts.updates._submit(landed, [True] * len(region.parameters))
+    settle(engine)
+    assert torch.equal(shown, before) == (not broken)
+    assert not torch.equal(state.weights, before)
+
+
+@BROKEN
+def test_gradients_wait_for_the_update_that_reads_those_before(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine._parts
+    region = next(state.region for state in parts.store.states if state.region.trainable)
+    state = parts.store[region]
+    assert state.gradients is not None
+    state.gradients.fill_(0.0)
+    take_away(broken, "waiting gradients", "before_fill", monkeypatch)
+    landed = Landed(region, state.gradients, state.fences["gradients"])
+    with held_up(parts.lanes.update):
+        parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
+        parts.updates._submit(landed, [True] * len(region.parameters))
+        parts.gradients.begin_step()
+        parts.gradients.touched[region.index] = [True] * len(region.parameters)
+        parts.gradients._land(region, torch.ones(region.numel), Fence("gradient buffer"))
+    settle(engine)
+    assert state.exp_avg is not None
+    assert bool((state.exp_avg[state.span(0)] == 0).all()) == (not broken)
+    assert bool((state.gradients == 1).all())
+
+
+@BROKEN
+def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
+    parts = engine._parts
+    region = next(state.region for state in parts.store.states if state.region.trainable)
+    state, source = parts.store[region], torch.zeros(region.numel)
+    assert state.gradients is not None
+    with computing(engine):
+        if broken:
+            parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
+        parts.gradients._bring_down(region, state.gradients, source, Fence("gradient buffer"), ())
+        time.sleep(0.02)
+        source.fill_(2.0)
+    assert bool((state.gradients == 2).all()) == (not broken)
+
+
+@BROKEN
+def test_an_activation_waits_for_the_copy_that_reads_its_buffer(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine._parts
+    checkpoints = parts.stream._checkpoints
+    assert checkpoints is not None
+    take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
+    put = checkpoints.put(torch.full((1000,), 1.0))
+    settle(engine)
+    with held_up(parts.lanes.h2d):
+        back, _ = checkpoints.get(put)
+        checkpoints.free(put.data_ptr())
+        again = checkpoints.put(torch.full((1000,), 3.0))
+        assert again.data_ptr() == put.data_ptr()
+    settle(engine)
+    assert bool((back == 1).all()) == (not broken)

@@ -1,0 +1,681 @@
+"""Lanes and tickets: order, waits, errors, giving up, the end of a thread, and whose fault a wait was.
+
+Nothing here expects a time closer than this machine keeps it: what must not happen is held up by a gate, and what must
+happen has `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from offload.lanes.lane import InlineLane, ThreadLane
+from offload.lanes.lanes import Lanes, open_lanes, overlaps
+from offload.lanes.throttle import LANES, Throttle
+from offload.lanes.ticket import CancelledError, Fence, Ticket
+from offload.telemetry.timeline import LaneTime, Timeline
+
+PATIENCE_S = 10.0
+MOMENT_S = 0.05
+FOREVER_S = 600
+
+
+class Opener:
+    """Opens lanes, and closes them all."""
+
+    def __init__(self) -> None:
+        self._opened: list[Lanes] = []
+
+    def __call__(self, throttle: dict[str, Throttle] | None = None, seed: int | None = None) -> Lanes:
+        self._opened.append(Lanes(overlap=True, throttle=throttle or {}, delay_seed=seed))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        for lanes in self._opened:
+            within(lanes.close)
+
+
+@pytest.fixture
+def open_threads() -> Iterator[Opener]:
+    opener = Opener()
+    yield opener
+    opener.close()
+
+
+class Gate:
+    """Work that stays begun until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self._open.wait(PATIENCE_S), "nobody opened the gate"
+
+    def wait_begun(self) -> None:
+        assert self.begun.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def start(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Call a function in a thread of its own; its result or its error comes into the list."""
+    result: list[Any] = []
+
+    def call() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread, result
+
+
+def within(function: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+    """Call a function, which has to be done soon: what hangs fails instead."""
+    thread, result = start(function)
+    thread.join(patience_s)
+    assert not thread.is_alive(), "it hangs"
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    end = time.perf_counter() + PATIENCE_S
+    while not condition() and time.perf_counter() < end:
+        time.sleep(0.002)
+    return bool(condition())
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def nothing() -> None:
+    pass
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_work_of_a_lane_keeps_its_order(open_threads, seed):
+    lanes, done = open_threads(seed=seed), []
+    for number in range(50):
+        lanes.h2d.submit(lambda number=number: done.append(number))
+    within(lanes.h2d.drain)
+    assert done == list(range(50))
+    assert lanes.h2d.position == 50
+
+
+def test_work_runs_on_its_lanes_own_thread_and_not_where_it_is_submitted(open_threads):
+    lanes, ran_on = open_threads(), []
+    tickets = [
+        lane.submit(lambda: ran_on.append(threading.current_thread()))
+        for lane in (lanes.h2d, lanes.d2h, lanes.update, lanes.h2d)
+    ]
+    within(lambda: lanes.wait(tickets))
+    assert len(set(ran_on)) == 3
+    assert threading.current_thread() not in ran_on
+
+
+@pytest.mark.parametrize("kind", ["after", "behind"])
+def test_work_begins_after_the_tickets_it_names(open_threads, kind):
+    lanes, gates, done = open_threads(), [Gate(), Gate()], []
+    before = [lanes.h2d.submit(gates[0]), lanes.d2h.submit(gates[1])]
+    ticket = lanes.update.submit(lambda: done.append("work"), **{kind: before})
+    gates[0].open()
+    assert eventually(lambda: before[0].is_done)
+    time.sleep(MOMENT_S)
+    assert not done, "one of the two is not done yet"
+    assert not ticket.is_done
+    gates[1].open()
+    within(lambda: lanes.wait([ticket]))
+    assert done == ["work"]
+    assert ticket.begin >= before[1].end > 0
+
+
+def test_what_names_no_tickets_waits_for_nobody(open_threads):
+    lanes, gate = open_threads(), Gate()
+    lanes.h2d.submit(gate)
+    gate.wait_begun()
+    within(lambda: lanes.wait([lanes.update.submit(nothing)]))
+    gate.open()
+
+
+def test_compute_waits_for_after_and_behind(open_threads):
+    lanes = open_threads()
+    for kind in ("after", "behind"):
+        gate = Gate()
+        ticket = lanes.h2d.submit(gate)
+        if kind == "after":
+            thread, _ = start(lambda ticket=ticket: lanes.compute_after([ticket]))
+        else:
+            thread, _ = start(lambda ticket=ticket: lanes.compute_after((), behind=[ticket]))
+        gate.wait_begun()
+        time.sleep(MOMENT_S)
+        assert thread.is_alive()
+        gate.open()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert ticket.is_over
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_travels_through_after(open_threads):
+    lanes, error, ran = open_threads(), ValueError("of h2d"), []
+    first = lanes.h2d.submit(fail(error))
+    second = lanes.update.submit(lambda: ran.append("update"), after=[first])
+    third = lanes.d2h.submit(lambda: ran.append("d2h"), after=[second])
+    with pytest.raises(ValueError, match="of h2d") as raised:
+        within(lambda: lanes.wait([third]))
+    assert raised.value is error
+    assert first.error is second.error is third.error is error
+    assert ran == []
+    for lane in (lanes.h2d, lanes.update, lanes.d2h):
+        with pytest.raises(ValueError, match="of h2d"):
+            within(lane.drain)
+
+
+def test_an_error_does_not_travel_through_behind(open_threads):
+    lanes, ran = open_threads(), []
+    failed = lanes.h2d.submit(fail(ValueError("of h2d")))
+    ticket = lanes.update.submit(lambda: ran.append("update"), behind=[failed])
+    within(lambda: lanes.wait([ticket], behind=[failed]))
+    within(lanes.update.drain)
+    assert ran == ["update"]
+    assert ticket.error is None
+    assert lanes.update.error is None
+
+
+def test_drain_raises_the_first_error_and_what_follows_runs_on(open_threads):
+    lanes, ran = open_threads(), []
+    lanes.update.submit(fail(ValueError("the first")))
+    lanes.update.submit(fail(ValueError("the second")))
+    lanes.update.submit(lambda: ran.append("third"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the first"):
+            within(lanes.update.drain)
+    assert ran == ["third"]
+    within(lanes.update.cancel)
+    within(lanes.update.drain)
+    lanes.update.submit(lambda: ran.append("fourth"))
+    within(lanes.update.drain)
+    assert ran == ["third", "fourth"]
+
+
+class Interruption(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Interruption])
+def test_an_interruption_in_work_is_its_tickets_error_and_not_its_threads_end(open_threads, kind):
+    lanes = open_threads()
+    ticket = lanes.h2d.submit(fail(kind()))
+    after = lanes.h2d.submit(nothing)
+    with pytest.raises(kind):
+        within(lambda: lanes.wait([ticket]))
+    within(lambda: lanes.wait([after]))
+
+
+# -- giving up -----------------------------------------------------------------------------------------------
+
+
+def test_what_has_not_begun_when_it_is_given_up_never_runs(open_threads):
+    lanes, gate, ran = open_threads(), Gate(), []
+    never = Ticket("nobody's")
+    held = lanes.h2d.submit(lambda: ran.append("held"), after=[never])
+    queued = lanes.h2d.submit(lambda: ran.append("queued"))
+    lanes.d2h.submit(gate)
+    within(lanes.h2d.cancel)
+    for ticket in (held, queued):
+        with pytest.raises(CancelledError, match="given up"):
+            within(lambda ticket=ticket: lanes.wait([ticket]))
+    within(lambda: lanes.wait([lanes.h2d.submit(lambda: ran.append("later"))]))
+    assert ran == ["later"]
+    assert lanes.h2d.error is None
+    gate.open()
+
+
+def test_giving_up_waits_for_what_has_begun(open_threads):
+    lanes, gate = open_threads(), Gate()
+    begun = lanes.h2d.submit(gate)
+    gate.wait_begun()
+    thread, _ = start(lanes.h2d.cancel)
+    time.sleep(MOMENT_S)
+    assert thread.is_alive(), "it may touch memory still"
+    gate.open()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert begun.is_done
+    assert begun.error is None
+
+
+def test_what_has_begun_does_not_sleep_out_its_throttle_nor_delay_what_comes_later(open_threads):
+    lanes = open_threads({"h2d": Throttle(bytes_per_second=1.0)})
+    begun = threading.Event()
+    ticket = lanes.h2d.submit(begun.set, num_bytes=FOREVER_S)
+    assert begun.wait(PATIENCE_S)
+    time.sleep(MOMENT_S)
+    assert not ticket.is_done
+    within(lanes.h2d.cancel)
+    assert ticket.is_done
+    assert ticket.error is None
+    assert ticket.begin <= ticket.end <= time.perf_counter(), "a span that is over does not end in the future"
+    later = lanes.h2d.submit(nothing)
+    within(lambda: lanes.wait([later]))
+    assert later.begin >= ticket.end
+
+
+@pytest.mark.parametrize("num_earlier", [0, 5])
+def test_giving_up_since_a_position(open_threads, num_earlier):
+    """Also where the queue no longer begins with the first piece that there was."""
+    lanes, gate, ran = open_threads(), Gate(), []
+    for _ in range(num_earlier):
+        lanes.update.submit(nothing)
+    within(lanes.update.drain)
+    long = lanes.update.submit(gate)
+    kept = lanes.update.submit(lambda: ran.append("kept"))
+    since = lanes.update.position
+    assert since == num_earlier + 2
+    given_up = lanes.update.submit(lambda: ran.append("given up"))
+    gate.wait_begun()
+    within(lambda: lanes.update.cancel(since))
+    assert not long.is_done, "it returns while an earlier piece is under way"
+    gate.open()
+    with pytest.raises(CancelledError):
+        within(lambda: lanes.wait([long, kept, given_up]))
+    assert ran == ["kept"]
+    assert long.error is kept.error is None
+
+
+def test_giving_up_since_a_position_leaves_earlier_throttles_and_errors(open_threads):
+    lanes = open_threads({"update": Throttle(latency_s=4 * MOMENT_S)})
+    lanes.update.submit(fail(ValueError("before")))
+    begun = threading.Event()
+    slept = lanes.update.submit(begun.set)
+    since = lanes.update.position
+    lanes.update.submit(nothing)
+    assert begun.wait(PATIENCE_S)
+    within(lambda: lanes.update.cancel(since))
+    within(lambda: lanes.wait([slept]))
+    assert slept.end - slept.begin >= 4 * MOMENT_S - 1e-9
+    assert time.perf_counter() >= slept.end
+    with pytest.raises(ValueError, match="before"):
+        within(lanes.update.drain)
+
+
+def test_giving_up_what_has_begun_since_a_position(open_threads):
+    lanes = open_threads({"update": Throttle(latency_s=FOREVER_S)})
+    begun = threading.Event()
+    lanes.h2d.submit(nothing)
+    ticket = lanes.update.submit(begun.set)
+    assert begun.wait(PATIENCE_S)
+    within(lambda: lanes.update.cancel(1))
+    assert not ticket.is_done, "it was submitted before"
+    within(lambda: lanes.update.cancel(0))
+    assert ticket.is_done
+
+
+def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
+    lanes, gate, ran = open_threads(), Gate(), []
+    lanes.h2d.submit(gate)
+    gate.wait_begun()
+    ticket = lanes.h2d.submit(nothing)
+    waiting, result = start(lambda: lanes.wait([ticket]))
+    after = lanes.update.submit(lambda: ran.append("after"), after=[ticket])
+    behind = lanes.d2h.submit(lambda: ran.append("behind"), behind=[ticket])
+    giving_up, _ = start(lanes.h2d.cancel)
+    gate.open()
+    for thread in (waiting, giving_up):
+        thread.join(PATIENCE_S)
+    assert isinstance(result[0], CancelledError)
+    with pytest.raises(CancelledError):
+        within(lambda: lanes.wait([after]))
+    within(lambda: lanes.wait([behind]))
+    within(lanes.update.drain)  # whoever gave up knows: no error of this lane
+    assert ran == ["behind"]
+
+
+def test_give_up_keeps_the_updates_of_the_step_before(open_threads):
+    lanes, gate, ran = open_threads(), Gate(), []
+    lanes.update.submit(gate)
+    lanes.update.submit(lambda: ran.append("the step before"))
+    since = lanes.update.position
+    never = Ticket("nobody's")
+    tickets = [
+        lane.submit(lambda: ran.append("this step"), after=[never]) for lane in (lanes.h2d, lanes.d2h, lanes.update)
+    ]
+    gate.wait_begun()
+    within(lambda: lanes.give_up(since))
+    gate.open()
+    within(lanes.update.drain)
+    assert ran == ["the step before"]
+    assert eventually(lambda: all(isinstance(ticket.error, CancelledError) for ticket in tickets))
+
+
+# -- the end of a thread ---------------------------------------------------------------------------------------
+
+
+def test_closing_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    lanes, gate, ran = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), Gate(), []
+    lanes.h2d.submit(gate)
+    never = Ticket("nobody's")
+    lost = [lanes.h2d.submit(lambda: ran.append("queued")), lanes.update.submit(nothing, after=[never])]
+    lanes.d2h.submit(nothing)
+    gate.wait_begun()
+    assert len(set(threading.enumerate()) - before) == 3
+    closing, _ = start(lanes.close)
+    gate.open()
+    closing.join(PATIENCE_S)
+    assert set(threading.enumerate()) <= before
+    assert ran == []
+    assert all(isinstance(ticket.error, CancelledError) for ticket in lost)
+    within(lanes.close)  # again
+
+
+def test_a_lane_that_is_closed_by_its_own_work_ends():
+    lane, ran_on = ThreadLane("update", threading.Condition(), Timeline(LANES)), []
+    lane.submit(lambda: ran_on.append(threading.current_thread()))
+    ticket = lane.submit(lane.close)
+    assert eventually(lambda: ticket.is_done)
+    assert ticket.error is None
+    assert eventually(lambda: not ran_on[0].is_alive())
+
+
+class Weight:
+    pass
+
+
+def test_an_idle_lane_holds_nothing_of_what_it_has_done(open_threads):
+    lanes = open_threads({"d2h": Throttle(latency_s=0.001)}, seed=1)
+
+    def submit(lane: Any, **more: Any) -> tuple[weakref.ref, Ticket]:
+        weight = Weight()
+        return weakref.ref(weight), lane.submit(lambda: str(weight), **more)
+
+    given_up = CancelledError("given up")
+    never = Ticket("nobody's", is_done=True)
+    never.error = given_up
+    submitted = [submit(lanes.h2d), submit(lanes.d2h, num_bytes=8), submit(lanes.update, after=[never])]
+    assert eventually(lambda: all(ticket.is_done for _, ticket in submitted))
+    assert submitted[2][1].error is given_up
+    for weight, _ticket in submitted:
+        assert eventually(lambda weight=weight: weight() is None), "though the ticket is kept and the thread idles"
+
+
+# -- throttles -------------------------------------------------------------------------------------------------
+
+
+def test_throttled_work_takes_its_latency_and_its_bytes(open_threads):
+    lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6, latency_s=0.02), "d2h": Throttle(latency_s=0.03)})
+    begin = time.perf_counter()
+    tickets = [lanes.h2d.submit(nothing, num_bytes=30_000), lanes.d2h.submit(nothing, num_bytes=1 << 40)]
+    for ticket, least in zip(tickets, (0.05, 0.03), strict=True):
+        within(lambda ticket=ticket: lanes.wait([ticket]))
+        assert time.perf_counter() >= ticket.end, "done before it is over"
+        assert ticket.begin >= begin
+        assert least - 1e-9 <= ticket.end - ticket.begin < least + 1
+    within(lambda: lanes.wait([lanes.update.submit(nothing, num_bytes=1 << 40)]))  # has no throttle
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
+    """Neither the random delays nor a thread that wakes up late make a link slower."""
+    lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6, latency_s=0.005)}, seed)
+    gate = Gate()
+    lanes.h2d.submit(gate)
+    tickets = [lanes.h2d.submit(nothing, num_bytes=5_000) for _ in range(40)]
+    gate.open()
+    within(lanes.h2d.drain)
+    for before, after in itertools.pairwise(tickets):
+        assert after.begin == before.end
+    total = tickets[-1].end - tickets[0].begin
+    assert 40 * 0.01 - 1e-9 <= total < 40 * 0.01 * 1.5
+
+
+def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
+    lanes = open_threads({"h2d": Throttle(latency_s=0.05), "update": Throttle(latency_s=0.05)}, seed=5)
+    gate = Gate()
+    lanes.update.submit(gate)  # so that all is submitted before any of it can begin
+    updated = lanes.update.submit(nothing)
+    fetched = lanes.h2d.submit(nothing, after=[updated])
+    also = lanes.h2d.submit(nothing, behind=[updated])
+    gate.open()
+    within(lanes.h2d.drain)
+    assert fetched.begin == updated.end
+    assert also.begin == fetched.end
+    time.sleep(MOMENT_S)
+    idle_until = time.perf_counter()
+    later = lanes.h2d.submit(nothing, after=[updated])
+    within(lanes.h2d.drain)
+    assert later.begin >= idle_until, "not before it was submitted"
+
+
+def test_work_that_takes_longer_than_its_throttle_takes_its_own_time(open_threads):
+    lanes = open_threads({"h2d": Throttle(latency_s=0.01)})
+    ticket = lanes.h2d.submit(lambda: time.sleep(0.1))
+    within(lambda: lanes.wait([ticket]))
+    assert 0.1 <= ticket.end - ticket.begin < 1
+    assert ticket.end <= time.perf_counter()
+
+
+# -- who was waited for ------------------------------------------------------------------------------------------
+
+
+def test_busy_seconds_are_those_of_the_spans(open_threads):
+    lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6)})
+    lanes.timeline.begin_step()
+    tickets = [lanes.h2d.submit(nothing, name=name, num_bytes=10_000) for name in "abc"]
+    tickets.append(lanes.update.submit(lambda: time.sleep(0.01), name="d"))
+    within(lambda: lanes.wait(tickets))
+    begin = lanes.now()
+    lanes.computed("forward", begin)
+    _, times, spans = lanes.end_step()
+    assert set(times) == {"compute", "h2d", "d2h", "update"}
+    assert times["h2d"].busy_seconds == pytest.approx(sum(t.end - t.begin for t in tickets[:3]))
+    assert times["update"].busy_seconds == pytest.approx(tickets[3].end - tickets[3].begin)
+    assert times["d2h"] == LaneTime(0.0, 0.0)
+    shown = [span for span in spans if span.lane != "compute"]
+    assert sorted(shown, key=lambda span: span.name) == [
+        (ticket.lane, name, ticket.begin, ticket.end) for ticket, name in zip(tickets, "abcd", strict=True)
+    ]
+    assert [(span.name, span.begin) for span in spans if span.lane == "compute"] == [("forward", begin)]
+    lanes.timeline.begin_step()
+    _, times, spans = lanes.end_step()
+    assert not spans
+    assert all(times[lane] == LaneTime(0.0, 0.0) for lane in LANES)
+
+
+def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
+    """Compute waits for a fetch, which waits for an update."""
+    lanes = open_threads({"h2d": Throttle(latency_s=0.1), "update": Throttle(latency_s=0.3)})
+    lanes.timeline.begin_step()
+    submitted = time.perf_counter()
+    updated = lanes.update.submit(nothing)
+    fetched = lanes.h2d.submit(nothing, after=[updated])
+    begin = time.perf_counter()
+    within(lambda: lanes.wait([fetched]))
+    end = time.perf_counter()
+    within(lambda: lanes.wait([updated, fetched]))  # nothing to wait for
+    seconds, times, _ = lanes.end_step()
+    assert updated.begin >= submitted
+    assert fetched.held_by == "update"
+    assert updated.held_by == "update"
+    assert times["h2d"].exposed_seconds >= 0.1 - 1e-9
+    assert 0.3 - (begin - submitted) - 0.1 <= times["update"].exposed_seconds <= updated.end - begin + 1e-9
+    exposed = sum(times[lane].exposed_seconds for lane in LANES)
+    assert 0.4 - (begin - submitted) - 0.1 <= exposed <= end - begin
+    assert times["compute"].busy_seconds + exposed == pytest.approx(seconds)
+    assert times["compute"].exposed_seconds == 0.0
+    lanes.timeline.begin_step()
+    _, times, _ = lanes.end_step()
+    assert all(times[lane].exposed_seconds == 0.0 for lane in LANES)
+
+
+def test_a_lane_that_was_busy_anyway_holds_itself_up(open_threads):
+    lanes = open_threads({"h2d": Throttle(latency_s=0.3)})
+    lanes.timeline.begin_step()
+    updated = lanes.update.submit(nothing)
+    first = lanes.h2d.submit(nothing)
+    second = lanes.h2d.submit(nothing, after=[updated])
+    within(lambda: lanes.wait([second]))
+    _, times, _ = lanes.end_step()
+    assert updated.end < first.end == second.begin
+    assert second.held_by == "h2d"
+    assert times["update"].exposed_seconds == 0.0
+    assert times["h2d"].exposed_seconds > 0.3
+
+
+def test_of_several_the_one_that_came_last_was_waited_for(open_threads):
+    lanes = open_threads({"h2d": Throttle(latency_s=0.02), "d2h": Throttle(latency_s=0.3)})
+    lanes.timeline.begin_step()
+    tickets = [lanes.d2h.submit(nothing), lanes.h2d.submit(nothing)]
+    within(lambda: lanes.wait(tickets[1:], behind=tickets[:1]))
+    _, times, _ = lanes.end_step()
+    assert times["h2d"].exposed_seconds == 0.0
+    assert times["d2h"].exposed_seconds > 0.1
+
+
+def test_a_wait_for_what_failed_is_exposed_too(open_threads):
+    lanes, gate = open_threads(), Gate()
+    lanes.timeline.begin_step()
+
+    def work() -> None:
+        gate()
+        raise ValueError("of h2d")
+
+    ticket = lanes.h2d.submit(work)
+    waiting, result = start(lambda: lanes.wait([ticket]))
+    gate.wait_begun()
+    time.sleep(MOMENT_S)
+    gate.open()
+    waiting.join(PATIENCE_S)
+    assert isinstance(result[0], ValueError)
+    seconds, times, _ = lanes.end_step()
+    assert 0 < times["h2d"].exposed_seconds <= seconds
+    assert times["compute"].busy_seconds + times["h2d"].exposed_seconds == pytest.approx(seconds)
+
+
+# -- lanes without threads ---------------------------------------------------------------------------------------
+
+
+def test_an_inline_lane_works_where_it_is_submitted():
+    timeline, ran = Timeline(LANES), []
+    timeline.begin_step()
+    lane = InlineLane("h2d", timeline)
+    ticket = lane.submit(lambda: ran.append(threading.current_thread()), after=(), num_bytes=5, name="a")
+    assert ran == [threading.current_thread()]
+    assert ticket.is_over
+    slow = lane.submit(lambda: time.sleep(0.01))
+    assert slow.end - slow.begin >= 0.01
+    assert slow.begin >= ticket.end
+    with pytest.raises(ValueError, match="here"):
+        lane.submit(fail(ValueError("here")))
+    assert lane.position == 3
+    lane.cancel()
+    lane.drain()  # its error was raised
+    lane.close()
+    seconds, times, spans = timeline.end_step()
+    busy = slow.end - slow.begin + ticket.end - ticket.begin
+    assert times["h2d"] == LaneTime(pytest.approx(busy), pytest.approx(busy))
+    assert times["compute"].busy_seconds == pytest.approx(seconds - busy)
+    assert [span.name for span in spans] == ["a", ""]
+
+
+def test_threads_only_where_a_link_is_played_or_delayed():
+    if torch.cuda.is_available():
+        pytest.skip("beside a GPU lanes always have threads")
+
+    def num_threads() -> int:
+        return sum(thread.name.startswith("offload ") for thread in threading.enumerate())
+
+    before = num_threads()
+    for throttle, seed, has_threads in (({}, None, False), ({"h2d": Throttle()}, None, True), ({}, 0, True)):
+        lanes = open_lanes(throttle, seed)
+        assert overlaps(throttle, seed) == lanes.overlap == has_threads
+        assert num_threads() == before + 3 * has_threads
+        within(lanes.close)
+
+
+def test_delays_are_drawn_from_the_seed_and_differ_by_lane():
+    assert Lanes(overlap=False, throttle={}).delays("h2d") is None
+
+    def draw(seed: int, name: str) -> list[float]:
+        delays = Lanes(overlap=False, throttle={}, delay_seed=seed).delays(name)
+        assert delays is not None
+        return [delays.random() for _ in range(3)]
+
+    assert draw(0, "h2d") == draw(0, "h2d")
+    assert draw(0, "h2d") != draw(0, "d2h")
+    assert draw(0, "h2d") != draw(1, "h2d")
+
+
+# -- the race rule -----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_waits_for_the_writer_and_a_writer_for_all_before_it():
+    fence = Fence("slot")
+    assert list(fence.before_read()) == list(fence.before_fill()) == []
+    filled, readers, refilled = Ticket("h2d"), [Ticket("compute"), Ticket("update")], Ticket("h2d")
+    fence.fill(filled)
+    assert list(fence.before_read()) == list(fence.before_fill()) == [filled]
+    for reader in readers:
+        fence.read(reader)
+    assert list(fence.before_read()) == [filled]
+    assert list(fence.before_fill()) == [filled, *readers]
+    fence.fill(refilled)
+    assert list(fence.before_read()) == list(fence.before_fill()) == [refilled]
+
+
+def test_what_is_read_before_it_is_ever_filled_has_readers():
+    fence, reader = Fence("weights"), Ticket("h2d")
+    fence.read(reader)
+    assert list(fence.before_read()) == []
+    assert list(fence.before_fill()) == [reader]
+
+
+class Event:
+    """What tells of work in a GPU's stream."""
+
+    def __init__(self, fired: bool) -> None:
+        self.fired = fired
+
+    def query(self) -> bool:
+        return self.fired
+
+
+def test_a_fence_that_is_never_filled_forgets_readers_that_are_over():
+    fence = Fence("frozen weights")
+    under_way = [Ticket("h2d"), Ticket("h2d", is_done=True, event=Event(False))]
+    for ticket in under_way:
+        fence.read(ticket)
+    for _ in range(300):
+        fence.read(Ticket("h2d", is_done=True))
+        fence.read(Ticket("h2d", is_done=True, event=Event(True)))
+        assert len(fence.before_fill()) < 40
+        assert list(fence.before_fill())[:2] == under_way
+
+
+def test_a_fence_forgets_no_reader_that_is_under_way():
+    fence, readers = Fence("frozen weights"), [Ticket("h2d") for _ in range(100)]
+    for reader in readers:
+        fence.read(reader)
+    assert list(fence.before_fill()) == readers

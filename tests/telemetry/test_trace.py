@@ -1,0 +1,173 @@
+"""The trace's file: its format, its bounds, and that at no time two pieces of work share a track."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.telemetry.timeline import Span
+from offload.telemetry.trace import FIRST_STEPS, LAST_STEPS, Trace
+from tests.telemetry.reader import Work, check_trace, read_trace
+
+LANES = ("compute", "h2d", "d2h", "update")
+START = 86_400.0  # perf_counter may count from the machine's start
+
+
+def trace_of(spans: list[tuple[str, str, float, float]], path: Path = Path("unused"), is_serial: bool = False) -> Trace:
+    """A trace of one step that took ten seconds."""
+    trace = Trace(path, LANES, is_serial=is_serial)
+    trace.step(1, START, START + 10, [Span(lane, name, START + begin, START + end) for lane, name, begin, end in spans])
+    return trace
+
+
+def tracks(trace: Trace) -> dict[str, list[Work]]:
+    return check_trace({"displayTimeUnit": "ms", "traceEvents": json.loads(json.dumps(trace.events()))})
+
+
+def seconds(works: list[Work]) -> list[tuple[str, float, float]]:
+    return [(work.name, round(work.begin / 1e9, 6), round(work.end / 1e9, 6)) for work in works]
+
+
+def test_a_file_shows_each_lane_on_a_track_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    spans = [("h2d", "a", -0.5, 1.0), ("compute", "forward a", 1.0, 2.0), ("h2d", "b", 1.0, 3.0), ("update", "", 4, 5)]
+    trace_of(spans, path).write()
+    shown = read_trace(path)
+    assert list(shown) == [*LANES, "steps"]  # compute first, and a track for a lane that did nothing
+    assert seconds(shown["h2d"]) == [("a", 0.0, 1.5), ("b", 1.5, 3.5)]  # time 0 is where the first work begins
+    assert seconds(shown["compute"]) == [("forward a", 1.5, 2.5)]
+    assert seconds(shown["update"]) == [("update", 4.5, 5.5)]  # no event without a name
+    assert seconds(shown["steps"]) == [("step 1", 0.5, 10.5)]
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json.gz"]
+
+
+def test_work_within_work_is_cut_out_of_it() -> None:
+    spans = [("compute", "backward a", 1, 6), ("compute", "update a", 2, 3), ("compute", "update b", 5, 6)]
+    assert seconds(tracks(trace_of(spans))["compute"]) == [
+        ("backward a", 1, 2),
+        ("update a", 2, 3),
+        ("backward a", 3, 5),
+        ("update b", 5, 6),
+    ]
+
+
+def test_where_one_thread_does_everything_nothing_is_shown_side_by_side() -> None:
+    spans = [("compute", "backward a", 1, 6), ("d2h", "a", 4, 5)]
+    beside, serial = (tracks(trace_of(spans, is_serial=value)) for value in (False, True))
+    assert seconds(beside["compute"]) == [("backward a", 1, 6)]
+    assert seconds(serial["compute"]) == [("backward a", 1, 4), ("backward a", 5, 6)]
+    assert seconds(beside["d2h"]) == seconds(serial["d2h"]) == [("a", 4, 5)]
+
+
+times = st.floats(0, 10)
+
+
+@given(st.lists(st.tuples(st.sampled_from(LANES), st.sampled_from("abc"), times, times), max_size=12), st.booleans())
+def test_any_spans_come_out_apart_with_all_their_time(spans: list[Any], is_serial: bool) -> None:
+    spans = [(lane, name, min(one, other), max(one, other)) for lane, name, one, other in spans]
+    shown = tracks(trace_of(spans, is_serial=is_serial))
+    shown.pop("steps")
+    groups = [list(shown)] if is_serial else [[lane] for lane in LANES]
+    for lanes in groups:
+        works = sorted((work for lane in lanes for work in shown[lane]), key=lambda work: work.begin)
+        assert all(one.end <= other.begin for one, other in itertools.pairwise(works))
+        edges = sorted({time for lane, _, *ends in spans if lane in lanes for time in ends})
+        union = sum(
+            end - begin
+            for begin, end in itertools.pairwise(edges)
+            if any(lane in lanes and first <= begin and end <= last for lane, _, first, last in spans)
+        )
+        assert sum(work.end - work.begin for work in works) / 1e9 == pytest.approx(union, abs=1e-6)
+
+
+def run_of(num_steps: int, seconds: float = 1.0) -> Trace:
+    """Steps with a fetch that begins before its step does, and an update that ends in the next."""
+    trace = Trace(Path("unused"), LANES, is_serial=False)
+    for step in range(num_steps):
+        begin = START + 1.5 * seconds * step
+        if step:
+            trace.mark("evaluation", begin - 0.5 * seconds, begin - 0.3 * seconds)
+        spans = [("h2d", -0.2, 0.1), ("compute", 0.1, 0.9), ("update", -0.1, 0.2)]
+        moved = [Span(lane, f"{lane} {step + 1}", begin + a * seconds, begin + b * seconds) for lane, a, b in spans]
+        trace.step(step + 1, begin, begin + seconds, moved)
+    return trace
+
+
+def steps_of(shown: dict[str, list[Work]]) -> list[int]:
+    return [
+        int(work.name[5:]) for work in shown["steps"] if work.name.startswith("step ") and work.name[5:].isdecimal()
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [1, FIRST_STEPS, FIRST_STEPS + 1, FIRST_STEPS + LAST_STEPS])
+def test_a_short_run_is_kept_whole_and_as_it_was(num_steps: int) -> None:
+    shown = tracks(run_of(num_steps))
+    assert steps_of(shown) == list(range(1, num_steps + 1))
+    assert not [work for work in shown["steps"] if "left out" in work.name]
+    assert (shown["steps"][-1].end - shown["steps"][0].begin) / 1e9 == pytest.approx(1.5 * num_steps - 0.5)
+
+
+def test_a_long_run_keeps_its_first_and_last_steps_close_together() -> None:
+    shown = tracks(run_of(1000))
+    assert steps_of(shown) == [1, 2, 3, *range(991, 1001)]
+    (gap,) = (work for work in shown["steps"] if "left out" in work.name)
+    assert gap.name == "steps 4 to 990 left out (1480.500 s)"  # up to the evaluation before step 991
+    assert 0 < gap.end - gap.begin < 0.5e9
+    assert shown["steps"][-1].end < (FIRST_STEPS + LAST_STEPS + 1) * 1.5e9
+    # what belongs together moved together: the fetch of a step still begins 0.2 seconds before it
+    for step, fetch in zip(steps_of(shown), shown["h2d"], strict=True):
+        (mark,) = (work for work in shown["steps"] if work.name == f"step {step}")
+        assert fetch.name == f"h2d {step}"
+        assert mark.begin - fetch.begin == pytest.approx(0.2e9, abs=2)
+    sizes = [len(gzip.compress(json.dumps(run_of(n).events()).encode())) for n in (100, 10_000)]
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_one_step_left_out_takes_nothing_away_that_is_shown() -> None:
+    shown = tracks(run_of(FIRST_STEPS + LAST_STEPS + 1))
+    assert steps_of(shown) == [1, 2, 3, *range(5, 15)]
+    assert [work.name for work in shown["steps"] if "left out" in work.name] == ["step 4 left out (1.500 s)"]
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_text("before")
+
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        trace_of([], path).write()
+    assert path.read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json.gz"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ph": "B"},
+        {"pid": 2},
+        {"tid": 9},
+        {"dur": -1.0},
+        {"ts": float("nan")},
+        {"name": ""},
+        {"dur": 1e7},  # into the work that follows on its track
+    ],
+)
+def test_the_reader_refuses_what_the_format_does_not_allow(change: dict[str, Any]) -> None:
+    trace = {"displayTimeUnit": "ms", "traceEvents": run_of(3).events()}
+    check_trace(trace)
+    found = next(index for index, event in enumerate(trace["traceEvents"]) if event["ph"] == "X")
+    trace["traceEvents"][found] = {**trace["traceEvents"][found], **change}
+    with pytest.raises((AssertionError, ValueError)):
+        check_trace(trace)

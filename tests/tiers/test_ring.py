@@ -1,0 +1,122 @@
+"""A buffer whose stretches are taken in turn, against a map of who had each byte last."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.lanes.ticket import Ticket
+from offload.tiers.ring import Ring, Stretch
+
+
+def ring(num_bytes: int) -> Ring:
+    return Ring(torch.zeros(num_bytes, dtype=torch.uint8), "staging")
+
+
+def taken(ring: Ring, num_bytes: int) -> Stretch:
+    stretch = ring.take(num_bytes)
+    assert stretch is not None
+    return stretch
+
+
+def used(stretch: Stretch) -> list[Ticket]:
+    """Fill a stretch, read it, let it go."""
+    tickets = [Ticket("d2h"), Ticket("update")]
+    stretch.fence.fill(tickets[0])
+    stretch.fence.read(tickets[1])
+    stretch.is_open = False
+    return tickets
+
+
+def test_one_after_the_other_and_from_the_beginning_again():
+    buffer = ring(10)
+    stretches = [taken(buffer, 4), taken(buffer, 4)]
+    tickets = [used(stretch) for stretch in stretches]
+    stretches.append(taken(buffer, 4))
+    assert [(s.begin, s.end) for s in stretches[1:]] == [(4, 8), (0, 4)], "4 bytes do not fit behind the second"
+    assert stretches[0].after == stretches[1].after == []
+    assert stretches[2].after == tickets[0]
+    tickets.append(used(stretches[2]))
+    last = taken(buffer, 6)
+    assert (last.begin, last.end) == (4, 10), "up to the last byte"
+    assert last.after == tickets[1]
+    used(last)
+    assert taken(buffer, 1).after == tickets[2]
+
+
+def test_a_stretch_is_its_part_of_the_memory():
+    buffer = ring(10)
+    for number, size in enumerate((3, 4), 1):
+        stretch = taken(buffer, size)
+        assert stretch.flat.shape == (size,)
+        stretch.flat.fill_(number)
+        assert stretch.fence.kind == "staging"
+    assert buffer.memory.tolist() == [1] * 3 + [2] * 4 + [0] * 3
+
+
+def test_nothing_where_the_buffer_is_too_small_beside_what_is_open():
+    buffer = ring(10)
+    assert buffer.take(11) is None
+    first = taken(buffer, 6)
+    assert buffer.take(5) is None
+    assert (taken(buffer, 4).begin, first.is_open) == (6, True)
+    assert buffer.take(1) is None
+    tickets = used(first)
+    assert taken(buffer, 1).after == tickets
+
+
+def test_the_rest_of_what_was_partly_taken_still_waits_for_its_readers():
+    buffer = ring(12)
+    tickets = [used(taken(buffer, 6)), used(taken(buffer, 6))]
+    small, large = taken(buffer, 4), taken(buffer, 4)
+    assert small.after == tickets[0]
+    assert large.after == [*tickets[0], *tickets[1]]
+
+
+def test_a_reset_lets_go_of_everything_but_the_waits():
+    buffer = ring(10)
+    stretch = taken(buffer, 10)
+    ticket = Ticket("d2h")
+    stretch.fence.fill(ticket)
+    assert buffer.take(10) is None
+    buffer.reset()
+    assert taken(buffer, 10).after == [ticket]
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("take"), st.integers(1, 24)),
+    st.tuples(st.sampled_from(["fill", "read", "close"]), st.integers(0, 30)),
+    st.tuples(st.just("reset"), st.just(0)),
+)
+
+
+@given(st.integers(1, 20), st.lists(ACTIONS, max_size=60))
+def test_nobody_gets_what_is_open_and_everybody_waits_for_who_had_it_before(size, actions):
+    buffer, owners = ring(size), [None] * size
+    stretches: list[Stretch] = []
+    for action, number in actions:
+        if action == "take":
+            some_are_open = any(stretch.is_open for stretch in stretches)
+            stretch = buffer.take(number)
+            if stretch is None:
+                assert number > size or some_are_open
+                continue
+            assert 0 <= stretch.begin <= stretch.end - number == stretch.begin <= size - number
+            assert stretch.flat.data_ptr() == buffer.memory.data_ptr() + stretch.begin
+            before = [owner for owner in owners[stretch.begin : stretch.end] if owner is not None]
+            assert not any(owner.is_open for owner in before)
+            assert set(stretch.after) == {ticket for owner in before for ticket in owner.fence.before_fill()}
+            owners[stretch.begin : stretch.end] = [stretch] * number
+            stretches.append(stretch)
+        elif action == "reset":
+            buffer.reset()
+            assert not any(stretch.is_open for stretch in stretches)
+        elif stretches:
+            stretch = stretches[number % len(stretches)]
+            if action == "close":
+                stretch.is_open = False
+            elif stretch.is_open:
+                getattr(stretch.fence, action)(Ticket("d2h"))
+    buffer.reset()
+    assert buffer.take(size) is not None
