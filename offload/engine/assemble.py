@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +15,17 @@ from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping
 from offload.engine.leftover import Leftover
+from offload.engine.plan import Plan, Settings, budget_bytes, make_plan
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
 from offload.engine.updates import Updates
 from offload.errors import format_bytes
-from offload.lanes.lanes import open_lanes, overlaps
+from offload.lanes.lanes import open_lanes
 from offload.lanes.throttle import Throttle
-from offload.optim.adamw import AdamW
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.planning.memory import (
     SLOT,
-    Allocation,
     UnitPlan,
-    check_budgets,
-    plan_memory,
-    resident_regions,
-    slot_bytes,
     staging_bytes,
 )
 from offload.planning.rates import flops_per_second, update_bytes_per_second
@@ -40,73 +34,11 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.host import trim_heap
 from offload.tiers.ledger import Ledger
-from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
-AUTO_LOOKAHEAD = 2
-"""Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
-
 _DISPATCH_S = 3e-4
 """What Python takes to dispatch a block's forward, however few its tokens."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an engine was told, checked."""
-
-    optimizer: AdamW
-    placement: Placement
-    precision: str
-    max_grad_norm: float | None
-    clip: str
-    skips: bool
-    splits: bool
-    recompute: str
-    prefetch: int | str
-    throttle: Mapping[str, Throttle]
-    seed: int
-    debug: bool | int
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """True where gradients wait on the host: for the norm, for the certainty that they are finite, or for a
-        correction.
-        """
-        return self.max_grad_norm is not None or self.skips
-
-    @property
-    def delay_seed(self) -> int | None:
-        """The seed by which lanes wait at random; None where they do not."""
-        return None if self.debug is False else int(self.debug)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where parameters and optimizer states live, how many units are fetched ahead, what is allocated, and what would
-    be with all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
-    """
-
-    tiers: tuple[str, str]
-    ahead: int
-    limited: bool
-    allocations: list[Allocation]
-    most: list[Allocation]
-
-    def of(self, tier: str, name: str) -> Allocation:
-        """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
-        return _find(self.allocations, tier, name)
-
-    def range(self, name: str) -> tuple[int, int]:
-        """Return the bytes of an allocation on the device, planned and at most."""
-        planned = self.of("device", name).num_bytes
-        most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
-        return planned, max(planned, most)
-
-
-def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
-    found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
-    return next(found, Allocation(tier, name, 0))
 
 
 class Assembly:
@@ -129,8 +61,8 @@ class Assembly:
         self._throttle = settings.throttle
         self.closed = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
-        device_ledger = Ledger("device", _bytes(placement.device_memory), "offload.device_memory")
-        self.host = Ledger("cpu", _bytes(placement.host_memory), "offload.host_memory")
+        device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
+        self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.lanes = open_lanes(settings.throttle, settings.delay_seed)
         self.device = open_device(device_ledger, copies_aside=self.lanes.overlap)
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
@@ -364,64 +296,8 @@ def assemble(
     candidates = find_units(model, infos)
     regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates})
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
-    plan = _plan(settings, units, regions)
+    plan = make_plan(settings, units, regions)
     return Assembly(model, settings, infos, candidates, regions, plan, counters, fill)
-
-
-def _plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region]) -> Plan:
-    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold."""
-    overlap = overlaps(settings.throttle, settings.delay_seed)
-
-    def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
-        return plan_memory(
-            units,
-            regions,
-            parameters_tier=parameters,
-            optimizer_tier=states,
-            keeps_gradients=settings.keeps_gradients,
-            splits=settings.splits,
-            ahead=ahead,
-            buffers=buffers,
-            stagings=2 if overlap else 1,
-        )
-
-    placement = settings.placement
-    tiers = _choose_tiers(placement, plan_for)
-    limited = placement.device_memory is not None or torch.cuda.is_available()
-    ahead, buffers = 0, 1
-    if isinstance(settings.prefetch, int):
-        ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
-    elif overlap and not limited:
-        ahead, buffers = AUTO_LOOKAHEAD, 2
-    allocations = plan_for(*tiers, ahead, buffers)
-    most = plan_for("device", "cpu", buffers=2 if overlap else 1)
-    resident = resident_regions(units)
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
-    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
-    if ahead and isinstance(settings.prefetch, int):
-        floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
-    budgets = {"device": _bytes(placement.device_memory), "cpu": _bytes(placement.host_memory)}
-    check_budgets(allocations, budgets, floor)
-    return Plan(tiers, ahead, limited, allocations, most)
-
-
-def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allocation]]) -> tuple[str, str]:
-    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else on the cpu."""
-    wants = (placement.parameters, placement.optimizer)
-    if "auto" not in wants:
-        return wants
-    budget = _bytes(placement.device_memory)
-    if budget is None and torch.cuda.is_available():
-        budget = int(torch.cuda.mem_get_info()[0] * 0.6)  # the rest is for activations
-    needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
-    choice = "device" if budget is None or needed <= budget else "cpu"
-    parameters = choice if wants[0] == "auto" else wants[0]
-    states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
-    return ("device" if states == "device" else parameters), states
-
-
-def _bytes(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def _put_buffers(model: nn.Module, device: torch.device) -> None:

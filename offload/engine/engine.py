@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.export import export_model
-from offload.engine.assemble import Assembly, Settings, assemble
+from offload.engine.assemble import Assembly, assemble
 from offload.engine.head import ChunkedHead
 from offload.engine.learned import DepartedError
 from offload.engine.loss import (
@@ -28,6 +28,7 @@ from offload.engine.loss import (
     select_inputs,
     split_rows,
 )
+from offload.engine.plan import Settings
 from offload.engine.rehearse import Rehearsal, in_eval_mode
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle

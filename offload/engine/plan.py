@@ -1,0 +1,134 @@
+"""What an engine was told, and what follows from it before anything is allocated: tiers, lookahead, allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import format_bytes
+from offload.lanes.lanes import overlaps
+from offload.lanes.throttle import Throttle
+from offload.optim.adamw import AdamW
+from offload.partition.layout import Region
+from offload.planning.memory import Allocation, UnitPlan, check_budgets, plan_memory, resident_regions, slot_bytes
+from offload.tiers.placement import Placement
+
+AUTO_LOOKAHEAD = 2
+"""Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine was told, checked."""
+
+    optimizer: AdamW
+    placement: Placement
+    precision: str
+    max_grad_norm: float | None
+    clip: str
+    skips: bool
+    splits: bool
+    recompute: str
+    prefetch: int | str
+    throttle: Mapping[str, Throttle]
+    seed: int
+    debug: bool | int
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True where gradients wait on the host: for the norm, for the certainty that they are finite, or for a
+        correction.
+        """
+        return self.max_grad_norm is not None or self.skips
+
+    @property
+    def delay_seed(self) -> int | None:
+        """The seed by which lanes wait at random; None where they do not."""
+        return None if self.debug is False else int(self.debug)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where parameters and optimizer states live, how many units are fetched ahead, what is allocated, and what would
+    be with all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
+    """
+
+    tiers: tuple[str, str]
+    ahead: int
+    limited: bool
+    allocations: list[Allocation]
+    most: list[Allocation]
+
+    def of(self, tier: str, name: str) -> Allocation:
+        """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
+        return _find(self.allocations, tier, name)
+
+    def range(self, name: str) -> tuple[int, int]:
+        """Return the bytes of an allocation on the device, planned and at most."""
+        planned = self.of("device", name).num_bytes
+        most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
+        return planned, max(planned, most)
+
+
+def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
+    found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
+    return next(found, Allocation(tier, name, 0))
+
+
+def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region]) -> Plan:
+    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold."""
+    overlap = overlaps(settings.throttle, settings.delay_seed)
+
+    def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
+        return plan_memory(
+            units,
+            regions,
+            parameters_tier=parameters,
+            optimizer_tier=states,
+            keeps_gradients=settings.keeps_gradients,
+            splits=settings.splits,
+            ahead=ahead,
+            buffers=buffers,
+            stagings=2 if overlap else 1,
+        )
+
+    placement = settings.placement
+    tiers = _choose_tiers(placement, plan_for)
+    limited = placement.device_memory is not None or torch.cuda.is_available()
+    ahead, buffers = 0, 1
+    if isinstance(settings.prefetch, int):
+        ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
+    elif overlap and not limited:
+        ahead, buffers = AUTO_LOOKAHEAD, 2
+    allocations = plan_for(*tiers, ahead, buffers)
+    most = plan_for("device", "cpu", buffers=2 if overlap else 1)
+    resident = resident_regions(units)
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
+    if ahead and isinstance(settings.prefetch, int):
+        floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
+    budgets = {"device": budget_bytes(placement.device_memory), "cpu": budget_bytes(placement.host_memory)}
+    check_budgets(allocations, budgets, floor)
+    return Plan(tiers, ahead, limited, allocations, most)
+
+
+def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allocation]]) -> tuple[str, str]:
+    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else on the cpu."""
+    wants = (placement.parameters, placement.optimizer)
+    if "auto" not in wants:
+        return wants
+    budget = budget_bytes(placement.device_memory)
+    if budget is None and torch.cuda.is_available():
+        budget = int(torch.cuda.mem_get_info()[0] * 0.6)  # the rest is for activations
+    needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
+    choice = "device" if budget is None or needed <= budget else "cpu"
+    parameters = choice if wants[0] == "auto" else wants[0]
+    states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
+    return ("device" if states == "device" else parameters), states
+
+
+def budget_bytes(value: Any) -> int | None:
+    return None if value is None else int(value)
