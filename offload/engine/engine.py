@@ -196,6 +196,7 @@ class Engine:
                 for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
                     total += part_loss.to(torch.float32)
                 executor.end()
+                self._parts.lanes.timeline.discount("h2d")
                 executor.expect(self._kind)
                 return total.cpu()
         finally:
@@ -320,9 +321,10 @@ class Engine:
             parts.leftover.end_step()
         parts.executor.expect(kind)
         self._kind = kind
+        loss = loss.cpu()
         seconds, lanes, self.spans = parts.lanes.end_step()
         return StepResult(
-            loss.cpu(),
+            loss,
             applied.norm,
             tokens,
             applied.skipped,

@@ -88,9 +88,6 @@ class CudaLanes(Lanes):
         self.timed: deque[_Stretch] = deque()
         self._pool: list[torch.cuda.Event] = []
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed)
-        self._origin = self.now()
-        self._origin.event.synchronize()
-        self._origin_s = time.perf_counter()
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else CudaLane(name, self, self._throttle.get(name))
@@ -128,12 +125,12 @@ class CudaLanes(Lanes):
                 ticket.event.synchronize()
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
+        now = self.now()  # the loss was read: compute is idle
+        now.event.synchronize()
+        now_s = time.perf_counter()
         while self.timed and self.timed[0].end.is_over:
             stretch = self.timed.popleft()
-            begin, end = (
-                self._origin_s + self._origin.event.elapsed_time(place.event) / 1e3
-                for place in (stretch.begin, stretch.end)
-            )
+            begin, end = (now_s - place.event.elapsed_time(now.event) / 1e3 for place in (stretch.begin, stretch.end))
             if stretch.is_wait:
                 self.timeline.expose(stretch.lane, end - begin)
             else:

@@ -46,7 +46,7 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
         latency = fields.get("latency_seconds", 0.0)
         if rate is not None and not 0 < rate < float("inf"):
             raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth is more than 0 bytes a second.")
-        if not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
             raise ConfigError(f"{key}.latency_seconds is {latency!r}; it is a number of seconds, at least 0.")
         found[lane] = Throttle(rate, float(latency))
     return found

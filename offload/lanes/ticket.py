@@ -16,14 +16,15 @@ class Ticket:
     """One piece of work of a lane. `begin` and `end` are seconds of `time.perf_counter`.
 
     `is_done` is set once the work was done, or, for work of a GPU's stream, once it is in the stream: then `event`
-    fires when it is done. `held_by` names the lane whose work this had to wait for, where that is what made it late.
+    fires when it is done. `position`: its place among all that its lane was ever given. `held_by` names the lane whose
+    work this had to wait for, where that is what made it late.
     """
 
-    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane")
+    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "position")
 
     def __init__(self, lane: str, begin: float = 0.0, end: float = 0.0, is_done: bool = False, event: Any = None):
         self.lane, self.begin, self.end, self.is_done, self.event = lane, begin, end, is_done, event
-        self.held_by = lane
+        self.held_by, self.position = lane, 0
         self.error: BaseException | None = None
 
     @property

@@ -121,7 +121,11 @@ class Executor:
     def _issue(self) -> None:
         assert self._schedule is not None
         if self._next < len(self._schedule.uses):
-            for fetch in self._schedule.before[self._next]:
+            # Between two steps what is updated first comes up first, though it may be needed later: the lane would
+            # only wait. (Updates that follow the backward end with what the forward begins with.)
+            for fetch in sorted(
+                self._schedule.before[self._next], key=lambda fetch: self._slots.updated_at(fetch.cargo)
+            ):
                 self._homes[fetch.cargo] = fetch.offset
                 self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts)
 

@@ -36,12 +36,15 @@ class Timeline:
     def __init__(self, lanes: Iterable[str]) -> None:
         self._lanes = tuple(lanes)
         self._spans: list[Span] = []
+        self._busy = dict.fromkeys(self._lanes, 0.0)
         self._exposed: dict[str, float] = {}
         self._begin = time.perf_counter()
 
     def add(self, lane: str, name: str, begin: float, end: float) -> None:
         """Note a piece of work."""
         self._spans.append(Span(lane, name, begin, end))
+        if lane in self._busy:
+            self._busy[lane] += end - begin
 
     def expose(self, lane: str, seconds: float) -> None:
         """Note that compute waited for a lane."""
@@ -52,14 +55,15 @@ class Timeline:
         self._begin = time.perf_counter()
         self._exposed = {}
 
+    def discount(self, lane: str) -> None:
+        """What a lane has done since the last step was for none (an evaluation, a recording pass)."""
+        self._busy[lane] = 0.0
+
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         """Return the seconds since `begin_step`, each lane's share, and the spans."""
         end = time.perf_counter()
         spans, self._spans = self._spans, []
-        busy = dict.fromkeys(self._lanes, 0.0)
-        for span in spans:
-            if span.lane in busy:
-                busy[span.lane] += span.end - span.begin
+        busy, self._busy = self._busy, dict.fromkeys(self._lanes, 0.0)
         seconds = end - self._begin
         lanes = {lane: LaneTime(busy[lane], self._exposed.get(lane, 0.0)) for lane in self._lanes}
         waited = sum(self._exposed.values())

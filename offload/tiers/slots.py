@@ -93,6 +93,11 @@ class Slots:
         slot = self._find(cargo)
         return -1 if slot is None else slot.begin
 
+    def updated_at(self, cargo: int) -> int:
+        """Return where in the update lane's queue the last update of a cargo is that has not been done; 0 for none."""
+        tickets = [t for region in self.cargoes[cargo] for t in self._store[region].fences["weights"].before_read()]
+        return max((ticket.position for ticket in tickets if not ticket.is_done), default=0)
+
     # -- a use -----------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = ()) -> None:

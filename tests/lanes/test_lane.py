@@ -115,10 +115,10 @@ def nothing() -> None:
 @pytest.mark.parametrize("seed", [None, 1])
 def test_work_of_a_lane_keeps_its_order(open_threads, seed):
     lanes, done = open_threads(seed=seed), []
-    for number in range(50):
-        lanes.h2d.submit(lambda number=number: done.append(number))
+    tickets = [lanes.h2d.submit(lambda number=number: done.append(number)) for number in range(50)]
     within(lanes.h2d.drain)
     assert done == list(range(50))
+    assert [ticket.position for ticket in tickets] == list(range(1, 51))
     assert lanes.h2d.position == 50
 
 
@@ -391,6 +391,39 @@ def test_closing_leaves_no_thread_behind():
     within(lanes.close)  # again
 
 
+def test_closing_a_lane_waits_for_the_work_that_it_has_begun():
+    lane, gate, ran = ThreadLane("update", threading.Condition(), Timeline(LANES)), Gate(), []
+    ran_on: list[threading.Thread] = []
+    lane.submit(lambda: ran_on.append(threading.current_thread()))
+    begun, queued = lane.submit(gate), lane.submit(lambda: ran.append("queued"))
+    gate.wait_begun()
+    closing, _ = start(lane.close)
+    time.sleep(MOMENT_S)
+    assert closing.is_alive()
+    gate.open()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert not ran_on[0].is_alive()
+    assert begun.error is None
+    assert isinstance(queued.error, CancelledError)
+    assert ran == []
+
+
+def test_abandoned_threads_end_by_themselves():
+    before = set(threading.enumerate())
+    lanes, gate, ran = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), Gate(), []
+    tickets = [lanes.h2d.submit(gate), lanes.d2h.submit(nothing), lanes.h2d.submit(lambda: ran.append("queued"))]
+    tickets.append(lanes.update.submit(lambda: ran.append("held"), after=[Ticket("nobody's")]))
+    gate.wait_begun()
+    within(lanes.abandon)
+    assert not tickets[0].is_done, "nobody waits for what has begun"
+    gate.open()
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+    assert [type(ticket.error) for ticket in tickets[2:]] == [CancelledError, CancelledError]
+    assert tickets[0].error is None
+    assert ran == []
+
+
 def test_a_lane_that_is_closed_by_its_own_work_ends():
     lane, ran_on = ThreadLane("update", threading.Condition(), Timeline(LANES)), []
     lane.submit(lambda: ran_on.append(threading.current_thread()))
@@ -452,16 +485,15 @@ def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
 
 
 def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
-    lanes = open_threads({"h2d": Throttle(latency_s=0.05), "update": Throttle(latency_s=0.05)}, seed=5)
+    lanes = open_threads({lane: Throttle(latency_s=0.05) for lane in LANES}, seed=5)
     gate = Gate()
     lanes.update.submit(gate)  # so that all is submitted before any of it can begin
     updated = lanes.update.submit(nothing)
     fetched = lanes.h2d.submit(nothing, after=[updated])
-    also = lanes.h2d.submit(nothing, behind=[updated])
+    behind = lanes.d2h.submit(nothing, behind=[updated])
     gate.open()
-    within(lanes.h2d.drain)
-    assert fetched.begin == updated.end
-    assert also.begin == fetched.end
+    within(lambda: lanes.wait([fetched, behind]))
+    assert fetched.begin == behind.begin == updated.end
     time.sleep(MOMENT_S)
     idle_until = time.perf_counter()
     later = lanes.h2d.submit(nothing, after=[updated])
