@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -98,6 +99,15 @@ double py_sum_squares(Address x, bool x_is_bf16, int64_t n, int threads, int isa
   return sum;
 }
 
+// Called for every parameter of a model, most of them small: those keep the GIL, since to have it back while another
+// thread wants it takes longer than they do.
+double py_copy_sum_squares(Address x, Address out, bool is_bf16, int64_t n, int threads, int isa) {
+  std::optional<WithoutGil> no_gil;
+  if (n >= kFew) no_gil.emplace();
+  if (is_bf16) return copy_sum_squares(at<const uint16_t>(x), at<uint16_t>(out), n, execution(threads, isa));
+  return copy_sum_squares(at<const float>(x), at<float>(out), n, execution(threads, isa));
+}
+
 void py_sum_squares_segments(Address x, bool x_is_bf16, Address offsets, Address sizes, Address sums,
                              int64_t num_segments, int threads, int isa) {
   const auto run = [&](const auto* values) {
@@ -134,6 +144,7 @@ NB_MODULE(_core, module) {
   module.def("round_bf16", &py_round_bf16, no_gil);
   module.def("accumulate", &py_accumulate, no_gil);
   module.def("sum_squares", &py_sum_squares, no_gil);
+  module.def("copy_sum_squares", &py_copy_sum_squares);
   module.def("sum_squares_segments", &py_sum_squares_segments, no_gil);
   module.def("roofline_fp32", &py_roofline_fp32, no_gil);
   module.def("roofline_split", &py_roofline_split, no_gil);

@@ -67,6 +67,12 @@ template <class T>
 void sum_squares(const T* x, const int64_t* offsets, const int64_t* sizes, double* sums, int64_t num_segments,
                  Execution how);
 
+// Copies x to `out` and returns the bits that sum_squares has for it, in one pass over x. Fewer than kFew elements wake
+// no thread: waking one takes as long as they do.
+constexpr int64_t kFew = 1 << 17;
+template <class T>
+double copy_sum_squares(const T* x, T* out, int64_t n, Execution how);
+
 // The memory traffic of adamw without its arithmetic, for the benchmark: variants differ in how far they prefetch.
 constexpr int kNumRooflineVariants = 3;
 void roofline_fp32(float* p, float* m, float* v, const float* g, int64_t n, int variant, Execution how);

@@ -12,6 +12,9 @@ namespace offload {
 namespace {
 
 constexpr int64_t kBlock = 1 << 14;  // part of the result's definition: the sum is over blocks of this many elements
+// A copy of this many bytes or more passes the caches by: nobody reads it soon, and memory writes the lines without
+// having to read them first.
+constexpr int64_t kStreamBytes = 1 << 20;
 
 int64_t num_blocks(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
@@ -43,5 +46,26 @@ void sum_squares(const T* x, const int64_t* offsets, const int64_t* sizes, doubl
 }
 template void sum_squares(const float*, const int64_t*, const int64_t*, double*, int64_t, Execution);
 template void sum_squares(const uint16_t*, const int64_t*, const int64_t*, double*, int64_t, Execution);
+
+template <class T>
+double copy_sum_squares(const T* x, T* out, int64_t n, Execution how) {
+  const bool stream = n * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
+  const auto copy_block = [=](int64_t begin) {
+    const int64_t length = std::min(kBlock, n - begin);
+    return stream ? OFFLOAD_DISPATCH(how.isa, copy_sum_squares_block<true>(x + begin, out + begin, length))
+                  : OFFLOAD_DISPATCH(how.isa, copy_sum_squares_block<false>(x + begin, out + begin, length));
+  };
+  double sum = 0;
+  if (n < kFew) {
+    for (int64_t begin = 0; begin < n; begin += kBlock) sum += copy_block(begin);
+    return sum;
+  }
+  std::vector<double> blocks(static_cast<size_t>(num_blocks(n)));
+  parallel_for(num_blocks(n), how.threads, [&](int64_t block) { blocks[block] = copy_block(block * kBlock); });
+  for (const double block_sum : blocks) sum += block_sum;
+  return sum;
+}
+template double copy_sum_squares(const float*, float*, int64_t, Execution);
+template double copy_sum_squares(const uint16_t*, uint16_t*, int64_t, Execution);
 
 }  // namespace offload

@@ -57,6 +57,18 @@ struct Wide {
     return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(found))));
   }
 
+  static void copy_line(void* to, const void* from) {
+    for (int k = 0; k < 2; ++k) {
+      _mm256_store_si256(static_cast<__m256i*>(to) + k, _mm256_loadu_si256(static_cast<const __m256i*>(from) + k));
+    }
+  }
+  static void stream_line(void* to, const void* from) {
+    for (int k = 0; k < 2; ++k) {
+      _mm256_stream_si256(static_cast<__m256i*>(to) + k, _mm256_loadu_si256(static_cast<const __m256i*>(from) + k));
+    }
+  }
+  static void fence() { _mm_sfence(); }
+
   struct Squares {
     __m256d sum[8] = {};
     void add8(int k, Vec x) {

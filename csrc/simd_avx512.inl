@@ -54,6 +54,12 @@ struct Wide {
     return __builtin_popcount(_mm512_fpclass_ps_mask(x, kQuietNan | kPlusInf | kMinusInf | kSignalingNan));
   }
 
+  static void copy_line(void* to, const void* from) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }
+  static void stream_line(void* to, const void* from) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
+  }
+  static void fence() { _mm_sfence(); }
+
   struct Squares {
     __m512d sum[4] = {};
     void add16(int k, Vec x) {

@@ -52,6 +52,12 @@ struct Narrow {
   static Vec if_at_most(Vec a, Vec b, Vec yes, Vec no) { return a <= b ? yes : no; }
   static int64_t count_nonfinite(Vec x) { return (bits_of(x) & 0x7F800000) == 0x7F800000; }
 
+  // 64 bytes to an address that is a multiple of 64. stream_line passes the caches by where the processor can; fence
+  // must follow before another thread may read.
+  static void copy_line(void* to, const void* from) { memcpy(to, from, 64); }
+  static void stream_line(void* to, const void* from) { copy_line(to, from); }
+  static void fence() {}
+
   // 32 running sums of squares in double, of which number k takes the elements whose index is k modulo 32.
   struct Squares {
     double sum[32] = {};

@@ -228,6 +228,24 @@ def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> 
     return total
 
 
+def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
+    """Copy `source` (float32 or bfloat16) to `out` and return the bits of `sum_squares(source)`, reading it once.
+
+    `out` has the dtype and the number of elements of `source`, and gets its bits, those of a NaN too. Small arrays take
+    a few microseconds and wake no thread. For tensors on another device this waits for that device.
+    """
+    if _core is None or not on_cpu(source):
+        from offload import native_torch
+
+        first = tensor("source", source, FP32_OR_BF16)
+        kind = FP32 if first.element_size() == 4 else BF16
+        return float(native_torch.copy_sum_squares(first, tensor("out", out, kind, first)))
+    address, n, is_bf16 = flat("source", source, FP32_OR_BF16)
+    out_address = flat("out", out, BF16 if is_bf16 else FP32, n)[0]
+    total: float = _core.copy_sum_squares(address, out_address, is_bf16, n, *_execution(threads, isa))
+    return total
+
+
 def sum_squares_segments(
     x: Any,
     offsets: Sequence[int] | Any,

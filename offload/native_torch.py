@@ -145,6 +145,13 @@ def sum_squares(x: Tensor) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def copy_sum_squares(source: Tensor, out: Tensor) -> Tensor:
+    """Copy float32 or bfloat16 [n] to `out` of the same dtype and return its `sum_squares`."""
+    out.copy_(source)
+    return sum_squares(source)
+
+
 def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
     """Return the sums of squares of the slices x[offset : offset + size], float64 [k] on the device of x."""
     if not offsets:

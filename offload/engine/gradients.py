@@ -85,6 +85,7 @@ class GradientFlow:
         self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
         self.squares = [0.0] * len(self._infos)
         self._landed: set[int] = set()
+        self._measured: set[int] = set()  # parameters whose squares are known
         self._pending.clear()
         self._tickets.clear()
         self._open.clear()
@@ -149,6 +150,11 @@ class GradientFlow:
             self._repeats, self.is_wide = False, was_wide
         self.close(regions)
 
+    @property
+    def _sums_up(self) -> bool:
+        """True where a gradient is one of several that are added."""
+        return self.is_wide or self._repeats or self.accumulates
+
     def take(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
         if parameter.grad is None:  # it went into a unit as an argument, and the unit did not use it
@@ -166,9 +172,13 @@ class GradientFlow:
         if flat is None:
             flat = self._open[region.index][0]
         if touched[position]:
+            self._measured.discard(index)
             flat[span].add_(gradient)
-        else:
+        elif self._sums_up or region.index in self._lasting or not flat.is_cpu or flat.dtype != gradient.dtype:
             flat[span].copy_(gradient)
+        else:  # this is all of it: measure what autograd has just written, while it is in the cache
+            self.squares[index] = native.copy_sum_squares(gradient, flat[span])
+            self._measured.add(index)
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
@@ -296,7 +306,10 @@ class GradientFlow:
 
     def _measure(self, region: Region, flat: torch.Tensor) -> None:
         """Take the sum of squares of every touched parameter; from a GPU it follows by the copy's stream."""
-        if flat.device.type == "cpu":
+        touched = self.touched[region.index]
+        if all(index in self._measured for index, has in zip(region.parameters, touched, strict=True) if has):
+            return
+        if flat.is_cpu:
             self._note(region, native.sum_squares_segments(flat, region.offsets, region.sizes))
             return
         parts = [flat[offset : offset + size] for offset, size in zip(region.offsets, region.sizes, strict=True)]

@@ -142,6 +142,7 @@ class ThreadLane:
     ) -> Ticket:
         ticket = self._ticket()
         with self._condition:
+            assert not self._is_closed, f"the lane {self.name} is closed"
             self.position += 1
             ticket.position = self.position
             self._queue.append(Work(work, after, behind, name, num_bytes, ticket, time.perf_counter()))

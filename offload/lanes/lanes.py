@@ -98,7 +98,6 @@ class Lanes:
     def close(self) -> None:
         """Give up what has not begun, and end the threads."""
         for lane in (self.h2d, self.d2h, self.update):
-            lane.cancel()
             lane.close()
 
 

@@ -69,7 +69,7 @@ class Room:
             leaving = (last,)
         size = self.sizes[cargo]
         there = [(offset, offset + self.sizes[c], c) for c, offset in lying.items() if c not in leaving]
-        candidates = {0, *(end for _, end, _ in there), *(begin - size for begin, _, _ in there)}
+        candidates = {0, *(end for _, end, _ in there)}  # a place between two of these harms no less
         if home is not None:
             candidates.add(home)
         best: tuple[tuple[float, bool, int], tuple[int, ...]] | None = None
@@ -103,14 +103,16 @@ def build(
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []
-        ahead: set[int] = set()
+        ahead = {use.cargo}
         for serves in range(now, len(uses)):
             cargo = uses[serves].cargo
+            if not room.sizes[cargo]:
+                continue
             if cargo not in ahead:
                 if len(ahead) > lookahead:
                     break
                 ahead.add(cargo)
-            if cargo in lying or not room.sizes[cargo]:
+            if cargo in lying:
                 continue
             next_use = {other: calendar.next_use(other, now) for other in lying}
             found = room.place(cargo, lying, next_use, serves, homes.get(cargo))

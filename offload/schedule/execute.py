@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Hashable, Sequence
 
 from offload.partition.layout import Region
-from offload.schedule.build import Room, Schedule, Use, build
+from offload.schedule.build import Fetch, Room, Schedule, Use, build
 from offload.tiers.slots import Slots
 
 _MOST_SCHEDULES = 256
@@ -121,13 +121,17 @@ class Executor:
     def _issue(self) -> None:
         assert self._schedule is not None
         if self._next < len(self._schedule.uses):
-            # Between two steps what is updated first comes up first, though it may be needed later: the lane would
-            # only wait. (Updates that follow the backward end with what the forward begins with.)
-            for fetch in sorted(
-                self._schedule.before[self._next], key=lambda fetch: self._slots.updated_at(fetch.cargo)
-            ):
+            for fetch in self._by_update(self._schedule.before[self._next]):
                 self._homes[fetch.cargo] = fetch.offset
                 self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts)
+
+    def _by_update(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
+        """Between two steps what is updated first comes up first, though it may be needed later: the lane would only
+        wait. (Updates that follow the backward end with what the forward begins with.)
+        """
+        if any(fetch.cargo in other.evicts for fetch in fetches for other in fetches):
+            return fetches
+        return sorted(fetches, key=lambda fetch: self._slots.updated_at(fetch.cargo))
 
     def _depart(self) -> None:
         self.num_departures += 1

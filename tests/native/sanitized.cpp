@@ -1,5 +1,6 @@
 // Runs every kernel on arrays of exact size, for the sanitizers (`make sanitize`), and compares instruction sets.
 // Reads or writes outside an array, undefined behaviour and races end the program; differing bits do as well.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -46,6 +47,19 @@ struct Outcome {
     return same_floats && hi == other.hi && lo == other.lo && sums == other.sums;
   }
 };
+
+// Copies to an array that begins `shift` elements into its memory and ends with it, and compares with sum_squares.
+template <class T>
+void check_copy(int64_t n, int64_t shift, Execution how) {
+  const auto x = values<T>(n, 6);
+  std::vector<T> out(static_cast<size_t>(n + shift));
+  const int64_t offset = 0;
+  double expected = 0;
+  sum_squares(x.data(), &offset, &n, &expected, 1, how);
+  require(copy_sum_squares(x.data(), out.data() + shift, n, how) == expected, "copy_sum_squares", n, how.isa);
+  require(std::equal(x.begin(), x.end(), out.begin() + shift), "the copy", n, how.isa);
+  for (int64_t i = 0; i < shift; ++i) require(out[i] == T{}, "what lies before the copy", n, how.isa);
+}
 
 Outcome all_kernels(int64_t n, Execution how) {
   auto p = values<float>(n, 1), m = values<float>(n, 2), v = values<float>(n, 3), g = values<float>(n, 4);
@@ -101,6 +115,19 @@ int main() {
       const Isa isa = static_cast<Isa>(i);
       if (!isa_supported(isa)) continue;
       for (const int threads : {1, 3}) require(all_kernels(n, {threads, isa}) == expected, "result", n, isa);
+    }
+  }
+  // The last is long enough for stores that pass the caches by.
+  for (const int64_t n : {0, 1, 31, 32, 33, 63, 95, 96, 100, (1 << 14) + 1, (1 << 17) + 77, (1 << 19) + 45}) {
+    for (int i = 0; i < kNumIsas; ++i) {
+      const Isa isa = static_cast<Isa>(i);
+      if (!isa_supported(isa)) continue;
+      for (const int64_t shift : {0, 1, 15, 16, 29}) {
+        for (const int threads : {1, 3}) {
+          check_copy<float>(n, shift, {threads, isa});
+          check_copy<uint16_t>(n, shift, {threads, isa});
+        }
+      }
     }
   }
   // Several callers at once: one gets the pool, the others compute alone.

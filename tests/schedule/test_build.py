@@ -72,7 +72,7 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
     window = [use.cargo for use in uses[now : fetch.serves]]
     assert all(cargo in lying or not room.sizes[cargo] for cargo in window), "what is needed earlier comes earlier"
     assert fetch.cargo not in window
-    assert len({*window, fetch.cargo} - {uses[now].cargo}) <= asked.lookahead
+    assert len({*window, fetch.cargo} - {uses[now].cargo, 0}) <= asked.lookahead
     begin, end = fetch.offset, fetch.offset + room.sizes[fetch.cargo]
     assert 0 <= begin < end <= room.capacity
     overwritten = {
