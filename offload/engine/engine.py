@@ -314,12 +314,14 @@ class Engine:
                 return -1  # the step begins with it
             return min(first.get(parts.slots.cargo_of(unit.regions), math.inf) for unit in parts.users[region.index])
 
-        applied = self._updates.apply(rank)
-        parts.stream.end_step()
-        parts.executor.end()
-        if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
-            parts.leftover.end_step()
-        parts.executor.expect(kind)
+        def go_on() -> None:
+            parts.stream.end_step()
+            parts.executor.end()
+            if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
+                parts.leftover.end_step()
+            parts.executor.expect(kind)
+
+        applied = self._updates.apply(rank, go_on)
         self._kind = kind
         loss = loss.cpu()
         seconds, lanes, self.spans = parts.lanes.end_step()

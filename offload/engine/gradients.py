@@ -201,14 +201,17 @@ class GradientFlow:
         self._lasting.clear()
         self._open.clear()
 
-    def finish(self) -> None:
-        """Land what waited on the device, sum and round what was accumulated: afterwards `squares` and the planes
-        are final. The one wait of the host in a step.
-        """
+    def land_rest(self) -> None:
+        """The backward is over: land what waited on the device."""
         for index, flat in self._lasting.items():
             region = self._store.states[index].region
             if any(self.touched[index]):
                 self._land(region, flat, Fence("lasting gradients"))
+
+    def finish(self) -> None:
+        """Wait until everything has landed, sum and round what was accumulated: afterwards `squares` and the planes are
+        final. The one wait of the host in a step.
+        """
         self._lanes.wait(self._tickets)
         if self.accumulates:
             for state in self._store.states:

@@ -93,8 +93,23 @@ class Updates:
         self._updated = []
         self._flow.landed = None if waits or self.waits else self._update_at_once
 
-    def apply(self, rank: Callable[[Region], float]) -> Applied:
-        """Finish the gradients, clip, submit what is left to update in the order of `rank`."""
+    def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
+        """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as all
+        updates of the step are submitted, and weights may come up for the next.
+        """
+        self._flow.land_rest()
+        is_done = self._flow.landed is not None and not self._is_speculative
+        if is_done:
+            self._slots.refresh()
+            go_on()
+        applied = self._clip(rank)
+        if not is_done:
+            self._slots.refresh()
+            go_on()
+        self.is_updating = False
+        return applied
+
+    def _clip(self, rank: Callable[[Region], float]) -> Applied:
         self._flow.finish()
         norm = total_norm(self._flow.squares)
         if not math.isfinite(norm):
@@ -102,18 +117,14 @@ class Updates:
                 return Applied(norm, skipped=True)
             self._refuse_gradients()
         scale = clip_coefficient(norm, self._max_norm)
-        if self._flow.landed is None:
-            waiting = [state for state in self._store.states if state.gradients is not None]
-            for state in sorted(waiting, key=lambda state: rank(state.region)):
-                assert state.gradients is not None
-                landed = Landed(state.region, state.gradients, state.fences["gradients"], scale)
-                self._submit(landed, self._flow.touched[state.region.index])
-            applied = Applied(norm)
-        else:
-            applied = self._correct(norm, scale, rank)
-        self._slots.refresh()
-        self.is_updating = False
-        return applied
+        if self._flow.landed is not None:
+            return self._correct(norm, scale, rank)
+        waiting = [state for state in self._store.states if state.gradients is not None]
+        for state in sorted(waiting, key=lambda state: rank(state.region)):
+            assert state.gradients is not None
+            landed = Landed(state.region, state.gradients, state.fences["gradients"], scale)
+            self._submit(landed, self._flow.touched[state.region.index])
+        return Applied(norm)
 
     def give_up(self) -> str | None:
         """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any

@@ -78,7 +78,7 @@ def ends_soon() -> Iterator[None]:
 def assert_no_threads(engine: Engine, before: int) -> None:
     with ends_soon():
         engine.close()
-    assert num_threads() == before
+    assert num_threads() <= before
 
 
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
@@ -187,4 +187,4 @@ def test_an_engine_that_is_dropped_ends_its_threads() -> None:
     while num_threads() > before and time.monotonic() < deadline:
         gc.collect()  # what is still on its way keeps it alive
         time.sleep(0.01)
-    assert num_threads() == before
+    assert num_threads() <= before, "other tests' engines may have gone as well"
