@@ -22,6 +22,7 @@ from offload.benches.report import Result
 
 SIZES = {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}
 LEARNING_RATE = 1e-3
+_WARM_ROUNDS = 4  # an engine gives away the device memory that is left after the third step
 Step = Callable[[Any], object]
 
 
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
-    parser.add_argument("--steps", type=int, default=15, help="rounds, after two to warm up (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=15, help="rounds, after four to warm up (default %(default)s)")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
     overlap.add_arguments(parser)
 
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 def _contenders(arguments: argparse.Namespace, precision: str, recompute: str) -> Iterator[list[Contender]]:
     plain = plain_pytorch(arguments, precision, checkpointing=recompute == "always")
     contenders = [plain, engine(arguments, precision, recompute, plain.name)]
+    contenders.append(engine(arguments, precision, recompute, plain.name, device_memory="1TiB"))
     if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
         contenders.append(deepspeed_zero3(arguments, precision, plain.name))
     yield contenders
@@ -86,7 +88,7 @@ def _measure(contenders: list[Contender], arguments: argparse.Namespace) -> None
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.batch, arguments.sequence)
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
-    for round_number in range(-2, arguments.steps):
+    for round_number in range(-_WARM_ROUNDS, arguments.steps):
         for contender in contenders:
             start = time.perf_counter()
             contender.step(batches[round_number % 4])
@@ -174,14 +176,18 @@ def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: 
     return Contender("plain PyTorch" + (" with checkpointing" if checkpointing else ""), step)
 
 
-def engine(arguments: argparse.Namespace, precision: str, recompute: str, reference: str) -> Contender:
-    """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot."""
+def engine(
+    arguments: argparse.Namespace, precision: str, recompute: str, reference: str, device_memory: str | None = None
+) -> Contender:
+    """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, or staying in
+    the device memory that is left.
+    """
     from offload import AdamW, Engine, Placement
 
     made = Engine(
         _model(arguments),
         optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),
-        placement=Placement(parameters="cpu", optimizer="cpu"),
+        placement=Placement(parameters="cpu", optimizer="cpu", device_memory=device_memory),
         precision=precision,
         recompute=recompute,
         head_chunk_bytes=None,
@@ -196,7 +202,8 @@ def engine(arguments: argparse.Namespace, precision: str, recompute: str, refere
             "d2h_bytes": counters.d2h_bytes,
         }
 
-    return Contender("engine", lambda ids: made.step({"input_ids": ids, "labels": ids}), reference, details)
+    name = "engine" if device_memory is None else "engine, all units stay"
+    return Contender(name, lambda ids: made.step({"input_ids": ids, "labels": ids}), reference, details)
 
 
 def deepspeed_zero3(arguments: argparse.Namespace, precision: str, reference: str) -> Contender:

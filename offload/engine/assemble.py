@@ -102,6 +102,7 @@ class Assembly:
             staging=torch.empty(0, dtype=torch.uint8) if keeps_gradients else self._stage(),
             debug=debug,
         )
+        self.executor.lands_late = self.gradients.lasts
         self.updates = Updates(
             self.store,
             infos,

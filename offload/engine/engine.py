@@ -302,7 +302,7 @@ class Engine:
         self.counters.begin_step()
         self._parts.stream.begin_step()
         self._updates.begin_step(self.lr, waits or self._flow.accumulates)
-        self._parts.executor.begin(kind)
+        self._parts.executor.begin(kind, wraps=self._updates.is_immediate)
 
     def _end_step(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start on the next step's weights."""

@@ -97,6 +97,10 @@ class GradientFlow:
         """From now on sum over several backward passes, in the fp32 planes that the store holds."""
         self.accumulates, self._staging = True, Ring(staging, "gradient staging")
 
+    def lasts(self, region: Region) -> bool:
+        """True where a region's gradients land only once the backward is over."""
+        return region.index in self._lasting
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the device's buffer through which gradients pass."""

@@ -86,6 +86,11 @@ class Updates:
         """True where updates come after the norm."""
         return self._skips or (self._max_norm is not None and not self._is_speculative)
 
+    @property
+    def is_immediate(self) -> bool:
+        """True where, in this step, what has landed is updated once and for all."""
+        return self._flow.landed is not None and not self._is_speculative
+
     def begin_step(self, lr: float, waits: bool) -> None:
         """Start a step; `waits`: its updates come after the norm in any case."""
         self._lr, self._since = lr, self._lane.position
@@ -98,12 +103,11 @@ class Updates:
         updates of the step are submitted, and weights may come up for the next.
         """
         self._flow.land_rest()
-        is_done = self._flow.landed is not None and not self._is_speculative
-        if is_done:
+        if self.is_immediate:
             self._slots.refresh()
             go_on()
         applied = self._clip(rank)
-        if not is_done:
+        if not self.is_immediate:
             self._slots.refresh()
             go_on()
         self.is_updating = False

@@ -59,7 +59,8 @@ class CudaLane(ThreadLane):
     def __init__(self, name: str, lanes: CudaLanes, throttle: Throttle | None) -> None:
         self._lanes = lanes
         self._stream = torch.cuda.Stream(lanes.device)
-        super().__init__(name, lanes.condition, lanes.timeline, throttle, lanes.delays(name))
+        delays = lanes.delays(name)
+        super().__init__(name, lanes.condition, lanes.timeline, throttle, delays, overtakes=name == "h2d")
 
     def _ticket(self) -> Ticket:
         return self._lanes.place(self.name)

@@ -1,6 +1,7 @@
 """A lane: an ordered queue of work with a thread of its own, or none, where work is done as it is given.
 
-Work of one lane is done in the order in which it was submitted, each piece after the tickets it names. All lanes of an
+Work of one lane is done in the order in which it was submitted, each piece after the tickets it names; a lane that
+overtakes keeps to the tickets alone. All lanes of an
 engine share one condition: whoever waits, waits for it, and can be woken by a ticket, by a cancellation or by the end.
 """
 
@@ -110,6 +111,9 @@ class ThreadLane:
     """A queue and a thread. `throttle` makes it as slow as the link that it plays; `delays` adds random waits, by which
     a missing wait elsewhere is found out.
 
+    With `overtakes` work that may begin does not stay behind work that may not yet: the lane has no order then but that
+    of the tickets.
+
     The time of throttled work is counted from the moment at which it could have begun, so that a thread that wakes up
     late does not make the link slower than it is.
     """
@@ -121,8 +125,9 @@ class ThreadLane:
         timeline: Timeline,
         throttle: Throttle | None = None,
         delays: random.Random | None = None,
+        overtakes: bool = False,
     ) -> None:
-        self.name, self.position = name, 0
+        self.name, self.position, self._overtakes = name, 0, overtakes
         self._condition, self._timeline, self._throttle, self._delays = condition, timeline, throttle, delays
         self._queue: deque[Work] = deque()
         self._is_closed = False
@@ -151,8 +156,7 @@ class ThreadLane:
 
     def cancel(self, since: int = 0) -> None:
         with self._condition:
-            first = max(0, since - (self.position - len(self._queue)))
-            given_up = list(self._queue)[first:]
+            given_up = [work for work in self._queue if work.ticket.position > since]
             for work in given_up:
                 work.is_cancelled = True
             self._condition.notify_all()
@@ -184,7 +188,7 @@ class ThreadLane:
         while (work := self._take()) is not None:
             error = self._do(work)
             with self._condition:
-                self._queue.popleft()
+                self._queue.remove(work)
                 work.ticket.error = error
                 work.ticket.is_done = True
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
@@ -193,16 +197,22 @@ class ThreadLane:
             del work, error  # what the work refers to must not live until the next piece comes
 
     def _take(self) -> Work | None:
-        """Wait for the next piece of work, and for all that it comes after; None at the end."""
+        """Wait for a piece of work, and for all that it comes after; None at the end."""
         with self._condition:
-            self._condition.wait_for(lambda: self._queue or self._is_closed)
-            if not self._queue:
-                return None
-            work = self._queue[0]
-            before = (*work.after, *work.behind)
-            self._condition.wait_for(lambda: work.is_cancelled or all(ticket.is_done for ticket in before))
-            work.has_begun = not work.is_cancelled
+            self._condition.wait_for(lambda: self._next() is not None or (self._is_closed and not self._queue))
+            work = self._next()
+            if work is not None:
+                work.has_begun = not work.is_cancelled
             return work
+
+    def _next(self) -> Work | None:
+        """Return the first piece in the queue, or with `overtakes` in any place of it, that may begin."""
+        for work in self._queue:
+            if work.is_cancelled or all(ticket.is_done for ticket in (*work.after, *work.behind)):
+                return work
+            if not self._overtakes:
+                break
+        return None
 
     def _do(self, work: Work) -> BaseException | None:
         if not work.has_begun:

@@ -35,7 +35,8 @@ class Lanes:
     def _open(self, name: str) -> Lane:
         if not self.overlap:
             return InlineLane(name, self.timeline)
-        return ThreadLane(name, self.condition, self.timeline, self._throttle.get(name), self.delays(name))
+        throttle, delays = self._throttle.get(name), self.delays(name)
+        return ThreadLane(name, self.condition, self.timeline, throttle, delays, overtakes=name == "h2d")
 
     def delays(self, name: str) -> random.Random | None:
         return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")

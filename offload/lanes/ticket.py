@@ -44,12 +44,12 @@ class Fence:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._filled: Ticket | None = None
+        self._filled: Sequence[Ticket] = ()
         self._readers: list[Ticket] = []
 
     def before_read(self) -> Sequence[Ticket]:
         """Return what a reader has to wait for."""
-        return () if self._filled is None else (self._filled,)
+        return self._filled
 
     def before_fill(self) -> Sequence[Ticket]:
         """Return what the next writer has to wait for."""
@@ -61,7 +61,7 @@ class Fence:
             self._readers = [reader for reader in self._readers if not reader.is_over]
         self._readers.append(ticket)
 
-    def fill(self, ticket: Ticket) -> None:
-        """Note a writer, which waited for everyone before."""
-        self._filled = ticket
+    def fill(self, *tickets: Ticket) -> None:
+        """Note who fills it, together, after everyone before."""
+        self._filled = tickets
         self._readers.clear()

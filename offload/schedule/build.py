@@ -9,7 +9,7 @@ soon as there is room, in the place of what is needed last (Belady), and never o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -53,6 +53,11 @@ class Room:
     capacity: int
     most: int | None
 
+    def holds(self, cargoes: Collection[int]) -> bool:
+        """True where all of these could lie there at once."""
+        fits = sum(self.sizes[cargo] for cargo in cargoes) <= self.capacity
+        return fits and (self.most is None or len(cargoes) <= self.most)
+
     def place(
         self, cargo: int, lying: Mapping[int, int], next_use: Mapping[int, float], serves: float, home: int | None
     ) -> tuple[int, tuple[int, ...]] | None:
@@ -91,21 +96,25 @@ def build(
     held: Mapping[int, int],
     homes: Mapping[int, int],
     trained: Iterable[int],
+    wraps: bool = False,
+    late: Iterable[int] = (),
 ) -> Schedule:
     """Schedule one pass over `uses`, taking the next to be the same.
 
     lookahead: how many cargoes beyond the next one may be fetched early. held: where cargoes lie already. homes: where
     they lay the last time (a unit's parameters are made once a place, so the same place is preferred). trained: what a
-    backward makes stale, since its update follows.
+    backward makes stale, since its update follows. wraps: the update follows at once, so that what was updated may come
+    up for the next pass while this one goes on; late: but for these cargoes.
     """
     calendar = _Calendar(uses, set(trained))
-    lying, homes = dict(held), dict(homes)
+    lying, homes, not_yet = dict(held), dict(homes), set(late)
+    end = 2 * len(uses) if wraps else len(uses)
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []
         ahead = {use.cargo}
-        for serves in range(now, len(uses)):
-            cargo = uses[serves].cargo
+        for serves in range(now, end):
+            cargo = uses[serves % len(uses)].cargo
             if not room.sizes[cargo]:
                 continue
             if cargo not in ahead:
@@ -114,6 +123,11 @@ def build(
                 ahead.add(cargo)
             if cargo in lying:
                 continue
+            if serves >= len(uses):
+                if cargo in not_yet or calendar.is_used(cargo, now):
+                    continue  # its update is still to come
+                if not room.holds(ahead):
+                    break  # it would have to go again for what is needed before it
             next_use = {other: calendar.next_use(other, now) for other in lying}
             found = room.place(cargo, lying, next_use, serves, homes.get(cargo))
             if found is None:
@@ -122,6 +136,8 @@ def build(
             for other in evicted:
                 del lying[other]
             lying[cargo] = homes[cargo] = offset
+            if serves >= len(uses):
+                calendar.renew(cargo)
             fetches.append(Fetch(cargo, offset, evicted, serves))
         before.append(tuple(fetches))
         if calendar.next_use(use.cargo, now + 1) == math.inf:
@@ -138,6 +154,14 @@ class _Calendar:
         self._dying = {use.cargo for use in uses if use.backward and use.cargo in trained}
         for time, use in enumerate(uses):
             self._times.setdefault(use.cargo, []).append(time)
+
+    def is_used(self, cargo: int, now: int) -> bool:
+        """True where a cargo is used at `now` or later in this pass."""
+        return self._times[cargo][-1] >= now
+
+    def renew(self, cargo: int) -> None:
+        """A cargo was fetched after its update: it is good for the next pass."""
+        self._dying.discard(cargo)
 
     def next_use(self, cargo: int, now: int) -> float:
         """Return the first use at `now` or later, in the next pass where there is none in this and what lies there

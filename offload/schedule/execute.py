@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from offload.partition.layout import Region
-from offload.schedule.build import Fetch, Room, Schedule, Use, build
+from offload.schedule.build import Room, Schedule, Use, build
 from offload.tiers.slots import Slots
 
 _MOST_SCHEDULES = 256
@@ -24,7 +24,8 @@ class Executor:
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
         self._kind: Hashable = None
-        self._is_open = False
+        self._is_open = self._wraps = False
+        self.lands_late: Callable[[Region], bool] = lambda _region: False
         self._schedule: Schedule | None = None
         self._next = 0
         self._taken: list[Use] = []
@@ -32,8 +33,11 @@ class Executor:
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, kind: Hashable) -> None:
-        """Start a pass; None for one that has no order."""
+    def begin(self, kind: Hashable, wraps: bool = False) -> None:
+        """Start a pass. With `wraps` each unit is updated right after its backward, so that the next pass's weights may
+        come up while this one goes on.
+        """
+        self._wraps = wraps
         if self._schedule is None or self._next or kind != self._kind:
             self._plan(kind)
         self._kind, self._is_open = kind, True
@@ -69,9 +73,7 @@ class Executor:
 
     def expect(self, kind: Hashable) -> None:
         """The next pass will be of this kind: what it needs first comes up now, once it is updated."""
-        self._slots.ahead = True
         self._plan(kind)
-        self._slots.ahead = False
 
     def forget(self) -> None:
         """Nothing is on the device, and no pass is open."""
@@ -105,7 +107,7 @@ class Executor:
         if order is None:
             return
         held = self._slots.held()
-        key = (kind, tuple(sorted(held.items())), tuple(sorted(self._homes.items())))
+        key = (kind, self._wraps, tuple(sorted(held.items())), tuple(sorted(self._homes.items())))
         if key not in self._schedules:
             self._schedules[key] = build(
                 order,
@@ -114,6 +116,8 @@ class Executor:
                 held=held,
                 homes=self._homes,
                 trained=self._trained(),
+                wraps=self._wraps,
+                late=self._late(),
             )
         self._schedule = self._schedules[key]
         self._issue()
@@ -121,17 +125,10 @@ class Executor:
     def _issue(self) -> None:
         assert self._schedule is not None
         if self._next < len(self._schedule.uses):
-            for fetch in self._by_update(self._schedule.before[self._next]):
+            for fetch in self._schedule.before[self._next]:
                 self._homes[fetch.cargo] = fetch.offset
-                self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts)
-
-    def _by_update(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
-        """Between two steps what is updated first comes up first, though it may be needed later: the lane would only
-        wait. (Updates that follow the backward end with what the forward begins with.)
-        """
-        if any(fetch.cargo in other.evicts for fetch in fetches for other in fetches):
-            return fetches
-        return sorted(fetches, key=lambda fetch: self._slots.updated_at(fetch.cargo))
+                is_ahead = not self._is_open or fetch.serves >= len(self._schedule.uses)
+                self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts, is_ahead)
 
     def _depart(self) -> None:
         self.num_departures += 1
@@ -145,11 +142,19 @@ class Executor:
         found = self._room().place(cargo, lying, next_use, -math.inf, self._homes.get(cargo))
         assert found is not None, "there is room for the largest unit"
         self._homes[cargo] = found[0]
-        self._slots.fetch(cargo, *found)
+        self._slots.fetch(cargo, *found, is_ahead=False)
 
     def _room(self) -> Room:
         sizes = tuple(self._slots.cargo_bytes(cargo) for cargo in range(len(self._slots.cargoes)))
         return Room(sizes, self._slots.capacity_bytes, self._most)
+
+    def _late(self) -> Collection[int]:
+        """Return the cargoes whose update comes after the backward, not in it."""
+        return {
+            number
+            for number, regions in enumerate(self._slots.cargoes)
+            if any(self.lands_late(region) for region in regions)
+        }
 
     def _trained(self) -> Collection[int]:
         return {

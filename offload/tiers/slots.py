@@ -61,7 +61,6 @@ class Slots:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
         self._slots: list[Slot] = []
-        self.ahead = False  # what is fetched now is for the next step
 
     # -- cargoes ---------------------------------------------------------------------------------------------
 
@@ -93,15 +92,10 @@ class Slots:
         slot = self._find(cargo)
         return -1 if slot is None else slot.begin
 
-    def updated_at(self, cargo: int) -> int:
-        """Return where in the update lane's queue the last update of a cargo is that has not been done; 0 for none."""
-        tickets = [t for region in self.cargoes[cargo] for t in self._store[region].fences["weights"].before_read()]
-        return max((ticket.position for ticket in tickets if not ticket.is_done), default=0)
-
     # -- a use -----------------------------------------------------------------------------------------------
 
-    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = ()) -> None:
-        """Bring a cargo up, once everything that it overwrites has had its last reader."""
+    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
+        """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
         end = offset + self.cargo_bytes(cargo)
         gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
         slot = Slot(cargo, offset, end)
@@ -113,15 +107,19 @@ class Slots:
         ]
         self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
         behind = [ticket for other in gone for ticket in other.fence.before_fill()]
+        tickets = []
         for region in self.cargoes[cargo]:
             state = self._store[region]
             flat = self._memory[offset : offset + region.weight_bytes].view(state.weights.dtype)
             offset += region.weight_bytes
             poisoned = [self._memory[other.begin : other.end] for other in gone] if self._debug else []
-            ticket = self._bring_up(region, flat, behind, poisoned)
-            slot.fence.fill(ticket)  # of several regions the last: a lane keeps its order
-            gone = []
-        self._count(sum(region.weight_bytes for region in self.cargoes[cargo]))
+            tickets.append(self._bring_up(region, flat, behind, poisoned))
+            gone, behind = ([], [*behind, tickets[0]]) if poisoned else (gone, behind)
+        slot.fence.fill(*tickets)
+        if is_ahead:
+            self._counters.next_h2d_bytes += self.cargo_bytes(cargo)
+        else:
+            self._counters.h2d_bytes += self.cargo_bytes(cargo)
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
         """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
@@ -296,9 +294,3 @@ class Slots:
                 lambda: stretch.data.view(torch.int32).fill_(_POISON), behind=slot.fence.before_fill(), name="poison"
             )
         )
-
-    def _count(self, num_bytes: int) -> None:
-        if self.ahead:
-            self._counters.next_h2d_bytes += num_bytes
-        else:
-            self._counters.h2d_bytes += num_bytes

@@ -240,17 +240,30 @@ def test_an_interruption_in_work_is_its_tickets_error_and_not_its_threads_end(op
 def test_what_has_not_begun_when_it_is_given_up_never_runs(open_threads):
     lanes, gate, ran = open_threads(), Gate(), []
     never = Ticket("nobody's")
-    held = lanes.h2d.submit(lambda: ran.append("held"), after=[never])
-    queued = lanes.h2d.submit(lambda: ran.append("queued"))
-    lanes.d2h.submit(gate)
-    within(lanes.h2d.cancel)
+    held = lanes.d2h.submit(lambda: ran.append("held"), after=[never])
+    queued = lanes.d2h.submit(lambda: ran.append("queued"))
+    lanes.h2d.submit(gate)
+    within(lanes.d2h.cancel)
     for ticket in (held, queued):
         with pytest.raises(CancelledError, match="given up"):
             within(lambda ticket=ticket: lanes.wait([ticket]))
-    within(lambda: lanes.wait([lanes.h2d.submit(lambda: ran.append("later"))]))
+    within(lambda: lanes.wait([lanes.d2h.submit(lambda: ran.append("later"))]))
     assert ran == ["later"]
-    assert lanes.h2d.error is None
+    assert lanes.d2h.error is None
     gate.open()
+
+
+def test_fetches_overtake_one_that_waits_for_its_update_and_nothing_else_overtakes(open_threads):
+    lanes, ran = open_threads(), []
+    never = Ticket("nobody's")
+    for lane in (lanes.h2d, lanes.d2h, lanes.update):
+        lane.submit(nothing, after=[never])
+        for number in range(3):
+            lane.submit(lambda name=lane.name, number=number: ran.append((name, number)))
+    time.sleep(MOMENT_S)
+    assert ran == [("h2d", 0), ("h2d", 1), ("h2d", 2)], "in their order, past the one that may not begin"
+    for lane in (lanes.h2d, lanes.d2h, lanes.update):
+        lane.cancel()
 
 
 def test_giving_up_waits_for_what_has_begun(open_threads):
