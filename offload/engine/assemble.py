@@ -20,7 +20,7 @@ from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
 from offload.engine.updates import Updates
 from offload.errors import format_bytes
-from offload.lanes.lanes import open_lanes
+from offload.lanes.lanes import open_lanes, overlaps
 from offload.lanes.throttle import Throttle
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.planning.memory import (
@@ -63,8 +63,8 @@ class Assembly:
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
+        self.device = open_device(device_ledger, copies_aside=overlaps(settings.throttle, settings.delay_seed))
         self.lanes = open_lanes(settings.throttle, settings.delay_seed)
-        self.device = open_device(device_ledger, copies_aside=self.lanes.overlap)
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
         self._configs = _freeze_cache(model)

@@ -133,7 +133,7 @@ class Engine:
         self._head: ChunkedHead | None = None
         self._losses: list[torch.Tensor] = []
         self._is_open = False  # a step of an own loop has begun
-        self._kind: Hashable = None
+        self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
         self.spans: list[Span] = []
         self._torn: str | None = None
         self._is_ours = False
@@ -164,7 +164,9 @@ class Engine:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
-        self.resolve_clip(max(value.numel() for value in batch.values()))
+        num_elements = max(value.numel() for value in batch.values())
+        self.resolve_clip(num_elements)
+        self._parts.leftover.begin_step(num_elements)
         kind = ("step", self._shape(batch), loss_fn is None)
         with self._ending():
             self._begin_step(kind)
@@ -184,8 +186,8 @@ class Engine:
         return self._twice(lambda whole: self._evaluate_on(batch, loss_fn, whole))
 
     def _evaluate_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
-        rule = self._rehearsed(batch, loss_fn, whole)
         counted = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
+        rule = self._rehearsed(batch, loss_fn, whole)
         random = self._parts.device.random_state()
         executor = self._parts.executor
         try:
@@ -197,7 +199,7 @@ class Engine:
                     total += part_loss.to(torch.float32)
                 executor.end()
                 self._parts.lanes.timeline.discount("h2d")
-                executor.expect(self._kind)
+                executor.expect(*self._expected)
                 return total.cpu()
         finally:
             for name, value in counted.items():
@@ -220,6 +222,7 @@ class Engine:
                 "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
             )
         loss = torch.stack([value.to(torch.float32) for value in self._losses]).mean()
+        self._updates.lr = self.lr
         with self._ending():
             result = self._end_step(loss, None, "own loop")
         self._losses.clear()
@@ -276,6 +279,8 @@ class Engine:
         """
         if self._parts.closed:
             return
+        if restore and not self._torn:
+            self._settle()
         self._hook.remove()
         self._parts.close(restore)
 
@@ -319,21 +324,21 @@ class Engine:
             parts.executor.end()
             if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
                 parts.leftover.end_step()
-            parts.executor.expect(kind)
+            parts.executor.expect(*self._expected)
 
+        self._expected = kind, self._updates.is_immediate
         applied = self._updates.apply(rank, go_on)
-        self._kind = kind
         loss = loss.cpu()
         seconds, lanes, self.spans = parts.lanes.end_step()
         return StepResult(
             loss,
             applied.norm,
             tokens,
-            applied.skipped,
-            applied.num_corrected,
-            applied.is_coarse,
-            seconds,
-            lanes,
+            skipped=applied.skipped,
+            corrected=applied.num_corrected,
+            coarse=applied.is_coarse,
+            seconds=seconds,
+            lanes=lanes,
         )
 
     @staticmethod
@@ -436,6 +441,7 @@ class Engine:
     def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._ending():
+            self._parts.slots.settle()
             rule, self._head = self._rehearsal.on_batch(batch, loss_fn, whole)
         if self._micro_batch_size is not None and not self._splits:
             self._parts.accumulate()
@@ -447,6 +453,8 @@ class Engine:
         Likewise where units that had found room on the device were in the way.
         """
         random, whole = self._parts.device.random_state(), False
+        moving = {id(b): b for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
+        before = [(buffer, buffer.clone()) for buffer in moving.values()]
         while True:
             try:
                 return run(whole)
@@ -461,6 +469,9 @@ class Engine:
                 if self._torn or not self._parts.leftover.give_back():
                     raise
             self._parts.device.set_random_state(random)
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of

@@ -229,9 +229,10 @@ class GradientFlow:
 
     def measured(self, region: Region) -> float:
         """Return the sum of squares of a region's gradients, which have landed."""
-        squares = self._pending.pop(region.index, None)
-        if squares is not None:
+        squares = self._pending.get(region.index)
+        if squares is not None:  # on the update lane and here at once, if need be: both note the same
             self._note(region, squares.tolist())
+            self._pending.pop(region.index, None)
         return sum(self.squares[index] for index in region.parameters)
 
     def _land(self, region: Region, flat: torch.Tensor, source: Fence) -> None:

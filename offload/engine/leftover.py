@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from offload.engine.gradients import GradientFlow
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
@@ -35,6 +37,15 @@ class Leftover:
         self._device, self._slots, self._gradients = device, slots, gradients
         self._slots_bytes, self._buffer_bytes, self._moved = slots_bytes, buffer_bytes, moved
         self._others = -1
+        self._most_elements = 0
+
+    def begin_step(self, num_elements: int) -> None:
+        """A step on a batch of so many elements begins: one larger than all before may need the room. (Once units are
+        updated within it, it could not run again.)
+        """
+        if num_elements > self._most_elements:
+            self._most_elements = num_elements
+            self.give_back()
 
     def end_step(self) -> None:
         """A step is over, and nothing waits for a backward."""
@@ -57,10 +68,15 @@ class Leftover:
             return False
         self._take(self._slots_bytes[0], self._buffer_bytes[0])
         self._others = -1
+        self._device.take_recent_peak()  # what was given back is no need of others
         return True
 
     def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
         self._moved()
         self._slots.resize(0)  # both go before either comes: the budget holds at every moment
-        self._gradients.resize(buffer_bytes)
-        self._slots.resize(slots_bytes)
+        try:
+            self._gradients.resize(buffer_bytes)
+            self._slots.resize(slots_bytes)
+        except torch.OutOfMemoryError:  # the allocator's fragments were larger than thought
+            self._gradients.resize(self._buffer_bytes[0])
+            self._slots.resize(self._slots_bytes[0])

@@ -109,9 +109,14 @@ class Stream:
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
                 self.gradients.make_lasting(region)
-        self._executor.enter(unit.regions, backward)
-        if backward:
-            self.gradients.open(unit.regions)
+        try:
+            self._executor.enter(unit.regions, backward)
+            if backward:
+                self.gradients.open(unit.regions)
+        except BaseException:  # in an own loop nobody else would clean up
+            self._inside = None
+            self._executor.forget()
+            raise
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
     def leave(self) -> None:

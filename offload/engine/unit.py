@@ -1,8 +1,8 @@
 """A unit: one module whose parameters travel together. The one place that reroutes a module's forward.
 
-Its code is untouched. Forward fetches the weights into a device slot, runs the original forward without a graph, and
-gives the slot back; backward fetches again, recomputes under the saved generator state with a graph, and hands the
-gradients on.
+Its code is untouched. Forward waits for the weights in a slot, runs the original forward without a graph, and lets
+others have the slot; backward waits for them again, recomputes under the saved generator state with a graph, and hands
+the gradients on.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class Updates:
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
         self._lane: Lane = lanes.update if store.tier == "cpu" else lanes.here
-        self.clip = clip
+        self.clip = "deferred" if self._lane is lanes.here else clip  # on the device nothing hides behind anything
         self._updated: list[Landed] = []
-        self._lr, self._since = rule.lr, 0
+        self.lr, self._since = rule.lr, 0
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
 
@@ -93,7 +93,7 @@ class Updates:
 
     def begin_step(self, lr: float, waits: bool) -> None:
         """Start a step; `waits`: its updates come after the norm in any case."""
-        self._lr, self._since = lr, self._lane.position
+        self.lr, self._since = lr, self._lane.position
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
         self._flow.landed = None if waits or self.waits else self._update_at_once
@@ -111,6 +111,7 @@ class Updates:
             self._slots.refresh()
             go_on()
         self.is_updating = False
+        self._since = self._lane.position  # what is on its way belongs to a step that is over
         return applied
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
@@ -135,13 +136,12 @@ class Updates:
         more, where they do not.
         """
         self._lanes.give_up(self._since)
-        torn, self.is_updating = self.is_updating, False
-        if torn:
-            return "a step failed after some units were updated and before the others were"
         return self.failure()
 
     def failure(self) -> str | None:
-        """Return what failed on the update lane, if anything did."""
+        """Between steps: return why the states belong to no step, if they do not."""
+        if self.is_updating:
+            return "a step failed after some units were updated and before the others were"
         error = self._lanes.update.error
         return None if error is None else f"an update failed ({type(error).__name__}: {error})"
 
@@ -155,6 +155,8 @@ class Updates:
             self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> bool:
+            if self._max_norm is None and self._lane is self._lanes.here:
+                return True  # compute does not wait for the norm, which `apply` judges
             self._flow.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
             landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
@@ -182,7 +184,7 @@ class Updates:
     def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], bool] = lambda: True) -> None:
         if not any(touched):
             return
-        region, lr = landed.region, self._lr
+        region, lr = landed.region, self.lr
         state = self._store[region]
         may_correct = self._is_speculative and self._flow.landed is not None
 
@@ -200,7 +202,7 @@ class Updates:
         self._enter(landed, update, "update")
 
     def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
-        region, lr = landed.region, self._lr
+        region, lr = landed.region, self.lr
         state = self._store[region]
 
         def correct() -> None:

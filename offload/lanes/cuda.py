@@ -34,7 +34,10 @@ class Place(Ticket):
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Be the present end of a stream."""
-        self.event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        try:
+            self.event = self._pool.pop()
+        except IndexError:
+            self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
 
     def __del__(self) -> None:
@@ -68,6 +71,10 @@ class CudaLane(ThreadLane):
     def _order(self, ticket: Ticket) -> None:
         if ticket.event is not None:
             self._stream.wait_event(ticket.event)
+
+    def close(self) -> None:
+        super().close()
+        self._stream.synchronize()  # the memory of what is still in it is about to go
 
     def _start(self, work: Work) -> None:
         begin = self._lanes.place(self.name)
@@ -110,7 +117,7 @@ class CudaLanes(Lanes):
         self.timed.append(_Stretch("compute", name, begin, self.now()))
 
     def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
-        super().wait(tickets, behind=behind)  # until they are in their streams
+        self._await(tickets, behind)  # until they are in their streams
         late = [ticket for ticket in (*tickets, *behind) if not ticket.is_over]
         if not late:
             return
@@ -120,10 +127,12 @@ class CudaLanes(Lanes):
         self.timed.append(_Stretch(late[-1].lane, "", begin, self.now(), is_wait=True))
 
     def wait(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
-        super().wait(tickets, behind=behind)
+        self._await(tickets, behind)
         for ticket in (*tickets, *behind):
             if ticket.event is not None:
+                begin = time.perf_counter()
                 ticket.event.synchronize()
+                self.timeline.expose(ticket.lane, time.perf_counter() - begin)
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         now = self.now()  # the loss was read: compute is idle

@@ -46,7 +46,7 @@ class Lane(Protocol):
 
     def cancel(self, since: int = 0) -> None:
         """Give up what was submitted at position `since` or later and has not begun, and do not sleep any more for
-        what has. Returns when nothing of it can touch memory any more.
+        what has. Returns when none of it is being done any more (on a GPU: put into its stream).
         """
 
     def drain(self) -> None:
@@ -92,7 +92,7 @@ class InlineLane:
         pass
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """One piece in a lane's queue."""
 
@@ -133,8 +133,7 @@ class ThreadLane:
         self._is_closed = False
         self._free_at = 0.0
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name=f"offload {name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # started by the first piece of work
 
     def submit(
         self,
@@ -150,6 +149,9 @@ class ThreadLane:
             assert not self._is_closed, f"the lane {self.name} is closed"
             self.position += 1
             ticket.position = self.position
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
+                self._thread.start()
             self._queue.append(Work(work, after, behind, name, num_bytes, ticket, time.perf_counter()))
             self._condition.notify_all()
         return ticket
@@ -179,7 +181,7 @@ class ThreadLane:
 
     def close(self) -> None:
         self.abandon()
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     # -- the thread ------------------------------------------------------------------------------------------

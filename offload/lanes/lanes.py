@@ -64,11 +64,19 @@ class Lanes:
         as exposed, for the lane that was waited for and, before its work could begin, for the one that held it up.
         """
         begin = time.perf_counter()
-        waiting = [ticket for ticket in (*tickets, *behind) if not ticket.is_done]
-        if waiting:
+        late = [ticket for ticket in (*tickets, *behind) if not ticket.is_done]
+        try:
+            self._await(tickets, behind)
+        finally:
+            if late:
+                self._expose(begin, max(late, key=lambda ticket: ticket.end))
+
+    def _await(self, tickets: Sequence[Ticket], behind: Sequence[Ticket]) -> None:
+        """Block until all are done; raise what those that are needed raised."""
+        everyone = (*tickets, *behind)
+        if not all(ticket.is_done for ticket in everyone):
             with self.condition:
-                self.condition.wait_for(lambda: all(ticket.is_done for ticket in waiting))
-            self._expose(begin, max(waiting, key=lambda ticket: ticket.end))
+                self.condition.wait_for(lambda: all(ticket.is_done for ticket in everyone))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error

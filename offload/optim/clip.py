@@ -1,4 +1,4 @@
-"""Clipping by the global norm, exactly: the norm is known before any coefficient is used."""
+"""Clipping by the global norm: the norm of all gradients, or of those so far, and the coefficient that it gives."""
 
 from __future__ import annotations
 

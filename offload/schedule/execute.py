@@ -9,7 +9,12 @@ from offload.partition.layout import Region
 from offload.schedule.build import Room, Schedule, Use, build
 from offload.tiers.slots import Slots
 
-_MOST_SCHEDULES = 256
+_MOST_SCHEDULES, _MOST_KINDS = 256, 64
+
+
+def _family(kind: Hashable) -> Hashable:
+    """Return what stands for a kind of pass that was not seen yet: the last one like it, on batches of other shapes."""
+    return ("family", kind[0] if isinstance(kind, tuple) else kind)
 
 
 class Executor:
@@ -37,9 +42,8 @@ class Executor:
         """Start a pass. With `wraps` each unit is updated right after its backward, so that the next pass's weights may
         come up while this one goes on.
         """
-        self._wraps = wraps
-        if self._schedule is None or self._next or kind != self._kind:
-            self._plan(kind)
+        if self._schedule is None or self._next or (kind, wraps) != (self._kind, self._wraps):
+            self._plan(kind, wraps)
         self._kind, self._is_open = kind, True
         self._taken = []
 
@@ -67,13 +71,15 @@ class Executor:
     def end(self) -> None:
         """A pass is over."""
         if self._is_open and self._orders.get(self._kind) != self._taken:
-            self._orders[self._kind] = self._taken
+            if len(self._orders) > _MOST_KINDS:  # batches of ever new shapes
+                self._orders.clear()
+            self._orders[self._kind] = self._orders[_family(self._kind)] = self._taken
             self._schedules.clear()
         self._is_open, self._schedule = False, None
 
-    def expect(self, kind: Hashable) -> None:
+    def expect(self, kind: Hashable, wraps: bool) -> None:
         """The next pass will be of this kind: what it needs first comes up now, once it is updated."""
-        self._plan(kind)
+        self._plan(kind, wraps)
 
     def forget(self) -> None:
         """Nothing is on the device, and no pass is open."""
@@ -98,16 +104,16 @@ class Executor:
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def _plan(self, kind: Hashable) -> None:
+    def _plan(self, kind: Hashable, wraps: bool) -> None:
         """Take up the schedule of a kind of pass, from what is on the device now."""
-        self._kind, self._next, self._schedule = kind, 0, None
+        self._kind, self._wraps, self._next, self._schedule = kind, wraps, 0, None
         if len(self._schedules) > _MOST_SCHEDULES:
             self._schedules.clear()
-        order = self._orders.get(kind)
+        order = self._orders.get(kind) or self._orders.get(_family(kind))
         if order is None:
             return
-        held = self._slots.held()
-        key = (kind, self._wraps, tuple(sorted(held.items())), tuple(sorted(self._homes.items())))
+        held, late = self._slots.held(), self._late()
+        key = (kind, wraps, *(tuple(sorted(part.items())) for part in (held, self._homes)), tuple(sorted(late)))
         if key not in self._schedules:
             self._schedules[key] = build(
                 order,
@@ -116,8 +122,8 @@ class Executor:
                 held=held,
                 homes=self._homes,
                 trained=self._trained(),
-                wraps=self._wraps,
-                late=self._late(),
+                wraps=wraps,
+                late=late,
             )
         self._schedule = self._schedules[key]
         self._issue()

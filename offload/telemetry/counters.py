@@ -11,8 +11,8 @@ class Counters:
     """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), and the peaks so
     far.
 
-    What moves between two steps belongs to the later one: weights that stay on the device go up right after their
-    update, for the next step.
+    What comes up ahead of a step belongs to it: weights that it needs first, and those that stay on the device, right
+    after their update.
     """
 
     h2d_bytes: int = 0
@@ -43,7 +43,7 @@ class Counters:
         return self.peaks()[2]
 
     def clear(self) -> None:
-        """What moved so far belongs to no step, but for what stays on the device."""
+        """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
 
     def begin_step(self) -> None:

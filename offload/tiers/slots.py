@@ -61,6 +61,8 @@ class Slots:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
         self._slots: list[Slot] = []
+        if slot_bytes:
+            self._slots.append(Slot(0, 0, slot_bytes, valid=False, fence=self._new_fence("slot")))
 
     # -- cargoes ---------------------------------------------------------------------------------------------
 
@@ -114,7 +116,10 @@ class Slots:
             offset += region.weight_bytes
             poisoned = [self._memory[other.begin : other.end] for other in gone] if self._debug else []
             tickets.append(self._bring_up(region, flat, behind, poisoned))
-            gone, behind = ([], [*behind, tickets[0]]) if poisoned else (gone, behind)
+            if poisoned:  # once, before anything else comes there
+                for other in gone:
+                    other.fence.read(tickets[0])
+                gone, behind = [], [*behind, tickets[0]]
         slot.fence.fill(*tickets)
         if is_ahead:
             self._counters.next_h2d_bytes += self.cargo_bytes(cargo)
@@ -145,14 +150,14 @@ class Slots:
         """A region is about to be updated on the host: what lies on the device is stale."""
         for slot in self._slots:
             if slot.valid and region in self.cargoes[slot.cargo]:
-                slot.valid = False
+                self._retire(slot)
                 if self._debug:
                     self._poison(slot)
 
     def forget(self) -> None:
         """Nothing that streams is on the device any more (the step was given up)."""
         for slot in self._slots:
-            slot.valid = False
+            self._retire(slot)
 
     # -- where weights are -----------------------------------------------------------------------------------
 
@@ -220,10 +225,10 @@ class Slots:
             flat = self._device.allocate("resident weights", region.weight_bytes).view(
                 self._store[region].weights.dtype
             )
-            self._resident[region.index] = flat, Fence("resident weights")
+            self._resident[region.index] = flat, self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
-        self._slots.clear()
+        self.forget()
         self._numbers.clear()
         self.cargoes = [()]
 
@@ -242,12 +247,6 @@ class Slots:
         if tickets:
             self._lanes.compute_after(tickets)
 
-    def release(self) -> None:
-        """Note that compute has read what stays up to here."""
-        for ticket in self._lanes.mark():
-            for _, fence in self._resident.values():
-                fence.read(ticket)
-
     def resize(self, num_bytes: int) -> None:
         """Stream through `num_bytes` of the device's memory instead; nothing is held then. Whoever still fills or
         reads the old memory keeps it alive.
@@ -258,6 +257,7 @@ class Slots:
         self._memory = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
+            self._slots.append(Slot(0, 0, num_bytes, valid=False, fence=self._new_fence("slot")))
 
     def free(self) -> None:
         """Let go of the device's memory."""
@@ -266,6 +266,19 @@ class Slots:
         self._resident.clear()
 
     # -- copies ----------------------------------------------------------------------------------------------
+
+    def _new_fence(self, kind: str) -> Fence:
+        """Return the fence of new memory: compute has cleared it, and may still be reading what lay there before."""
+        fence = Fence(kind)
+        for ticket in self._lanes.mark():
+            fence.read(ticket)
+        return fence
+
+    def _retire(self, slot: Slot) -> None:
+        """What lies in a slot is good for nobody; compute may still be reading it."""
+        for ticket in self._lanes.mark() if slot.valid else ():
+            slot.fence.read(ticket)
+        slot.valid = False
 
     def _find(self, cargo: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)

@@ -143,7 +143,7 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
     [
         (None, "deferred"),
         ({"update": "1MiB"}, "speculative"),
-        ({"update": "1MiB", "h2d": "64KiB"}, "deferred"),
+        ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
         ({"h2d": "1MiB"}, "deferred"),
     ],
 )

@@ -65,7 +65,7 @@ def step(engine: Engine, seed: int) -> float:
 
 def steps(engine: Engine) -> None:
     for seed in range(5):
-        engine.step(tokens(seed))
+        step(engine, seed)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
 def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> None:
     before = num_threads()
-    engine = Engine(build(deep), throttle=GLACIAL, **mode)
+    engine = breaking(throttle=GLACIAL, **mode)
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     begin = time.monotonic()
     timer.start()
@@ -163,18 +163,64 @@ def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> N
     assert_no_threads(engine, before)
 
 
-def test_an_error_leaves_the_updates_of_the_step_before_alone() -> None:
+def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, undisturbed = breaking(debug=1), breaking()
+    original = engine._parts.device.copy
+
+    def fail(*arguments: Any) -> None:
+        if threading.current_thread().name == "offload h2d":
+            monkeypatch.undo()
+            raise Told
+        original(*arguments)
+
+    for seed in range(3):
+        if seed == 1:
+            monkeypatch.setattr(engine._parts.device, "copy", fail)
+            with pytest.raises(Told):
+                engine.model(words(9)["x"])
+        for one in (engine, undisturbed):
+            one.backward(cross_entropy(one.model(words(seed)["x"]), words(seed)))
+            one.lr = 1e-3 * (seed + 1)  # of this very update
+        assert engine.update().grad_norm == undisturbed.update().grad_norm
+    assert_same(weights(engine), weights(undisturbed))
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["step", "evaluate"])
+def test_an_error_leaves_the_updates_of_the_step_before_alone(where: str) -> None:
     """They are on their way when the next step fails, and must arrive, all of them."""
     slow = {"update": {"latency_seconds": 0.05}}
     undisturbed, engine = breaking(**DEFERRED), breaking(**DEFERRED, throttle=slow)
     for seed in range(2):
         assert step(engine, seed) == step(undisturbed, seed)
     engine.model.blocks[0].left = 0
+    run = engine.step if where == "step" else engine.evaluate
     with pytest.raises(Told):
-        step(engine, 9)
+        run(words(9), loss_fn=cross_entropy)
     assert_same(weights(engine), weights(undisturbed))
     assert step(engine, 2) == step(undisturbed, 2)
     engine.close()
+
+
+def test_weights_that_are_given_back_have_had_their_last_update() -> None:
+    slow = {"update": {"latency_seconds": 0.05}}
+    undisturbed, engine = breaking(**DEFERRED), breaking(**DEFERRED, throttle=slow)
+    for seed in range(2):
+        assert step(engine, seed) == step(undisturbed, seed)
+    wanted = weights(undisturbed)
+    engine.close(restore=True)
+    assert_same({name: value.detach() for name, value in engine.model.named_parameters()}, wanted)
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_thread() -> None:
+    def fill(name: str, _module: Any) -> None:
+        if name == "head":
+            raise Told
+
+    before = num_threads()
+    with pytest.raises(Told):
+        breaking(debug=1, fill=fill)
+    assert num_threads() <= before
 
 
 def test_an_engine_that_is_dropped_ends_its_threads() -> None:

@@ -260,6 +260,26 @@ def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
 
 
 @BROKEN
+def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the update follows at once, a slot is stale before the kernels that read it are done."""
+    slots, units = engine._parts.slots, engine._parts.units
+    one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
+    if broken:
+        monkeypatch.setattr(type(slots), "_retire", lambda self, slot: setattr(slot, "valid", False))
+    slots.fetch(slots.cargo_of(one), 0)
+    settle(engine)
+    shown = slots.place(one)[one[0]]
+    with computing(engine):
+        slots.invalidate(one[0])
+        slots.fetch(slots.cargo_of(two), 0)
+        time.sleep(0.02)
+        seen = torch.equal(shown, engine._parts.store[one[0]].weights)
+    assert seen != broken
+
+
+@BROKEN
 def test_an_update_waits_for_the_fetch_that_reads_the_weights(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

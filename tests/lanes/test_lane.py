@@ -656,6 +656,8 @@ def test_threads_only_where_a_link_is_played_or_delayed():
     for throttle, seed, has_threads in (({}, None, False), ({"h2d": Throttle()}, None, True), ({}, 0, True)):
         lanes = open_lanes(throttle, seed)
         assert overlaps(throttle, seed) == lanes.overlap == has_threads
+        for lane in (lanes.h2d, lanes.d2h, lanes.update):
+            lane.submit(nothing)
         assert num_threads() == before + 3 * has_threads
         within(lanes.close)
 
