@@ -244,7 +244,7 @@ def test_fifty_steps_leave_nothing_behind(recompute: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(20):  # until the allocator has its blocks
+        for _ in range(50):  # until the allocator has its blocks
             engine.step(batch, loss_fn=cross_entropy)
         before, held = psutil.Process().memory_info().rss, engine.allocations
         Wide.seen.clear()
