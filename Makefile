@@ -22,7 +22,7 @@ help:
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
 	@echo "make type      mypy"
-	@echo "make sanitize  the C++ kernels under address, undefined-behaviour and thread sanitizers"
+	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
 	@echo "make check     lint, type, test, sanitize"
 	@echo "make clean     remove what was built, .venv included"
 
@@ -76,18 +76,18 @@ lint: $(READY)
 type: $(READY)
 	$(BIN)/mypy
 
-SANITIZED := tests/native/sanitized.cpp $(filter-out csrc/bind.cpp, $(filter %.cpp, $(KERNELS)))
+SANITIZED := $(wildcard tests/native/*.cpp) $(filter-out csrc/bind%, $(filter %.cpp, $(KERNELS)))
 SANITIZE := $(CXX) -std=c++17 -O1 -g -ffp-contract=off -Wno-maybe-uninitialized -Icsrc $(SANITIZED) -pthread
 
 sanitize: build/sanitized-address build/sanitized-thread
 	build/sanitized-address
 	build/sanitized-thread
 
-build/sanitized-address: $(KERNELS) tests/native/sanitized.cpp
+build/sanitized-address: $(KERNELS) $(SANITIZED)
 	@mkdir -p build
 	$(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all -o $@
 
-build/sanitized-thread: $(KERNELS) tests/native/sanitized.cpp
+build/sanitized-thread: $(KERNELS) $(SANITIZED)
 	@mkdir -p build
 	$(SANITIZE) -fsanitize=thread -o $@
 

@@ -1,14 +1,14 @@
-// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native.py, the only importer, has
-// checked device, dtype, length and contiguity before, once for torch tensors and numpy arrays alike.
+// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native.py and offload/native_io.py, the
+// only importers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "bind.h"
 #include "cpu.h"
 #include "kernels.h"
 
@@ -24,20 +24,6 @@ template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
-
-// The GIL is free while a kernel runs: the lanes and the data loader go on meanwhile.
-// A daemon thread that wants it back while the interpreter shuts down is ended by Python before 3.14 with pthread_exit,
-// whose unwinding would abort the process at nanobind's noexcept frames. It sleeps until the exit instead, as in 3.14.
-struct WithoutGil {
-  PyThreadState* state = PyEval_SaveThread();
-  ~WithoutGil() {
-    try {
-      PyEval_RestoreThread(state);
-    } catch (...) {
-      for (;;) pause();
-    }
-  }
-};
 
 Execution execution(int threads, int isa) { return {threads, static_cast<Isa>(isa)}; }
 
@@ -149,4 +135,5 @@ NB_MODULE(_core, module) {
   module.def("roofline_fp32", &py_roofline_fp32, no_gil);
   module.def("roofline_split", &py_roofline_split, no_gil);
   module.attr("NUM_ROOFLINE_VARIANTS") = kNumRooflineVariants;
+  bind_io(module);
 }

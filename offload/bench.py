@@ -15,6 +15,7 @@ from offload.cli import run_command
 # has add_arguments(parser) and run(arguments) -> list[Result].
 BENCHMARKS = {
     "adam": "AdamW on the CPU against the memory roofline, torch and DeepSpeed",
+    "nvme": "files read and written by the I/O engines, against fio",
     "step": "a training step against plain PyTorch and DeepSpeed",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class OffloadError(Exception):
@@ -30,6 +31,20 @@ class DoesNotFitError(OffloadError, MemoryError):
 
 class NonFiniteError(OffloadError, ArithmeticError):
     """A gradient, a loss or a weight is not finite (exit code 1)."""
+
+
+class DiskError(OffloadError, OSError):
+    """A file could not be read, written or made (exit code 1).
+
+    errno is 0 where a file ended too early. Of a transfer, offset and num_bytes are those of the block that failed.
+    """
+
+    def __init__(self, message: str, code: int, path: Path, offset: int | None = None, num_bytes: int | None = None):
+        super().__init__(message)
+        self.errno = code
+        self.path = path
+        self.offset = offset
+        self.num_bytes = num_bytes
 
 
 class TornError(OffloadError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Checks the arrays that `offload.native` is given, torch tensors and numpy arrays alike, and finds where they lie."""
+"""Checks the arrays that `native` and `native_io` are given, of torch or of numpy, and finds where they lie."""
 
 from __future__ import annotations
 
@@ -52,6 +52,25 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
             f"{name} has {num_elements} elements, the first array of this call has {length}; they must be equal."
         )
     return address, num_elements, kind != "float32"
+
+
+def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
+    """Return the (address, number of bytes) of an array on the CPU of any dtype; `writable` if it is to be written to.
+
+    Raises ConfigError, which calls the array `name`.
+    """
+    if hasattr(array, "data_ptr"):
+        address, num_bytes, is_cpu = array.data_ptr(), array.numel() * array.element_size(), array.is_cpu
+        contiguous, read_only = array.is_contiguous(), False
+    elif hasattr(array, "__array_interface__"):
+        address, num_bytes, is_cpu = array.__array_interface__["data"][0], array.nbytes, True
+        contiguous, read_only = array.flags.c_contiguous, not array.flags.writeable
+    else:
+        raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
+    if not (is_cpu and contiguous) or (writable and read_only):
+        wrong = "not contiguous" if not contiguous else f"on {array.device}" if not is_cpu else "read-only"
+        raise ConfigError(f"{name} is {wrong} (shape {tuple(array.shape)}); it must be contiguous memory of the CPU.")
+    return address, num_bytes
 
 
 def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,6 +12,8 @@
 
 using namespace offload;
 
+void check_io_engines();  // sanitized_io.cpp
+
 namespace {
 
 // Heap arrays with not one element to spare: whatever is touched beyond them is noticed.
@@ -141,5 +143,6 @@ int main() {
   }
   for (auto& caller : callers) caller.join();
   std::puts("all kernels agree");
+  check_io_engines();
   return 0;
 }

@@ -1,0 +1,16 @@
+"""Memory for transfers, aligned as O_DIRECT wants it."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+
+def pages(num_bytes: int, seed: int | None = None) -> np.ndarray:
+    """Return uint8 [num_bytes] at the begin of a page: zeros, or noise by `seed`."""
+    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(mapping, dtype=np.uint8, count=num_bytes)
+    if seed is not None:
+        array[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+    return array
