@@ -61,10 +61,10 @@ def test_prefetch_and_throttles_change_no_bit(prefetch: int, throttle: Mapping[s
     assert_as_serial(deep, mode, prefetch=prefetch, throttle=throttle)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(20))
-def test_delays_change_no_bit(seed: int) -> None:
+def test_delays_change_no_bit(seed: int, mode: str) -> None:
     """Every lane waits at random before every piece of work, and whatever is freed is poisoned."""
-    mode = list(MODES)[seed % 3]
     precision = ("fp32", "bf16")[seed % 2]
     assert_as_serial(deep, mode, precision, prefetch=("auto", 1, 2, 0)[seed % 4], debug=seed)
 
