@@ -1,5 +1,5 @@
 // The Python module offload._core. Arrays arrive as addresses and lengths: offload/native.py and offload/native_io.py, the
-// only importers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
+// only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

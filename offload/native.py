@@ -1,6 +1,6 @@
 """The kernels on flat arrays: AdamW, the split master, sums of squares, bfloat16.
 
-Beside `offload.native_io` this is the only importer of the C++ module `offload._core`. Arrays are torch tensors or
+Beside `offload.native_io` this is the only caller of the C++ module `offload._core`. Arrays are torch tensors or
 numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes to C++; where that
 was not built, and for tensors on another device, `offload.native_torch` does the same operations in the same order. A
 wrong argument is a `ConfigError` that names it, and nothing has been modified. bfloat16 may also come as its bits,
@@ -13,26 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.errors import ConfigError, nearest
 from offload.native_arrays import BF16, BITS16, FP32, FP32_OR_BF16, empty_like, flat, on_cpu, tensor
+from offload.native_core import core as _core
+from offload.native_core import missing_because as _missing_because
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
     A = TypeVar("A", torch.Tensor, numpy.ndarray[Any, Any])
-
-_core: ModuleType | None
-try:
-    from offload import _core
-except ImportError as error:  # no compiler when this was installed, or built for another Python
-    _core = None
-    _missing_because = str(error)
-else:
-    _missing_because = ""
 
 _ISA_NUMBERS = {"avx512": 0, "avx2": 1, "scalar": 2}  # enum Isa in csrc/cpu.h
 _isas: tuple[str, ...] = tuple(_core.supported_isas()) if _core else ()

@@ -6,7 +6,7 @@
         reading = engine.read(file, offset, tile)            # returns at once
         reading.wait()                                       # sleeps, without the GIL; raises DiskError
 
-Beside `offload.native` this is the only importer of the C++ module `offload._core`. Two engines in C++ and one in
+Beside `offload.native` this is the only caller of the C++ module `offload._core`. Two engines in C++ and one in
 Python have the same interface, and one is chosen when an `IoEngine` is made: io_uring; threads in C++ where the kernel
 or a sandbox refuses io_uring; threads in Python, slower, where C++ was not built.
 """
@@ -20,20 +20,13 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
 from offload.errors import ConfigError, DiskError, format_bytes, nearest
 from offload.native_arrays import memory
-
-_core: ModuleType | None
-try:
-    from offload import _core
-except ImportError as error:  # no compiler when this was installed, or built for another Python
-    _core = None
-    _missing_because = str(error)
-else:
-    _missing_because = ""
+from offload.native_core import core as _core
+from offload.native_core import missing_because as _missing_because
 
 ENGINES = ("io_uring", "threads", "python")
 ALIGNMENT_BYTES = 4096  # of offset, size and address on a file that is opened with O_DIRECT

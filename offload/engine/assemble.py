@@ -84,13 +84,6 @@ class Assembly:
             slot_name=slot.name,
             debug=debug,
         )
-        # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
-        stays = plan.tiers[0] == "device" or plan.limited
-        self.executor = Executor(
-            self.slots,
-            len(regions) if settings.prefetch == "auto" and self.lanes.overlap else plan.ahead,
-            None if stays else 1 + plan.ahead,
-        )
         self.gradients = GradientFlow(
             self.store,
             infos,
@@ -102,7 +95,14 @@ class Assembly:
             staging=torch.empty(0, dtype=torch.uint8) if keeps_gradients else self._stage(),
             debug=debug,
         )
-        self.executor.lands_late = self.gradients.lasts
+        # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        stays = plan.tiers[0] == "device" or plan.limited
+        self.executor = Executor(
+            self.slots,
+            len(regions) if settings.prefetch == "auto" and self.lanes.overlap else plan.ahead,
+            None if stays else 1 + plan.ahead,
+            lands_late=self.gradients.lasts,
+        )
         self.updates = Updates(
             self.store,
             infos,
@@ -230,10 +230,7 @@ class Assembly:
 
     def update_seconds(self) -> float:
         """Estimate what AdamW over all states takes."""
-        planes = [
-            region.planes(keeps_gradients=False, accumulates=False) for region in self.regions if region.trainable
-        ]
-        num_bytes = 2 * sum(sum(sizes.values()) for sizes in planes)
+        num_bytes = sum(region.update_bytes for region in self.regions if region.trainable)
         throttle = self._throttle.get("update", Throttle())
         return max(num_bytes / update_bytes_per_second(), throttle.seconds(num_bytes))
 

@@ -223,17 +223,16 @@ class GradientFlow:
                     self._measure(state.region, state.gradients)
                     if state.region.is_split:
                         native.round_bf16_(state.gradients)
-        self._lanes.wait(self._tickets)
+            self._lanes.wait(self._tickets)
         for index in list(self._pending):
             self.measured(self._store.states[index].region)
 
-    def measured(self, region: Region) -> float:
-        """Return the sum of squares of a region's gradients, which have landed."""
+    def measured(self, region: Region) -> None:
+        """A region's gradients have landed: from now on `squares` has theirs."""
         squares = self._pending.get(region.index)
         if squares is not None:  # on the update lane and here at once, if need be: both note the same
             self._note(region, squares.tolist())
             self._pending.pop(region.index, None)
-        return sum(self.squares[index] for index in region.parameters)
 
     def _land(self, region: Region, flat: torch.Tensor, source: Fence) -> None:
         if self.accumulates:

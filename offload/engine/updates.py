@@ -232,7 +232,7 @@ class Updates:
             after=(*landed.fence.before_read(), *weights.before_read()),
             behind=weights.before_fill(),
             name=f"{verb} {region.name}",
-            num_bytes=2 * sum(region.planes(keeps_gradients=False, accumulates=False).values()),
+            num_bytes=region.update_bytes,
         )
         landed.fence.read(ticket)
         weights.fill(ticket)

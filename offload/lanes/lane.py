@@ -1,8 +1,8 @@
 """A lane: an ordered queue of work with a thread of its own, or none, where work is done as it is given.
 
 Work of one lane is done in the order in which it was submitted, each piece after the tickets it names; a lane that
-overtakes keeps to the tickets alone. All lanes of an
-engine share one condition: whoever waits, waits for it, and can be woken by a ticket, by a cancellation or by the end.
+overtakes keeps to the tickets alone. All lanes of an engine share one condition: whoever waits, waits for it, and can
+be woken by a ticket, by a cancellation or by the end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Lane(Protocol):
         """
 
     def cancel(self, since: int = 0) -> None:
-        """Give up what was submitted at position `since` or later and has not begun, and do not sleep any more for
-        what has. Returns when none of it is being done any more (on a GPU: put into its stream).
+        """Give up what was submitted after position `since` and has not begun, and do not sleep any more for what
+        has. Returns when none of it is being done any more (on a GPU: put into its stream).
         """
 
     def drain(self) -> None:

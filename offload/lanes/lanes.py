@@ -94,7 +94,7 @@ class Lanes:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def give_up(self, updates_since: int) -> None:
-        """Cancel all copies, and the updates submitted at position `updates_since` or later."""
+        """Cancel all copies, and the updates submitted after position `updates_since`."""
         self.h2d.cancel()
         self.d2h.cancel()
         self.update.cancel(updates_since)

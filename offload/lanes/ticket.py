@@ -55,11 +55,11 @@ class Fence:
         """Return what the next writer has to wait for."""
         return (*self.before_read(), *self._readers)
 
-    def read(self, ticket: Ticket) -> None:
-        """Note a reader."""
+    def read(self, *tickets: Ticket) -> None:
+        """Note readers."""
         if len(self._readers) >= _MANY:  # what is never filled again (frozen weights) would collect them for ever
             self._readers = [reader for reader in self._readers if not reader.is_over]
-        self._readers.append(ticket)
+        self._readers += tickets
 
     def fill(self, *tickets: Ticket) -> None:
         """Note who fills it, together, after everyone before."""

@@ -62,6 +62,11 @@ class Region:
         """Bytes of the plane that goes to the device."""
         return self.numel * (2 if self.is_split else 4)
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of states that an update reads and writes; the gradient is not counted."""
+        return 2 * sum(self.planes(keeps_gradients=False, accumulates=False).values())
+
     def planes(self, keeps_gradients: bool, accumulates: bool) -> dict[str, int]:
         """Return the bytes of each plane of states.
 

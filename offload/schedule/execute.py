@@ -20,17 +20,17 @@ def _family(kind: Hashable) -> Hashable:
 class Executor:
     """Follows compute from use to use. A *kind* of pass (a step on batches of one shape, an evaluation) takes the same
     order every time: the first pass of a kind fetches on demand and is recorded, later ones follow a schedule. A pass
-    that departs from its order goes on on demand, and is recorded anew.
+    that departs from its order goes on on demand, and is recorded anew. `lands_late` tells of a region whether its
+    update comes after the backward, not in it.
     """
 
-    def __init__(self, slots: Slots, lookahead: int, most: int | None) -> None:
-        self._slots, self._lookahead, self._most = slots, lookahead, most
+    def __init__(self, slots: Slots, lookahead: int, most: int | None, *, lands_late: Callable[[Region], bool]) -> None:
+        self._slots, self._lookahead, self._most, self._lands_late = slots, lookahead, most, lands_late
         self._orders: dict[Hashable, list[Use]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
         self._kind: Hashable = None
         self._is_open = self._wraps = False
-        self.lands_late: Callable[[Region], bool] = lambda _region: False
         self._schedule: Schedule | None = None
         self._next = 0
         self._taken: list[Use] = []
@@ -112,7 +112,7 @@ class Executor:
         order = self._orders.get(kind) or self._orders.get(_family(kind))
         if order is None:
             return
-        held, late = self._slots.held(), self._late()
+        held, late = self._slots.held(), self._with_any(self._lands_late)
         key = (kind, wraps, *(tuple(sorted(part.items())) for part in (held, self._homes)), tuple(sorted(late)))
         if key not in self._schedules:
             self._schedules[key] = build(
@@ -121,7 +121,7 @@ class Executor:
                 self._lookahead,
                 held=held,
                 homes=self._homes,
-                trained=self._trained(),
+                trained=self._with_any(lambda region: region.trainable),
                 wraps=wraps,
                 late=late,
             )
@@ -154,15 +154,6 @@ class Executor:
         sizes = tuple(self._slots.cargo_bytes(cargo) for cargo in range(len(self._slots.cargoes)))
         return Room(sizes, self._slots.capacity_bytes, self._most)
 
-    def _late(self) -> Collection[int]:
-        """Return the cargoes whose update comes after the backward, not in it."""
-        return {
-            number
-            for number, regions in enumerate(self._slots.cargoes)
-            if any(self.lands_late(region) for region in regions)
-        }
-
-    def _trained(self) -> Collection[int]:
-        return {
-            number for number, regions in enumerate(self._slots.cargoes) if any(region.trainable for region in regions)
-        }
+    def _with_any(self, is_one: Callable[[Region], bool]) -> Collection[int]:
+        """Return the cargoes with a region of this sort."""
+        return {number for number, regions in enumerate(self._slots.cargoes) if any(map(is_one, regions))}

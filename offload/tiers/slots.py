@@ -57,12 +57,11 @@ class Slots:
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.weights.untyped_storage().data_ptr() for state in store.states)
-        self._memory = device.allocate(slot_name, slot_bytes) if slot_bytes else torch.empty(0, dtype=torch.uint8)
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
         self._slots: list[Slot] = []
-        if slot_bytes:
-            self._slots.append(Slot(0, 0, slot_bytes, valid=False, fence=self._new_fence("slot")))
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.resize(slot_bytes)
 
     # -- cargoes ---------------------------------------------------------------------------------------------
 
@@ -138,13 +137,12 @@ class Slots:
 
     def used(self, cargo: int, regions: Sequence[Region]) -> None:
         """Note that compute has read a unit's weights up to here."""
-        slot = self._find(cargo)
-        for ticket in self._lanes.mark():
-            if slot is not None:
-                slot.fence.read(ticket)
-            for region in regions:
-                if region.index in self._resident:
-                    self._resident[region.index][1].read(ticket)
+        slot, marks = self._find(cargo), self._lanes.mark()
+        if slot is not None:
+            slot.fence.read(*marks)
+        for region in regions:
+            if region.index in self._resident:
+                self._resident[region.index][1].read(*marks)
 
     def invalidate(self, region: Region) -> None:
         """A region is about to be updated on the host: what lies on the device is stale."""
@@ -270,15 +268,14 @@ class Slots:
     def _new_fence(self, kind: str) -> Fence:
         """Return the fence of new memory: compute has cleared it, and may still be reading what lay there before."""
         fence = Fence(kind)
-        for ticket in self._lanes.mark():
-            fence.read(ticket)
+        fence.read(*self._lanes.mark())
         return fence
 
     def _retire(self, slot: Slot) -> None:
         """What lies in a slot is good for nobody; compute may still be reading it."""
-        for ticket in self._lanes.mark() if slot.valid else ():
-            slot.fence.read(ticket)
-        slot.valid = False
+        if slot.valid:
+            slot.fence.read(*self._lanes.mark())
+            slot.valid = False
 
     def _find(self, cargo: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)

@@ -17,6 +17,7 @@ from torch import nn
 from offload import Engine, Placement
 from offload.engine.unit import Unit
 from tests.engine.compare import PROPORTIONAL
+from tests.engine.inside import keep_gradients
 from tests.engine.reference import Batch, Reference, count_labels, count_shifted, sum_by_layer
 from tests.zoo.families import ROWS, Family
 
@@ -165,7 +166,7 @@ def compare(
             shared["optimizer"] = PROPORTIONAL
         # Poisoned slots: a graph that is kept must find its weights where they are fetched again.
         engine = Engine(model, placement=Placement(), recompute=mode.recompute, debug=mode is NEVER, **shared)
-        gradients = _keep_gradients(engine)
+        gradients = keep_gradients(engine)
         infos = engine._parts.infos
         kept = {info.name for info in infos if info.compute == "fp32"}
         group = sum_by_layer if by_layer else lambda model: None
@@ -225,21 +226,7 @@ def _why_not_split(unit: Unit) -> str:
     return "mixes rows, or differs from use to use"
 
 
-def _keep_gradients(engine: Engine) -> dict[int, torch.Tensor]:
-    """Return what will hold every step's gradients by region, as they are before the update (which poisons them)."""
-    flow, kept = engine._parts.gradients, {}
-    finish = flow.finish
-
-    def finish_and_keep() -> None:
-        finish()
-        states = engine._parts.store.states
-        kept.update({s.region.index: s.gradients.clone() for s in states if s.gradients is not None})
-
-    flow.finish = finish_and_keep
-    return kept
-
-
-def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[int, torch.Tensor], reference: Plain) -> None:
+def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[str, torch.Tensor], reference: Plain) -> None:
     infos, parts = engine._parts.infos, engine._parts
     for state in parts.store.states:
         region = state.region
@@ -248,9 +235,9 @@ def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[int, torch
         touched = parts.gradients.touched.get(region.index, [False] * len(wanted))
         received = [gradient is not None for gradient in wanted]
         assert touched == received, f"unit {region.name}: other parameters received a gradient"
-        for index, gradient, offset, size in zip(region.parameters, wanted, region.offsets, region.sizes, strict=True):
+        for index, gradient in zip(region.parameters, wanted, strict=True):
             if gradient is not None:
-                got = gradients[region.index][offset : offset + size]
+                got = gradients[infos[index].name]
                 outcome.note("gradient", got, gradient.reshape(-1).to(got.dtype), scale, infos[index].name)
     for name, got in engine.named_parameters():
         outcome.note("parameter", got, reference.masters[name], reference.masters[name].abs().max().item(), name)
