@@ -330,7 +330,7 @@ class OffloadSection(Section):
     throttle: dict[str, Any] | None = Field(
         default=None,
         description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
-        "latency_seconds}} as YAML. Lanes: h2d, d2h, update. none: as fast as they are.",
+        "latency_seconds}} as YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.",
     )
 
     @field_validator("zero_stage", mode="before")

@@ -59,11 +59,10 @@ class _Stretch:
 class CudaLane(ThreadLane):
     """A lane whose work is to put copies into a stream of its own."""
 
-    def __init__(self, name: str, lanes: CudaLanes, throttle: Throttle | None) -> None:
+    def __init__(self, name: str, lanes: CudaLanes) -> None:
         self._lanes = lanes
         self._stream = torch.cuda.Stream(lanes.device)
-        delays = lanes.delays(name)
-        super().__init__(name, lanes.condition, lanes.timeline, throttle, delays, overtakes=name == "h2d")
+        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), overtakes=name == "h2d")
 
     def _ticket(self) -> Ticket:
         return self._lanes.place(self.name)
@@ -84,12 +83,14 @@ class CudaLane(ThreadLane):
             work.run()
             work.ticket.record(self._stream)
         self._lanes.timed.append(_Stretch(self.name, work.name, begin, work.ticket))
-        if self._throttle is not None:  # a played link begins to count when its copy does
+        if self._link.throttle is not None:  # a played link begins to count when its copy does
             work.ticket.event.synchronize()
 
 
 class CudaLanes(Lanes):
-    """h2d and d2h have streams; updates run on the host, which waits for the events of what it reads."""
+    """h2d and d2h have streams; updates and the lanes of the disk run on the host, which waits for the events of what
+    they read or overwrite.
+    """
 
     def __init__(self, *, throttle: Mapping[str, Throttle], delay_seed: int | None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -98,7 +99,7 @@ class CudaLanes(Lanes):
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed)
 
     def _open(self, name: str) -> Lane:
-        return super()._open(name) if name == "update" else CudaLane(name, self, self._throttle.get(name))
+        return super()._open(name) if name == "update" else CudaLane(name, self)
 
     def place(self, lane: str) -> Place:
         """Return a ticket for a place that is not recorded yet."""

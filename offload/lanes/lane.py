@@ -1,12 +1,13 @@
 """A lane: an ordered queue of work with a thread of its own, or none, where work is done as it is given.
 
 Work of one lane is done in the order in which it was submitted, each piece after the tickets it names; a lane that
-overtakes keeps to the tickets alone. All lanes of an engine share one condition: whoever waits, waits for it, and can
-be woken by a ticket, by a cancellation or by the end.
+overtakes keeps to the tickets alone. All lanes of an engine share one lock, and each has a bell of its own, by which a
+ticket, a cancellation or the end wakes its thread.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -15,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offload.lanes.throttle import Throttle
+from offload.lanes.link import Link
 from offload.lanes.ticket import CancelledError, Ticket
+from offload.lanes.waiting import Bell, Countdown, wait_until_done
 from offload.telemetry.timeline import Timeline
 
 _LONGEST_DELAY_S = 0.004
@@ -27,7 +29,7 @@ class Lane(Protocol):
 
     name: str
     error: BaseException | None
-    """The first failure, until everything is cancelled."""
+    """The first failure, until what failed is cancelled."""
     position: int
     """How many pieces of work were submitted so far."""
 
@@ -44,16 +46,20 @@ class Lane(Protocol):
         them failed; those of `behind` only have to be over (they used a buffer that this will fill).
         """
 
+    def revoke(self, since: int = 0) -> None:
+        """Give up as `cancel` does, and return at once."""
+
     def cancel(self, since: int = 0) -> None:
         """Give up what was submitted after position `since` and has not begun, and do not sleep any more for what
-        has. Returns when none of it is being done any more (on a GPU: put into its stream).
+        has; an error of it is forgotten. Returns when none of it is being done any more (on a GPU: put into its
+        stream).
         """
 
     def drain(self) -> None:
         """Wait until all is done; raise the first error of the lane."""
 
     def abandon(self) -> None:
-        """Give everything up without waiting for what has begun; the thread ends then."""
+        """Give everything up without waiting for what has begun; the thread ends then. Takes no lock."""
 
     def close(self) -> None:
         """End the lane's thread, after the work that it has begun."""
@@ -61,23 +67,37 @@ class Lane(Protocol):
 
 class InlineLane:
     """Does work where and when it is submitted, and raises its errors there. What it takes is exposed, but for what
-    compute does itself.
+    compute does itself. `wait` is for tickets of lanes that have threads.
     """
 
     error: BaseException | None = None
 
-    def __init__(self, name: str, timeline: Timeline) -> None:
-        self.name, self._timeline, self.position = name, timeline, 0
+    def __init__(
+        self, name: str, timeline: Timeline, wait: Callable[[Sequence[Ticket], Sequence[Ticket]], None]
+    ) -> None:
+        self.name, self._timeline, self._wait, self.position = name, timeline, wait, 0
 
-    def submit(self, work: Callable[[], object], *, name: str = "", **_rest: object) -> Ticket:
-        begin = time.perf_counter()
+    def submit(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Ticket] = (),
+        behind: Sequence[Ticket] = (),
+        name: str = "",
+        **_rest: object,
+    ) -> Ticket:
         self.position += 1
+        self._wait(after, behind)
+        begin = time.perf_counter()
         work()
         end = time.perf_counter()
         self._timeline.add(self.name, name, begin, end)
         if self.name != "compute":
             self._timeline.expose(self.name, end - begin)
         return Ticket(self.name, begin, end, is_done=True)
+
+    def revoke(self, since: int = 0) -> None:
+        pass
 
     def cancel(self, since: int = 0) -> None:
         pass
@@ -102,14 +122,14 @@ class Work:
     name: str
     num_bytes: int
     ticket: Ticket
+    waits: Countdown
     submitted: float
     has_begun: bool = False
     is_cancelled: bool = False
 
 
 class ThreadLane:
-    """A queue and a thread. `throttle` makes it as slow as the link that it plays; `delays` adds random waits, by which
-    a missing wait elsewhere is found out.
+    """A queue and a thread, over a link. `delays` adds random waits, by which a missing wait elsewhere is found out.
 
     With `overtakes` work that may begin does not stay behind work that may not yet: the lane has no order then but that
     of the tickets.
@@ -121,18 +141,19 @@ class ThreadLane:
     def __init__(
         self,
         name: str,
-        condition: threading.Condition,
-        timeline: Timeline,
-        throttle: Throttle | None = None,
+        lock: threading.Lock,
+        link: Link,
         delays: random.Random | None = None,
         overtakes: bool = False,
     ) -> None:
         self.name, self.position, self._overtakes = name, 0, overtakes
-        self._condition, self._timeline, self._throttle, self._delays = condition, timeline, throttle, delays
+        self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
+        self._bell = Bell()
+        self._is_idle = False  # the thread waits for work, or is about to
         self._is_closed = False
-        self._free_at = 0.0
         self.error: BaseException | None = None
+        self._failed_at = 0  # the position of what the error is of
         self._thread: threading.Thread | None = None  # started by the first piece of work
 
     def submit(
@@ -145,76 +166,93 @@ class ThreadLane:
         num_bytes: int = 0,
     ) -> Ticket:
         ticket = self._ticket()
-        with self._condition:
+        with self._lock:
             assert not self._is_closed, f"the lane {self.name} is closed"
             self.position += 1
             ticket.position = self.position
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
                 self._thread.start()
-            self._queue.append(Work(work, after, behind, name, num_bytes, ticket, time.perf_counter()))
-            self._condition.notify_all()
+            waits = Countdown((*after, *behind), self._wake)
+            self._queue.append(Work(work, after, behind, name, num_bytes, ticket, waits, time.perf_counter()))
+            self._wake()
         return ticket
 
+    def revoke(self, since: int = 0) -> None:
+        with self._lock:
+            for work in self._queue:
+                work.is_cancelled |= work.ticket.position > since
+        self._bell.ring()  # it may sleep, or wait for work that is given up
+
     def cancel(self, since: int = 0) -> None:
-        with self._condition:
-            given_up = [work for work in self._queue if work.ticket.position > since]
-            for work in given_up:
-                work.is_cancelled = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: not any(work.has_begun and not work.ticket.is_done for work in given_up))
-            if not since:
-                self.error = None
+        self.revoke(since)
+        with self._lock:
+            begun = [work.ticket for work in self._queue if work.has_begun and work.ticket.position > since]
+        wait_until_done(self._lock, begun)
+        if self._failed_at > since:
+            self.error, self._failed_at = None, 0
 
     def drain(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._queue)
+        while self._queue:
+            with self._lock:
+                tickets = [work.ticket for work in self._queue]
+            wait_until_done(self._lock, tickets)
         if self.error is not None:
             raise self.error
 
     def abandon(self) -> None:
-        with self._condition:
-            self._is_closed = True
-            for work in self._queue:
-                work.is_cancelled = True
-            self._condition.notify_all()
+        # No lock: a finalizer may call this, also in a thread that holds the lock. The thread does the rest.
+        self._is_closed = True
+        self._bell.ring()  # after the flag: who hears it sees it
 
     def close(self) -> None:
         self.abandon()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _wake(self) -> None:
+        """Let the thread take what it waited for, if there is something now. Under the lock."""
+        if self._is_idle and self._next() is not None:
+            self._is_idle = False
+            self._bell.ring()
+
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (work := self._take()) is not None:
             error = self._do(work)
-            with self._condition:
+            with self._lock:
                 self._queue.remove(work)
-                work.ticket.error = error
-                work.ticket.is_done = True
                 if error is not None and self.error is None and not isinstance(error, CancelledError):
-                    self.error = error
-                self._condition.notify_all()
+                    self.error, self._failed_at = error, work.ticket.position
+                work.ticket.finish(error)
             del work, error  # what the work refers to must not live until the next piece comes
 
     def _take(self) -> Work | None:
         """Wait for a piece of work, and for all that it comes after; None at the end."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._next() is not None or (self._is_closed and not self._queue))
-            work = self._next()
-            if work is not None:
-                work.has_begun = not work.is_cancelled
-            return work
+        while True:
+            with self._lock:
+                self._is_idle = False
+                work = self._next()
+                if work is not None:
+                    work.has_begun = not self._is_given_up(work)
+                    return work
+                if self._is_closed and not self._queue:
+                    return None
+                self._is_idle = True
+            self._bell.wait()  # whatever has changed since the lock was let go has rung
 
     def _next(self) -> Work | None:
         """Return the first piece in the queue, or with `overtakes` in any place of it, that may begin."""
         for work in self._queue:
-            if work.is_cancelled or all(ticket.is_done for ticket in (*work.after, *work.behind)):
+            if not work.waits.left or self._is_given_up(work):
                 return work
             if not self._overtakes:
                 break
         return None
+
+    def _is_given_up(self, work: Work) -> bool:
+        return work.is_cancelled or self._is_closed
 
     def _do(self, work: Work) -> BaseException | None:
         if not work.has_begun:
@@ -233,7 +271,7 @@ class ThreadLane:
         return None
 
     def _ticket(self) -> Ticket:
-        return Ticket(self.name)
+        return Ticket(self._link.name)
 
     def _start(self, work: Work) -> None:
         """Do the work, or put it into a GPU's stream."""
@@ -245,21 +283,20 @@ class ThreadLane:
             ticket.event.synchronize()
 
     def _run(self, work: Work) -> None:
-        """Do the work, fill its ticket, note its span."""
-        ticket, begin = work.ticket, time.perf_counter()
+        """Do the work in its time on the link; sleep until that is over, or it is given up."""
+        ticket, link = work.ticket, self._link
         last = max((*work.after, *work.behind), key=lambda t: t.end, default=None)
         ready = max(work.submitted, last.end if last is not None else 0.0)
-        if last is not None and last.end == ready > self._free_at:
-            ticket.held_by = last.lane
-        self._start(work)
-        end = time.perf_counter()
-        if self._throttle is not None:
-            begin = max(ready, self._free_at)
-            end = max(end, begin + self._throttle.seconds(work.num_bytes))
-            with self._condition:
-                while not work.is_cancelled and (left := end - time.perf_counter()) > 0:
-                    self._condition.wait(left)
-            end = min(end, time.perf_counter())  # given up: the link is free from now on
-        ticket.begin, ticket.end, self._free_at = begin, end, end
-        if ticket.event is None:
-            self._timeline.add(self.name, work.name, begin, end)
+        with self._lock:
+            if last is not None and last.end == ready > link.free_at:
+                ticket.held_by = last.lane
+            link.begin(ticket, ready, work.num_bytes)
+        end = math.inf
+        try:
+            self._start(work)
+            end = max(ticket.end, time.perf_counter())
+            while not self._is_given_up(work) and (left := end - time.perf_counter()) > 0:
+                self._bell.wait(left)
+        finally:
+            with self._lock:
+                link.end(ticket, work.name, min(end, time.perf_counter()))

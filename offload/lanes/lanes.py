@@ -11,32 +11,52 @@ from typing import Any
 import torch
 
 from offload.lanes.lane import InlineLane, Lane, ThreadLane
+from offload.lanes.link import Link
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
+from offload.lanes.waiting import wait_until_done
 from offload.telemetry.timeline import LaneTime, Span, Timeline
 
 
 class Lanes:
-    """`h2d`, `d2h` and `update` beside compute, which is the thread that calls. `here` does work on compute itself, for
-    states that are on the device.
+    """The lanes beside compute, which is the thread that calls:
 
-    `overlap` is False where all of them are compute: on a CPU without throttles, where a second busy thread costs more
-    than it hides.
+    - `h2d`, `d2h`, `update`, each with a link of its own;
+    - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
+      `activation_write` over `nvme_write`: lanes of one link do not wait for each other's tickets;
+    - `here`, which does work on compute itself, for states that are on the device.
+
+    `overlap` is False where h2d, d2h and update are compute: on a CPU without throttles, where a second busy thread
+    costs more than it hides. The lanes of the disk have threads of their own in any case (they block in C++), from
+    their first piece of work on.
     """
 
     def __init__(self, *, overlap: bool, throttle: Mapping[str, Throttle], delay_seed: int | None = None) -> None:
         self.timeline = Timeline(LANES)
         self.overlap = overlap
-        self.condition = threading.Condition()
-        self._throttle, self._delay_seed = throttle, delay_seed
-        self.h2d, self.d2h, self.update = map(self._open, LANES)
-        self.here: Lane = InlineLane("compute", self.timeline)
+        self.lock = threading.Lock()
+        self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
+        self._delay_seed = delay_seed
+        self.h2d, self.d2h, self.update = map(self._open, ("h2d", "d2h", "update"))
+        reads = ("fetch_read", "update_read", "activation_read")
+        self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
+        writes = ("update_write", "activation_write")
+        self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
+        self.here = self._inline("compute")
+        self._updating = (self.update_read, self.update, self.update_write)  # the way of a failure
+        copying = (self.fetch_read, self.activation_read, self.h2d, self.d2h, self.activation_write)
+        self._all = (*copying, *self._updating)
+        self._settled = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:
-        if not self.overlap:
-            return InlineLane(name, self.timeline)
-        throttle, delays = self._throttle.get(name), self.delays(name)
-        return ThreadLane(name, self.condition, self.timeline, throttle, delays, overtakes=name == "h2d")
+        return self._thread(name, name) if self.overlap else self._inline(name)
+
+    def _thread(self, name: str, link: str) -> Lane:
+        return ThreadLane(name, self.lock, self.links[link], self.delays(name), overtakes=name == "h2d")
+
+    def _inline(self, name: str) -> Lane:
+        # This class's wait in any case: compute comes after a GPU's streams by their events.
+        return InlineLane(name, self.timeline, lambda after, behind: Lanes.wait(self, after, behind=behind))
 
     def delays(self, name: str) -> random.Random | None:
         return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")
@@ -73,10 +93,7 @@ class Lanes:
 
     def _await(self, tickets: Sequence[Ticket], behind: Sequence[Ticket]) -> None:
         """Block until all are done; raise what those that are needed raised."""
-        everyone = (*tickets, *behind)
-        if not all(ticket.is_done for ticket in everyone):
-            with self.condition:
-                self.condition.wait_for(lambda: all(ticket.is_done for ticket in everyone))
+        wait_until_done(self.lock, (*tickets, *behind))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
@@ -89,24 +106,41 @@ class Lanes:
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         """Return the seconds of the step, each lane's share, and what every lane did."""
-        return self.timeline.end_step()
+        with self.lock:  # lanes add to it under theirs
+            return self.timeline.end_step()
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def give_up(self, updates_since: int) -> None:
-        """Cancel all copies, and the updates submitted after position `updates_since`."""
-        self.h2d.cancel()
-        self.d2h.cancel()
-        self.update.cancel(updates_since)
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of an update that failed, in whichever of its three lanes it began."""
+        return next((lane.error for lane in self._updating if lane.error is not None), None)
+
+    def drain_updates(self) -> None:
+        """Wait until every update is done and written; raise what failed."""
+        self.update.drain()
+        self.update_write.drain()
+
+    def settle(self) -> None:
+        """What the lanes of updates were given so far belongs to a step that is over: `give_up` leaves it alone."""
+        self._settled.update((lane, lane.position) for lane in self._updating)
+
+    def give_up(self) -> None:
+        """Cancel all copies, and the updates that were submitted since `settle`."""
+        for lane, since in self._settled.items():
+            lane.revoke(since)  # none begins anything while another ends
+        for lane, since in self._settled.items():
+            lane.cancel(since)
 
     def abandon(self) -> None:
         """Nobody waits any more: let the threads end by themselves. Safe wherever garbage is collected."""
-        for lane in (self.h2d, self.d2h, self.update):
+        for lane in self._all:
             lane.abandon()
 
     def close(self) -> None:
         """Give up what has not begun, and end the threads."""
-        for lane in (self.h2d, self.d2h, self.update):
+        self.abandon()  # all of them at once
+        for lane in self._all:
             lane.close()
 
 
@@ -115,10 +149,12 @@ def overlaps(throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
     return torch.cuda.is_available() or bool(throttle) or delay_seed is not None
 
 
-def open_lanes(throttle: Mapping[str, Throttle], delay_seed: int | None) -> Lanes:
-    """Return the lanes for the device that there is. `delay_seed`: wait at random, by this seed."""
+def open_lanes(throttle: Mapping[str, Throttle], delay_seed: int | None, overlap: bool) -> Lanes:
+    """Return the lanes for the device that there is. `delay_seed`: wait at random, by this seed. `overlap`: beside
+    compute on a CPU too.
+    """
     if torch.cuda.is_available():
         from offload.lanes.cuda import CudaLanes
 
         return CudaLanes(throttle=throttle, delay_seed=delay_seed)
-    return Lanes(overlap=overlaps(throttle, delay_seed), throttle=throttle, delay_seed=delay_seed)
+    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed)

@@ -1,4 +1,4 @@
-"""How slow a lane is made, so that PCIe and disks can be played on any machine."""
+"""How slow a link is made, so that PCIe and disks can be played on any machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from offload.errors import ConfigError, nearest
 from offload.sections import parse_size
 
-LANES = ("h2d", "d2h", "update")
+LANES = ("h2d", "d2h", "nvme_read", "nvme_write", "update")
+"""What can be throttled, and is shown. Several lanes may share one of them: see Lanes."""
 _KEYS = ("bandwidth", "latency_seconds")
 
 

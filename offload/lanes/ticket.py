@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _MANY = 16
@@ -16,16 +16,26 @@ class Ticket:
     """One piece of work of a lane. `begin` and `end` are seconds of `time.perf_counter`.
 
     `is_done` is set once the work was done, or, for work of a GPU's stream, once it is in the stream: then `event`
-    fires when it is done. `position`: its place among all that its lane was ever given. `held_by` names the lane whose
-    work this had to wait for, where that is what made it late.
+    fires when it is done. `position`: its place among all that its lane was ever given. `lane` is the name under which
+    the lane is shown (of its link); `held_by` that of the lane whose work this had to wait for, where that is what made
+    it late. `watchers` are called once it is done.
     """
 
-    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "position")
+    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "position", "watchers")
 
     def __init__(self, lane: str, begin: float = 0.0, end: float = 0.0, is_done: bool = False, event: Any = None):
         self.lane, self.begin, self.end, self.is_done, self.event = lane, begin, end, is_done, event
         self.held_by, self.position = lane, 0
         self.error: BaseException | None = None
+        self.watchers: list[Callable[[], None]] = []
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is done, or failed; wake who waits for it. Under the lock of the lanes."""
+        self.error = error
+        self.is_done = True  # after the error: it is read without the lock
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher()
 
     @property
     def is_over(self) -> bool:

@@ -1,8 +1,4 @@
-"""Lanes and tickets: order, waits, errors, giving up, the end of a thread, and whose fault a wait was.
-
-Nothing here expects a time closer than this machine keeps it: what must not happen is held up by a gate, and what must
-happen has `PATIENCE_S`.
-"""
+"""Lanes and tickets: order, waits, errors, giving up, the end of a thread, and whose fault a wait was."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,96 +13,11 @@ import torch
 
 from offload.lanes.lane import InlineLane, ThreadLane
 from offload.lanes.lanes import Lanes, open_lanes, overlaps
+from offload.lanes.link import Link
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.telemetry.timeline import LaneTime, Timeline
-
-PATIENCE_S = 10.0
-MOMENT_S = 0.05
-FOREVER_S = 600
-
-
-class Opener:
-    """Opens lanes, and closes them all."""
-
-    def __init__(self) -> None:
-        self._opened: list[Lanes] = []
-
-    def __call__(self, throttle: dict[str, Throttle] | None = None, seed: int | None = None) -> Lanes:
-        self._opened.append(Lanes(overlap=True, throttle=throttle or {}, delay_seed=seed))
-        return self._opened[-1]
-
-    def close(self) -> None:
-        for lanes in self._opened:
-            within(lanes.close)
-
-
-@pytest.fixture
-def open_threads() -> Iterator[Opener]:
-    opener = Opener()
-    yield opener
-    opener.close()
-
-
-class Gate:
-    """Work that stays begun until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.begun.set()
-        assert self._open.wait(PATIENCE_S), "nobody opened the gate"
-
-    def wait_begun(self) -> None:
-        assert self.begun.wait(PATIENCE_S)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-def start(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Call a function in a thread of its own; its result or its error comes into the list."""
-    result: list[Any] = []
-
-    def call() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread, result
-
-
-def within(function: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-    """Call a function, which has to be done soon: what hangs fails instead."""
-    thread, result = start(function)
-    thread.join(patience_s)
-    assert not thread.is_alive(), "it hangs"
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
-
-
-def eventually(condition: Callable[[], object]) -> bool:
-    end = time.perf_counter() + PATIENCE_S
-    while not condition() and time.perf_counter() < end:
-        time.sleep(0.002)
-    return bool(condition())
-
-
-def fail(error: BaseException) -> Callable[[], None]:
-    def work() -> None:
-        raise error
-
-    return work
-
-
-def nothing() -> None:
-    pass
-
+from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
 
 # -- order ---------------------------------------------------------------------------------------------------
 
@@ -354,6 +264,7 @@ def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
     waiting, result = start(lambda: lanes.wait([ticket]))
     after = lanes.update.submit(lambda: ran.append("after"), after=[ticket])
     behind = lanes.d2h.submit(lambda: ran.append("behind"), behind=[ticket])
+    lanes.h2d.revoke()  # before it can begin
     giving_up, _ = start(lanes.h2d.cancel)
     gate.open()
     for thread in (waiting, giving_up):
@@ -370,13 +281,13 @@ def test_give_up_keeps_the_updates_of_the_step_before(open_threads):
     lanes, gate, ran = open_threads(), Gate(), []
     lanes.update.submit(gate)
     lanes.update.submit(lambda: ran.append("the step before"))
-    since = lanes.update.position
+    lanes.settle()
     never = Ticket("nobody's")
     tickets = [
         lane.submit(lambda: ran.append("this step"), after=[never]) for lane in (lanes.h2d, lanes.d2h, lanes.update)
     ]
     gate.wait_begun()
-    within(lambda: lanes.give_up(since))
+    within(lanes.give_up)
     gate.open()
     within(lanes.update.drain)
     assert ran == ["the step before"]
@@ -405,7 +316,7 @@ def test_closing_leaves_no_thread_behind():
 
 
 def test_closing_a_lane_waits_for_the_work_that_it_has_begun():
-    lane, gate, ran = ThreadLane("update", threading.Condition(), Timeline(LANES)), Gate(), []
+    lane, gate, ran = ThreadLane("update", threading.Lock(), Link("update", Timeline(LANES))), Gate(), []
     ran_on: list[threading.Thread] = []
     lane.submit(lambda: ran_on.append(threading.current_thread()))
     begun, queued = lane.submit(gate), lane.submit(lambda: ran.append("queued"))
@@ -438,7 +349,7 @@ def test_abandoned_threads_end_by_themselves():
 
 
 def test_a_lane_that_is_closed_by_its_own_work_ends():
-    lane, ran_on = ThreadLane("update", threading.Condition(), Timeline(LANES)), []
+    lane, ran_on = ThreadLane("update", threading.Lock(), Link("update", Timeline(LANES))), []
     lane.submit(lambda: ran_on.append(threading.current_thread()))
     ticket = lane.submit(lane.close)
     assert eventually(lambda: ticket.is_done)
@@ -534,7 +445,7 @@ def test_busy_seconds_are_those_of_the_spans(open_threads):
     begin = lanes.now()
     lanes.computed("forward", begin)
     _, times, spans = lanes.end_step()
-    assert set(times) == {"compute", "h2d", "d2h", "update"}
+    assert set(times) == {"compute", *LANES}
     assert times["h2d"].busy_seconds == pytest.approx(sum(t.end - t.begin for t in tickets[:3]))
     assert times["update"].busy_seconds == pytest.approx(tickets[3].end - tickets[3].begin)
     assert times["d2h"] == LaneTime(0.0, 0.0)
@@ -625,7 +536,7 @@ def test_a_wait_for_what_failed_is_exposed_too(open_threads):
 def test_an_inline_lane_works_where_it_is_submitted():
     timeline, ran = Timeline(LANES), []
     timeline.begin_step()
-    lane = InlineLane("h2d", timeline)
+    lane = InlineLane("h2d", timeline, lambda after, behind: None)
     ticket = lane.submit(lambda: ran.append(threading.current_thread()), after=(), num_bytes=5, name="a")
     assert ran == [threading.current_thread()]
     assert ticket.is_over
@@ -654,7 +565,7 @@ def test_threads_only_where_a_link_is_played_or_delayed():
 
     before = num_threads()
     for throttle, seed, has_threads in (({}, None, False), ({"h2d": Throttle()}, None, True), ({}, 0, True)):
-        lanes = open_lanes(throttle, seed)
+        lanes = open_lanes(throttle, seed, overlaps(throttle, seed))
         assert overlaps(throttle, seed) == lanes.overlap == has_threads
         for lane in (lanes.h2d, lanes.d2h, lanes.update):
             lane.submit(nothing)

@@ -1,0 +1,16 @@
+"""Lanes that every test closes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lanes.patience import Opener
+
+
+@pytest.fixture
+def open_threads() -> Iterator[Opener]:
+    opener = Opener()
+    yield opener
+    opener.close()
