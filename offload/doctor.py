@@ -1,0 +1,126 @@
+"""`python -m offload.doctor`: what this machine has, and which of the paths through offload are live on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from offload.cli import run_command
+from offload.errors import ConfigError, format_bytes
+
+DESCRIPTION = (
+    "Tell what this machine has: versions, kernels, the I/O engine, and what the directories for the nvme tier can do. "
+    "Exit codes: 0 fine, 1 a directory cannot be used or a folder not be removed, 2 bad arguments."
+)
+
+
+def main(words: list[str]) -> int:
+    arguments = _parser().parse_args(words)
+    if arguments.clean and not arguments.nvme_dir:
+        raise ConfigError(
+            "--clean is given without a directory; name those in which folders of dead runs are to be removed: --clean "
+            "--nvme-dir DIR."
+        )
+    from offload.planning.diagnosis import diagnose  # imports torch
+
+    found = diagnose(arguments.nvme_dir, arguments.clean)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found)
+    is_well = all(each["usable"] for each in found["nvme"]) and not (found["cleaned"] or {}).get("failed")
+    return 0 if is_well else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m offload.doctor", description=DESCRIPTION)
+    parser.add_argument(
+        "--nvme-dir",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DIR",
+        help="directories to examine, as for --offload.nvme_dir of train; a small file is written and removed",
+    )
+    parser.add_argument("--clean", action="store_true", help="remove what dead runs left in these directories")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in (*_machine(found["environment"]), *_live(found)):
+        table.add_row(name, text)
+    if not found["nvme"]:
+        table.add_row("nvme dir", "none examined; name directories with --nvme-dir")
+    for each in found["nvme"]:
+        table.add_row()
+        for name, text in _directory(each):
+            table.add_row(name, text)
+    if found["cleaned"] is not None:
+        table.add_row()
+        table.add_row("cleaned", _cleaned(found["cleaned"]))
+    Console(highlight=False, markup=False).print(table)
+
+
+def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, memory = about["cpu"], about["memory"]
+    versions = [f"offload {about['offload']}", f"python {about['python']}"]
+    versions += [f"{name} {version}" for name, version in about["versions"].items()]
+    sizes = [
+        f"{format_bytes(memory[f'{key}_bytes'])} {key}" for key in ("total", "available") if f"{key}_bytes" in memory
+    ]
+    gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, CUDA {gpu['cuda']}" for gpu in about["gpus"]]
+    return [
+        ("versions", ", ".join(versions)),
+        ("system", about["platform"]),
+        ("cpu", f"{cpu.get('name') or cpu['machine']}, {cpu['num_cores']} cores"),
+        ("memory", ", ".join(sizes)),
+        ("gpu", "\n".join(gpus) or "none: the device is a part of the memory of the CPU"),
+    ]
+
+
+def _live(found: dict[str, Any]) -> list[tuple[str, str]]:
+    kernels, io = found["kernels"], found["io"]
+    why_torch = "" if kernels["native"] else f"\nslower than C++: {kernels['missing_because']}"
+    name = "C++" if kernels["native"] else "torch"
+    return [
+        ("kernels", f"{name}, {kernels['isa']}, {kernels['threads']} threads{why_torch}"),
+        ("I/O engine", io["engine"] + (f"\n{io['why_not_better']}" if io["why_not_better"] else "")),
+        ("I/O memory", io["why_unregistered"] or "registered with the kernel"),
+    ]
+
+
+def _directory(about: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("nvme dir", about["dir"])]
+    if about["file_system"]:
+        rows.append(("", f"{about['file_system']}, {format_bytes(about['free_bytes'])} free"))
+    if about["usable"]:
+        rows.append(("", f"usable, {'O_DIRECT' if about['direct'] else 'buffered: ' + about['why_buffered']}"))
+    else:
+        rows.append(("", f"cannot be used: {about['refusal']}"))
+    if about["stale"]:
+        rows.append(("stale", "\n".join([*map(_folder, about["stale"]), "removed by --clean"])))
+    return rows
+
+
+def _folder(stale: dict[str, Any]) -> str:
+    started = f", started {stale['started']}" if stale["started"] else ""
+    return f"{stale['path']}: {format_bytes(stale['num_bytes'])} of process {stale['pid']}{started}"
+
+
+def _cleaned(cleaned: dict[str, Any]) -> str:
+    lines = [f"removed {_folder(each)}" for each in cleaned["removed"]]
+    lines += [f"could not remove {_folder(each)}: {each['reason']}" for each in cleaned["failed"]]
+    return "\n".join(lines) or "there was nothing to remove"
+
+
+if __name__ == "__main__":
+    run_command(main)
