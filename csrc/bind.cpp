@@ -119,6 +119,7 @@ void py_roofline_split(Address hi, Address lo, Address m, Address v, Address g, 
 
 NB_MODULE(_core, module) {
   using namespace offload;
+  nb::set_leak_warnings(false);  // an engine that the program never closed ends with the process
   const auto no_gil = nb::call_guard<WithoutGil>();
   module.def("supported_isas", &supported_isas);
   module.def("physical_cores", &physical_cores);

@@ -30,12 +30,6 @@ from offload.sections import parse_size as parse_size
 # What this version does not build yet: key, the values that work, and what is missing. A later version deletes lines
 # here.
 NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("offload.parameters", ("auto", "device", "cpu"), "the nvme tier"),
-    ("offload.optimizer", ("auto", "device", "cpu"), "the nvme tier"),
-    ("offload.gradients", ("auto", "device", "cpu"), "the nvme tier"),
-    ("offload.activations", ("auto", "device", "cpu"), "the nvme tier"),
-    ("offload.nvme_dir", (None,), "the nvme tier"),
-    ("offload.nvme_memory", (None,), "the nvme tier"),
     ("checkpoint.every", (None,), "saving all states during the run"),
     ("checkpoint.keep", (None,), "saving all states during the run"),
     ("checkpoint.resume", ("auto", "never"), "resuming from a checkpoint"),

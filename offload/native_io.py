@@ -78,6 +78,13 @@ class File:
         self.fd = fd
         self._engine = engine
 
+    def reserve(self, num_bytes: int) -> None:
+        """Give the file disk space for at least so many bytes. Raises DiskError."""
+        try:
+            os.posix_fallocate(self.fd, 0, num_bytes)
+        except OSError as error:
+            raise _os_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
+
     def sync(self) -> None:
         """Return when what was written, and waited for, is on the disk. Raises DiskError."""
         try:
@@ -153,14 +160,14 @@ class IoEngine:
                 fd = os.open(path, flags, 0o600)
         except OSError as error:
             raise _os_error("the opening", path, error) from None
+        file = File(self, path, fd, direct and _O_DIRECT != 0, why_buffered)
         if num_bytes:
             try:
-                os.posix_fallocate(fd, 0, num_bytes)
-            except OSError as error:
+                file.reserve(num_bytes)
+            except DiskError:
                 os.close(fd)
-                raise _os_error(f"the reservation of {num_bytes} bytes", path, error) from None
+                raise
         self._backend.add_file(fd)
-        file = File(self, path, fd, direct and _O_DIRECT != 0, why_buffered)
         self._files.add(file)
         return file
 

@@ -35,7 +35,6 @@ from offload.data.tokenizer import tokenizer_folder
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
 from offload.errors import ConfigError, InterruptedRun, format_bytes
-from offload.lanes.lanes import overlaps
 from offload.lanes.throttle import parse_throttle
 from offload.objectives import choose_objective
 from offload.optim.adamw import AdamW
@@ -234,7 +233,7 @@ class Trainer:
         self._folder.write_json("plan.json", {"fits": True, "tiers": tiers})
         self._folder.write_json("env.json", describe_environment())
         self._metrics = MetricsLog(self._folder.metrics)
-        is_serial = not _overlaps(self.config)
+        is_serial = not self._engine.overlaps
         self._trace = Trace(self._folder.path / "trace.json.gz", result.lanes, is_serial=is_serial)
         shown = [
             f"{tier} {format_bytes(held['bytes'])}"
@@ -392,15 +391,9 @@ def _decided(config: Config, engine: Engine) -> Config:
     if config.offload.prefetch != "auto":
         return decided
     has_budget = config.offload.device_memory is not None or torch.cuda.is_available()
-    if _overlaps(config) and has_budget:  # as a number it would be all there is
+    if engine.overlaps and has_budget:  # as a number it would be all there is
         return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
     return decided.with_resolved(offload__prefetch=engine.prefetch)
-
-
-def _overlaps(config: Config) -> bool:
-    """True where lanes work beside compute, each on a thread of its own."""
-    debug = config.run.debug
-    return overlaps(parse_throttle(config.offload.throttle), int(debug) if debug else None)
 
 
 def _build_data(config: Config, kind: Kind, vocabulary: int, progress: Any) -> Any:

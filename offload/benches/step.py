@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
     parser.add_argument("--steps", type=int, default=15, help="rounds, after four to warm up (default %(default)s)")
+    parser.add_argument("--nvme-dir", nargs="+", help="folders: let the engine also train with its states there")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
     overlap.add_arguments(parser)
 
@@ -75,8 +76,13 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 def _contenders(arguments: argparse.Namespace, precision: str, recompute: str) -> Iterator[list[Contender]]:
     plain = plain_pytorch(arguments, precision, checkpointing=recompute == "always")
-    contenders = [plain, engine(arguments, precision, recompute, plain.name)]
-    contenders.append(engine(arguments, precision, recompute, plain.name, device_memory="1TiB"))
+    contenders = [plain, engine("engine", arguments, precision, recompute, plain.name)]
+    contenders.append(
+        engine("engine, all units stay", arguments, precision, recompute, plain.name, device_memory="1TiB")
+    )
+    if arguments.nvme_dir:
+        tiers = {"parameters": "nvme", "optimizer": "nvme", "nvme_dir": arguments.nvme_dir}
+        contenders.append(engine("engine, states on nvme", arguments, precision, recompute, plain.name, **tiers))
     if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
         contenders.append(deepspeed_zero3(arguments, precision, plain.name))
     yield contenders
@@ -177,17 +183,17 @@ def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: 
 
 
 def engine(
-    arguments: argparse.Namespace, precision: str, recompute: str, reference: str, device_memory: str | None = None
+    name: str, arguments: argparse.Namespace, precision: str, recompute: str, reference: str, **placement: Any
 ) -> Contender:
-    """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, or staying in
-    the device memory that is left.
+    """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, unless
+    `placement` says something else.
     """
     from offload import AdamW, Engine, Placement
 
     made = Engine(
         _model(arguments),
         optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),
-        placement=Placement(parameters="cpu", optimizer="cpu", device_memory=device_memory),
+        placement=Placement(**placement),
         precision=precision,
         recompute=recompute,
         head_chunk_bytes=None,
@@ -200,9 +206,10 @@ def engine(
             "peak_host_bytes": counters.peak_host_bytes,
             "h2d_bytes": counters.h2d_bytes,
             "d2h_bytes": counters.d2h_bytes,
+            "nvme_read_bytes": counters.nvme_read_bytes,
+            "nvme_write_bytes": counters.nvme_write_bytes,
         }
 
-    name = "engine" if device_memory is None else "engine, all units stay"
     return Contender(name, lambda ids: made.step({"input_ids": ids, "labels": ids}), reference, details)
 
 

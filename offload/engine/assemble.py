@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.checkpoints import HostCheckpoints
+from offload.engine.checkpoints import Checkpoints, OnDisk, OnHost
 from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping
@@ -20,7 +20,7 @@ from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
 from offload.engine.updates import Updates
 from offload.errors import format_bytes
-from offload.lanes.lanes import open_lanes, overlaps
+from offload.lanes.lanes import open_lanes
 from offload.lanes.throttle import Throttle
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.planning.memory import (
@@ -34,6 +34,8 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.host import trim_heap
 from offload.tiers.ledger import Ledger
+from offload.tiers.nvme import Nvme
+from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -63,14 +65,25 @@ class Assembly:
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
-        self.device = open_device(device_ledger, copies_aside=overlaps(settings.throttle, settings.delay_seed))
-        self.lanes = open_lanes(settings.throttle, settings.delay_seed)
+        self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
+        self.device = open_device(device_ledger, copies_aside=plan.overlap)
+        self.lanes = open_lanes(settings.throttle, settings.delay_seed, plan.overlap)
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
         self._configs = _freeze_cache(model)
         _put_buffers(model, self.device.torch_device)
 
-        self.store = Store(regions, infos, tier=plan.tiers[1], device=self.device, host=self.host)
+        self._nvme = self._open_nvme(placement, counters) if plan.rings else None
+        self.store = Store(
+            regions,
+            infos,
+            tier=plan.tiers[1],
+            device=self.device,
+            host=self.host,
+            lanes=self.lanes,
+            layout=plan.layout,
+            nvme=self._nvme,
+        )
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
         slot, buffer = plan.of("device", SLOT), plan.of("device", "gradient buffer")
@@ -92,7 +105,9 @@ class Assembly:
             self.lanes,
             counters,
             buffer_bytes=buffer.num_bytes,
-            staging=torch.empty(0, dtype=torch.uint8) if keeps_gradients else self._stage(),
+            staging=self._stage(
+                [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
+            ),
             debug=debug,
         )
         # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
@@ -130,7 +145,7 @@ class Assembly:
             self.executor,
             self.gradients,
             Keeping(settings.recompute, device_ledger, self._is_weight),
-            HostCheckpoints(self.device, self.host, self.lanes, counters) if placement.activations == "cpu" else None,
+            self._checkpoints(placement.activations, counters),
             seed=settings.seed,
         )
         self.units: list[Unit] = []
@@ -139,6 +154,9 @@ class Assembly:
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.stream))
         self._take(fill)
+        self.lanes.drain_updates()  # a disk that fails is found out here
+        for lane in ("nvme_read", "nvme_write"):
+            self.lanes.timeline.discount(lane)
         trim_heap()
         for unit in self.units:
             if unit.resident:
@@ -149,6 +167,31 @@ class Assembly:
         for region in regions:
             if len(region.units) > 1:
                 self.gradients.make_lasting(region)
+
+    def _checkpoints(self, tier: str, counters: Counters) -> Checkpoints[Any] | None:
+        """Return where unit inputs wait for their backward; None for the device."""
+        if tier == "nvme":
+            assert self._nvme is not None
+            return Checkpoints(OnDisk(self.device, self.lanes, self._nvme), self.device, counters)
+        if tier == "cpu":
+            return Checkpoints(OnHost(self.device, self.lanes, self.host), self.device, counters)
+        return None
+
+    def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
+        """Make the files of what is on disk, and the rings through which it moves."""
+        for allocation in self.plan.allocations:
+            if allocation.tier == "nvme":
+                self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
+        return Nvme(
+            placement.dirs,
+            self.plan.layout.records(self.regions),
+            rings=self.plan.rings,
+            lanes=self.lanes,
+            counters=counters,
+            ledger=self.nvme_ledger,
+            host=self.host,
+            pin=self.device.pins_host_memory,
+        )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self.stream.is_weight(tensor)
@@ -217,15 +260,14 @@ class Assembly:
         """Make room for gradients that are summed over several backward passes."""
         if not self.gradients.accumulates:
             self.store.hold_gradients(accumulates=True)
-            self.gradients.accumulate(self._stage())
+            self.gradients.accumulate(self._stage(self.regions))
 
-    def _stage(self) -> torch.Tensor:
-        """Return host memory for gradients on their way."""
-        num_bytes = staging_bytes(self.regions, 2 if self.lanes.overlap else 1)
+    def _stage(self, regions: Sequence[Region]) -> torch.Tensor:
+        """Return memory beside the states for the gradients of these regions on their way."""
+        num_bytes = staging_bytes(regions, 2 if self.lanes.overlap else 1)
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
-        if "gradient staging" not in self.host.allocations:
-            self.host.reserve("gradient staging", num_bytes)
+        self.host.reserve("gradient staging", num_bytes - self.host.allocations.get("gradient staging", 0))
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.pins_host_memory)
 
     def update_seconds(self) -> float:
@@ -276,6 +318,7 @@ class Assembly:
         self.store.close()
         self.device.ledger.clear()
         self.host.clear()
+        self.nvme_ledger.clear()
         self.closed = True
 
 

@@ -239,15 +239,22 @@ class Engine:
         """How many units are fetched ahead at least; what the device's budget leaves makes it more."""
         return self._parts.plan.ahead
 
+    @property
+    def overlaps(self) -> bool:
+        """True where copies and updates run beside compute."""
+        return self._parts.lanes.overlap
+
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now.
 
-        Deferred, unless AdamW over all states takes longer than a forward pass, behind which it would hide.
+        Deferred, unless AdamW over all states, none of them on disk, takes longer than a forward pass, behind which it
+        would hide.
         """
         if self._updates.clip == "auto":
             parts = self._parts
             fits = not parts.lanes.overlap or parts.update_seconds() <= parts.forward_seconds(tokens)
-            self._updates.clip = "deferred" if fits else "speculative"
+            # On disk a correction is a second pass over the states, which costs more than the first one hides.
+            self._updates.clip = "deferred" if fits or parts.plan.layout.planes else "speculative"
         return self._updates.clip
 
     # -- states ----------------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ class Engine:
     @property
     def allocations(self) -> list[tuple[str, str, int]]:
         """Return what is held: (tier, name, bytes)."""
-        ledgers = (self._parts.device.ledger, self._parts.host)
+        ledgers = (self._parts.device.ledger, self._parts.host, self._parts.nvme_ledger)
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
     def export(self, path: str | Path) -> None:
@@ -348,7 +355,7 @@ class Engine:
     def _settle(self) -> None:
         """Let every update that is on its way arrive, before the host reads the states."""
         self._check_usable()
-        self._parts.lanes.update.drain()
+        self._parts.lanes.drain_updates()
 
     @contextmanager
     def _as_ours(self) -> Iterator[None]:

@@ -31,9 +31,10 @@ _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is 
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat`. `touched[
-    region.index][position]` tells which parameters received one; `squares[parameter]` is the fp64 sum of squares of its
-    fp32 gradient, there once `measured` was called for its region (on a GPU it comes down with the gradients).
+    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat`, or to disk (None).
+    `touched[region.index][position]` tells which parameters received one; `squares[parameter]` is the fp64 sum of
+    squares of its fp32 gradient, there once `measured` was called for its region (on a GPU it comes down with the
+    gradients).
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class GradientFlow:
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = False
-        self.landed: Callable[[Region, torch.Tensor, Fence], None] | None = None
+        self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
         self._lasting: dict[int, torch.Tensor] = {}
@@ -247,7 +248,15 @@ class GradientFlow:
         self._landed.add(region.index)
         self._measure(region, flat)
         state = self._store[region]
-        target, fence, stretch = state.gradients, state.fences["gradients"], None
+        if state.lands_on_disk:
+            for part in state.parts:
+                loan = part.land()
+                piece = flat[part.begin : part.end]
+                loan.changed(self._bring_down(region, loan.planes["gradients"], piece, source, loan.behind))
+            if self.landed is not None:
+                self.landed(region, None, Fence("gradients on disk"))
+            return
+        target, fence, stretch = state.gradients, state.landing, None
         behind = fence.before_fill()
         if target is None:
             target, stretch = self._staged(region)
@@ -261,7 +270,7 @@ class GradientFlow:
     def _add(self, region: Region, flat: torch.Tensor, source: Fence) -> None:
         """Add a region's gradients to its fp32 plane."""
         state = self._store[region]
-        plane, fence = state.gradients, state.fences["gradients"]
+        plane, fence = state.gradients, state.landing
         assert plane is not None
         first = region.index not in self._landed
         self._landed.add(region.index)

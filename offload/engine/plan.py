@@ -12,10 +12,22 @@ from offload.errors import format_bytes
 from offload.lanes.lanes import overlaps
 from offload.lanes.throttle import Throttle
 from offload.optim.adamw import AdamW
-from offload.partition.layout import Region
-from offload.planning.memory import Allocation, UnitPlan, check_budgets, plan_memory, resident_regions, slot_bytes
+from offload.partition.layout import DiskLayout, Region
+from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes
+from offload.planning.environment import memory
+from offload.planning.memory import (
+    Allocation,
+    UnitPlan,
+    check_budgets,
+    plan_memory,
+    resident_regions,
+    slot_bytes,
+    staging_bytes,
+)
 from offload.tiers.placement import Placement
 
+_SHARE_OF_FREE_MEMORY = 0.9
+"""Of the host's, where it has no budget: the rest is for whoever else runs there."""
 AUTO_LOOKAHEAD = 2
 """Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
 
@@ -52,11 +64,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where parameters and optimizer states live, how many units are fetched ahead, what is allocated, and what would
-    be with all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
+    """Where parameters and optimizer states live, what of them is on disk and through which
+    rings it moves, whether copies and updates run beside
+    compute, how many units are fetched ahead, what is allocated, and what would be with all the memory that there can
+    be. `limited`: the device has a budget, whose rest may be given away.
     """
 
     tiers: tuple[str, str]
+    layout: DiskLayout
+    rings: Mapping[str, int]
+    overlap: bool
     ahead: int
     limited: bool
     allocations: list[Allocation]
@@ -80,7 +97,9 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 
 def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region]) -> Plan:
     """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold."""
-    overlap = overlaps(settings.throttle, settings.delay_seed)
+    placement, layout, rings = settings.placement, DiskLayout(), dict[str, int]()
+    # Whoever reads from a disk has to wait, and does it beside compute.
+    overlap = overlaps(settings.throttle, settings.delay_seed) or placement.nvme_dir is not None
 
     def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
@@ -90,13 +109,22 @@ def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[R
             optimizer_tier=states,
             keeps_gradients=settings.keeps_gradients,
             splits=settings.splits,
+            layout=layout,
+            rings=rings,
             ahead=ahead,
             buffers=buffers,
             stagings=2 if overlap else 1,
         )
 
-    placement = settings.placement
     tiers = _choose_tiers(placement, plan_for)
+    if placement.activations == "nvme":
+        rings = activation_ring_bytes(budget_bytes(placement.host_memory))
+    if tiers[1] == "cpu":
+        staging = staging_bytes(regions, 2 if overlap else 1)
+        layout = _choose_layout(placement, regions, settings.keeps_gradients, staging, sum(rings.values()))
+        rings |= ring_bytes(layout, regions)
+    if not rings:
+        overlap = overlaps(settings.throttle, settings.delay_seed)
     limited = placement.device_memory is not None or torch.cuda.is_available()
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
@@ -110,16 +138,41 @@ def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[R
     floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
-    budgets = {"device": budget_bytes(placement.device_memory), "cpu": budget_bytes(placement.host_memory)}
-    check_budgets(allocations, budgets, floor)
-    return Plan(tiers, ahead, limited, allocations, most)
+    budgets = {
+        "device": placement.device_memory,
+        "cpu": placement.host_memory,
+        "nvme": placement.nvme_memory,
+    }
+    check_budgets(allocations, {tier: budget_bytes(value) for tier, value in budgets.items()}, floor)
+    return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)
+
+
+def _choose_layout(
+    placement: Placement, regions: Sequence[Region], keeps_gradients: bool, staging: int, reserved: int
+) -> DiskLayout:
+    """Resolve what goes to disk; with `auto` and a folder for it, whatever the host's budget, or its free memory, does
+    not hold beside what is `reserved`.
+    """
+    tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
+    if tiers["parameters"] == "device":  # they go up from where their master is
+        tiers["parameters"] = tiers["optimizer"]
+    host_bytes = budget_bytes(placement.host_memory)
+    if placement.nvme_dir is None:
+        tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
+    elif host_bytes is None and "auto" in (tiers["parameters"], tiers["optimizer"]):
+        host_bytes = int(memory()["available_bytes"] * _SHARE_OF_FREE_MEMORY)
+    host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
+    return lay_out(regions, tiers, keeps_gradients=keeps_gradients, staging_bytes=staging, host_bytes=host_bytes)
 
 
 def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allocation]]) -> tuple[str, str]:
-    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else on the cpu."""
-    wants = (placement.parameters, placement.optimizer)
+    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
+    called cpu here.
+    """
+    below = {"nvme": "cpu"}
+    wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
     if "auto" not in wants:
-        return wants
+        return wants[0], wants[1]
     budget = budget_bytes(placement.device_memory)
     if budget is None and torch.cuda.is_available():
         budget = int(torch.cuda.mem_get_info()[0] * 0.6)  # the rest is for activations

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.call import Arguments, Call, call_unit, call_unit_without_graph, deliver
-from offload.engine.checkpoints import HostCheckpoints
+from offload.engine.checkpoints import Checkpoints
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
 from offload.engine.learned import DepartedError, Rows
@@ -62,7 +62,7 @@ class Stream:
         executor: Executor,
         gradients: GradientFlow,
         keeping: Keeping,
-        checkpoints: HostCheckpoints | None,
+        checkpoints: Checkpoints[Any] | None,
         *,
         seed: int,
     ) -> None:

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,10 +17,10 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.optim.adamw import AdamW
 from offload.optim.clip import clip_coefficient, total_norm
-from offload.optim.update import correct_region, update_region
-from offload.partition.layout import ParameterInfo, Region
+from offload.optim.update import correct_part, update_part
+from offload.partition.layout import PLANES, ParameterInfo, Region
 from offload.tiers.slots import Slots
-from offload.tiers.store import Store
+from offload.tiers.store import Part, Store
 
 COARSE_RATIO = 8.0
 """Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
@@ -27,12 +28,15 @@ COARSE_RATIO = 8.0
 
 @dataclass
 class Landed:
-    """A region that was updated as it landed: with which coefficient is known once its norm is."""
+    """A region whose gradients have landed: in memory, or with its states (None) on disk. With which coefficient it is
+    updated is known once the norm is; `counts` is false where it was found that it must not be.
+    """
 
     region: Region
-    gradients: torch.Tensor
+    gradients: torch.Tensor | None
     fence: Fence
     scale: float = 1.0
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Updates:
         self._lane: Lane = lanes.update if store.tier == "cpu" else lanes.here
         self.clip = "deferred" if self._lane is lanes.here else clip  # on the device nothing hides behind anything
         self._updated: list[Landed] = []
-        self.lr, self._since = rule.lr, 0
+        self.lr = rule.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
 
@@ -93,7 +97,8 @@ class Updates:
 
     def begin_step(self, lr: float, waits: bool) -> None:
         """Start a step; `waits`: its updates come after the norm in any case."""
-        self.lr, self._since = lr, self._lane.position
+        self.lr = lr
+        self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
         self._flow.landed = None if waits or self.waits else self._update_at_once
@@ -111,7 +116,7 @@ class Updates:
             self._slots.refresh()
             go_on()
         self.is_updating = False
-        self._since = self._lane.position  # what is on its way belongs to a step that is over
+        self._lanes.settle()  # what is on its way belongs to a step that is over
         return applied
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
@@ -124,10 +129,9 @@ class Updates:
         scale = clip_coefficient(norm, self._max_norm)
         if self._flow.landed is not None:
             return self._correct(norm, scale, rank)
-        waiting = [state for state in self._store.states if state.gradients is not None]
+        waiting = [state for state in self._store.states if state.keeps_gradients]
         for state in sorted(waiting, key=lambda state: rank(state.region)):
-            assert state.gradients is not None
-            landed = Landed(state.region, state.gradients, state.fences["gradients"], scale)
+            landed = Landed(state.region, state.gradients, state.landing, scale)
             self._submit(landed, self._flow.touched[state.region.index])
         return Applied(norm)
 
@@ -135,32 +139,32 @@ class Updates:
         """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any
         more, where they do not.
         """
-        self._lanes.give_up(self._since)
+        self._lanes.give_up()
         return self.failure()
 
     def failure(self) -> str | None:
         """Between steps: return why the states belong to no step, if they do not."""
         if self.is_updating:
             return "a step failed after some units were updated and before the others were"
-        error = self._lanes.update.error
+        error = self._lanes.failure
         return None if error is None else f"an update failed ({type(error).__name__}: {error})"
 
     # -- at once, and corrections ----------------------------------------------------------------------------
 
-    def _update_at_once(self, region: Region, gradients: torch.Tensor, fence: Fence) -> None:
+    def _update_at_once(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
         touched, squares, so_far = self._flow.touched[region.index], self._flow.squares, self._so_far
         if not all(math.isfinite(squares[index]) for index in region.parameters):
             self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
 
-        def prepare() -> bool:
+        def prepare() -> None:
             if self._max_norm is None and self._lane is self._lanes.here:
-                return True  # compute does not wait for the norm, which `apply` judges
+                return  # compute does not wait for the norm, which `apply` judges
             self._flow.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
             landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
-            return math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
+            landed.counts = math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
 
         self._submit(landed, touched, prepare)
 
@@ -181,34 +185,38 @@ class Updates:
 
     # -- the lane --------------------------------------------------------------------------------------------
 
-    def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], bool] = lambda: True) -> None:
+    def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
         if not any(touched):
             return
-        region, lr = landed.region, self.lr
-        state = self._store[region]
+        state, lr = self._store[landed.region], self.lr
+        first, last = state.parts[0], state.parts[-1]
         may_correct = self._is_speculative and self._flow.landed is not None
 
-        def update() -> None:
-            if not prepare():
-                return
-            num_wrong = update_region(
-                state, landed.gradients, touched, self._rule, self._infos, lr=lr, scale=landed.scale
+        def update(part: Part, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+            if part is first:
+                prepare()
+            if not landed.counts:
+                return 0
+            num_wrong = update_part(
+                state, part, planes, gradients, touched, self._rule, self._infos, lr=lr, scale=landed.scale
             )
-            if num_wrong:
-                raise _overflow(region, num_wrong, lr)
+            if part is last:
+                state.count(touched)
             if self._debug and not may_correct:
-                landed.gradients.fill_(float("nan"))
+                gradients.fill_(float("nan"))
+            return num_wrong
 
         self._enter(landed, update, "update")
 
     def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
-        region, lr = landed.region, self.lr
-        state = self._store[region]
+        state, lr = self._store[landed.region], self.lr
 
-        def correct() -> None:
-            num_wrong = correct_region(
+        def correct(part: Part, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+            return correct_part(
                 state,
-                landed.gradients,
+                part,
+                planes,
+                gradients,
                 touched,
                 self._rule,
                 self._infos,
@@ -216,26 +224,39 @@ class Updates:
                 applied_scale=landed.scale,
                 scale=scale,
             )
-            if num_wrong:
-                raise _overflow(region, num_wrong, lr)
 
         self._enter(landed, correct, "correct")
 
-    def _enter(self, landed: Landed, work: Callable[[], None], verb: str) -> None:
-        """Submit work on a region's states: after its gradients, behind every fetch of what it overwrites."""
-        region = landed.region
+    def _enter(
+        self, landed: Landed, work: Callable[[Part, Mapping[str, torch.Tensor], torch.Tensor], int], verb: str
+    ) -> None:
+        """Submit work on a region's states, part by part: after its gradients, behind every fetch of what it
+        overwrites. The work returns how many weights are no longer finite.
+        """
+        region, lr = landed.region, self.lr
         self.is_updating = True
         self._slots.invalidate(region)
-        weights = self._store[region].fences["weights"]
-        ticket: Ticket = self._lane.submit(
-            work,
-            after=(*landed.fence.before_read(), *weights.before_read()),
-            behind=weights.before_fill(),
-            name=f"{verb} {region.name}",
-            num_bytes=region.update_bytes,
-        )
-        landed.fence.read(ticket)
-        weights.fill(ticket)
+
+        def run(part: Part, planes: dict[str, torch.Tensor]) -> None:
+            gradients = planes.get("gradients")
+            if gradients is None:
+                assert landed.gradients is not None
+                gradients = landed.gradients[part.begin : part.end]
+            num_wrong = work(part, planes, gradients)
+            if num_wrong:
+                raise _overflow(region, num_wrong, lr)
+
+        for part in self._store[region].parts:
+            loan = part.lend(*(PLANES if landed.gradients is None else PLANES[:-1]))
+            ticket: Ticket = self._lane.submit(
+                partial(run, part, loan.planes),
+                after=(*landed.fence.before_read(), *loan.after),
+                behind=loan.behind,
+                name=f"{verb} {region.name}",
+                num_bytes=region.update_bytes * (part.end - part.begin) // region.numel,
+            )
+            landed.fence.read(ticket)
+            loan.changed(ticket)
 
     def _refuse_gradients(self) -> None:
         order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains

@@ -1,19 +1,21 @@
-"""Run AdamW over a region: one kernel call for every run of neighbouring parameters that are updated alike."""
+"""Run AdamW over a part of a region: one kernel call for every run of neighbours that are updated alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from offload import native
 from offload.optim.adamw import AdamW
 from offload.partition.layout import ParameterInfo
-from offload.tiers.store import RegionState
+from offload.tiers.store import Part, RegionState
 
 
-def update_region(
+def update_part(
     state: RegionState,
+    part: Part,
+    planes: Mapping[str, torch.Tensor],
     gradients: torch.Tensor,
     touched: Sequence[bool],
     rule: AdamW,
@@ -22,17 +24,17 @@ def update_region(
     lr: float,
     scale: float,
 ) -> int:
-    """Update the parameters of a region that received a gradient; return how many weights are no longer finite.
+    """Update the parameters of a part of a region that received a gradient; return how many weights are no longer
+    finite.
 
-    `gradients` is flat over the region (fp32, or bf16); `scale` multiplies it (the clipping coefficient). A parameter
-    that was not `touched` keeps its weights, its moments and its step count, as in torch.
+    `planes` and `gradients` (fp32, or bf16) are flat over the part; `scale` multiplies the gradients (the clipping
+    coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch.
     """
     num_wrong = 0
-    for first, last, (steps, lr_scale, weight_decay) in _runs(state, touched, infos):
-        planes, span = _planes(state, first, last)
+    for span, (steps, lr_scale, weight_decay) in _runs(state, part, touched, infos):
         num_wrong += int(
             native.adamw(
-                *planes,
+                *_states(planes, span),
                 gradients[span],
                 step=steps + 1,
                 lr=lr * lr_scale,
@@ -42,13 +44,13 @@ def update_region(
                 grad_scale=scale,
             )
         )
-        for position in range(first, last + 1):
-            state.steps[position] += 1
     return num_wrong
 
 
-def correct_region(
+def correct_part(
     state: RegionState,
+    part: Part,
+    planes: Mapping[str, torch.Tensor],
     gradients: torch.Tensor,
     touched: Sequence[bool],
     rule: AdamW,
@@ -58,15 +60,14 @@ def correct_region(
     applied_scale: float,
     scale: float,
 ) -> int:
-    """Bring a region that `update_region` has updated with `applied_scale` to where `scale` would have brought it;
-    return how many weights are no longer finite.
+    """Bring a part that `update_part` has updated with `applied_scale`, in a step that was counted since, to where
+    `scale` would have brought it; return how many weights are no longer finite.
     """
     num_wrong = 0
-    for first, last, (steps, lr_scale, _) in _runs(state, touched, infos):
-        planes, span = _planes(state, first, last)
+    for span, (steps, lr_scale, _) in _runs(state, part, touched, infos):
         num_wrong += int(
             native.correct_adamw(
-                *planes,
+                *_states(planes, span),
                 gradients[span],
                 step=steps,
                 lr=lr * lr_scale,
@@ -83,9 +84,11 @@ _Alike = tuple[int, float, float]
 
 
 def _runs(
-    state: RegionState, touched: Sequence[bool], infos: Sequence[ParameterInfo]
-) -> Iterator[tuple[int, int, _Alike]]:
-    """Yield (first, last, what they have in common) of neighbouring touched parameters that are updated alike."""
+    state: RegionState, part: Part, touched: Sequence[bool], infos: Sequence[ParameterInfo]
+) -> Iterator[tuple[slice, _Alike]]:
+    """Yield the elements of a part (counted from its beginning) over which neighbouring touched parameters are updated
+    alike, and what these have in common.
+    """
     first = 0
     while first < len(touched):
         if not touched[first]:
@@ -95,21 +98,18 @@ def _runs(
         last = first
         while last + 1 < len(touched) and touched[last + 1] and _alike(state, infos, last + 1) == alike:
             last += 1
-        yield first, last, alike
+        begin, end = max(state.span(first).start, part.begin), min(state.span(last).stop, part.end)
+        if begin < end:
+            yield slice(begin - part.begin, end - part.begin), alike
         first = last + 1
 
 
-def _planes(
-    state: RegionState, first: int, last: int
-) -> tuple[
-    tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor],
-    slice,
-]:
-    span = slice(state.span(first).start, state.span(last).stop)
-    assert state.exp_avg is not None
-    assert state.exp_avg_sq is not None
-    master = state.weights[span] if state.low is None else (state.weights[span], state.low[span])
-    return (master, state.exp_avg[span], state.exp_avg_sq[span]), span
+def _states(
+    planes: Mapping[str, torch.Tensor], span: slice
+) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    weights = planes["weights"][span]
+    master = (weights, planes["low"][span]) if "low" in planes else weights
+    return master, planes["exp_avg"][span], planes["exp_avg_sq"][span]
 
 
 def _alike(state: RegionState, infos: Sequence[ParameterInfo], position: int) -> _Alike:

@@ -5,13 +5,17 @@ arXiv:1910.02054, section 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 PARAMETER_ALIGNMENT = 128
 """Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it."""
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then a multiple of 4096 bytes: a page, and a block of any disk."""
+PLANES = ("weights", "low", "exp_avg", "exp_avg_sq", "gradients")
+"""What there is of a region, in the order in which it lies in a record on disk: what is changed together is neighbours,
+and what is read alone comes first.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,13 @@ class Region:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
-        return self.numel * (2 if self.is_split else 4)
+        return self.numel * self.width("weights")
+
+    def width(self, plane: str) -> int:
+        """Return the bytes of an element of a plane; gradients as they wait for the norm of one backward pass."""
+        if plane in ("weights", "gradients"):
+            return 2 if self.is_split else 4
+        return 2 if plane == "low" else 4
 
     @property
     def update_bytes(self) -> int:
@@ -80,7 +90,7 @@ class Region:
         if self.trainable:
             planes["exp_avg"] = planes["exp_avg_sq"] = 4 * self.numel
             if keeps_gradients:
-                planes["gradients"] = self.numel * (2 if self.is_split and not accumulates else 4)
+                planes["gradients"] = self.numel * (4 if accumulates else self.width("gradients"))
         return planes
 
 
@@ -129,3 +139,47 @@ def build_regions(
             )
         )
     return tuple(regions)
+
+
+@dataclass(frozen=True)
+class DiskLayout:
+    """What of each region (by index) is on disk, its planes in the order of `PLANES`, and the elements of a tile: a
+    region with planes on disk is read, updated and written back in tiles, each of which has its record.
+    """
+
+    planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    tile_numel: int = SHARD_MULTIPLE
+
+    def of(self, region: Region) -> tuple[str, ...]:
+        """Return the planes of a region that are on disk."""
+        return self.planes.get(region.index, ())
+
+    def tiles(self, region: Region) -> list[tuple[int, int]]:
+        """Return the elements from which to which a region is cut in tiles: all of it where nothing is on disk."""
+        step = self.tile_numel if self.of(region) else region.numel
+        return [(begin, min(begin + step, region.numel)) for begin in range(0, region.numel, step)]
+
+    def record_bytes(self, region: Region, numel: int) -> int:
+        """Return the bytes of the record of a tile of so many elements."""
+        return numel * sum(region.width(plane) for plane in self.of(region))
+
+    def records(self, regions: Iterable[Region]) -> list[int]:
+        """Return the bytes of every record, in order."""
+        return [
+            self.record_bytes(region, end - begin)
+            for region in regions
+            if self.of(region)
+            for begin, end in self.tiles(region)
+        ]
+
+
+def stripe(sizes: Iterable[int], num_files: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Spread records over files, each to the one that has least so far; return (file, offset) of each, and the bytes of
+    each file.
+    """
+    places, ends = [], [0] * num_files
+    for size in sizes:
+        number = ends.index(min(ends))
+        places.append((number, ends[number]))
+        ends[number] += size
+    return places, ends

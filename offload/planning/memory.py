@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
-from offload.partition.layout import Region
+from offload.partition.layout import DiskLayout, Region
 from offload.schedule.build import window_bytes
 
 SLOT = "unit slot"
@@ -62,22 +62,29 @@ def plan_memory(
     optimizer_tier: str,
     keeps_gradients: bool,
     splits: bool,
+    layout: DiskLayout | None = None,
+    rings: Mapping[str, int] | None = None,
     ahead: int = 0,
     buffers: int = 1,
     stagings: int = 1,
 ) -> list[Allocation]:
     """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
     up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
-    gradients have room on the device and, where they do not wait there, on the host.
+    gradients have room on the device and, where they do not wait there, on the host. `layout`: what is on disk;
+    `rings`: the bytes of the buffers through which it moves.
     """
-    states_tier = "device" if optimizer_tier == "device" else "cpu"
-    totals: dict[str, int] = {}
+    states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
+    totals: dict[tuple[str, str], int] = {}
     for region in regions:
-        for plane, num_bytes in region.planes(keeps_gradients, accumulates=False).items():
-            totals[plane] = totals.get(plane, 0) + num_bytes
-    plan = [Allocation(states_tier, plane.replace("_", " "), num_bytes) for plane, num_bytes in totals.items()]
+        on_disk = layout.of(region)
+        for plane, num_bytes in region.planes(keeps_gradients or "gradients" in on_disk, accumulates=False).items():
+            key = "nvme" if plane in on_disk else states_tier, plane
+            totals[key] = totals.get(key, 0) + num_bytes
+    plan = [Allocation(tier, plane.replace("_", " "), num_bytes) for (tier, plane), num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
-        plan.append(Allocation("cpu", "gradient staging", staging_bytes(regions, stagings)))
+        staged = [region for region in regions if "gradients" not in layout.of(region)]
+        plan.append(Allocation("cpu", "gradient staging", staging_bytes(staged, stagings)))
+    plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
 
     resident = resident_regions(units)
     if states_tier == "cpu":
@@ -117,7 +124,7 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
 
     `floor` says which unit is the largest and what it needs at least, for the device's message.
     """
-    flags = {"device": "offload.device_memory", "cpu": "offload.host_memory"}
+    flags = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
     for tier, budget in budgets.items():
         wanted = [allocation for allocation in plan if allocation.tier == tier]
         total = sum(allocation.num_bytes for allocation in wanted)
@@ -127,13 +134,21 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         raise DoesNotFitError(
             f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total}"
-            + (_device_fix if tier == "device" else _host_fix)
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total}, "
+            f"{_fix(tier, plan)}."
         )
 
 
-_device_fix = ", or place states lower with --offload.parameters cpu --offload.optimizer cpu."
-_host_fix = (
-    ", or train with --train.precision bf16, or without clipping (--train.max_grad_norm none frees the waiting "
-    "gradients)."
-)
+def _fix(tier: str, plan: Sequence[Allocation]) -> str:
+    """Say what else than a larger budget would help."""
+    if tier == "device":
+        return "or place states lower with --offload.parameters cpu --offload.optimizer cpu"
+    if tier == "nvme":
+        return "or keep states higher with --offload.parameters cpu, or train with --train.precision bf16"
+    if any(allocation.tier == "nvme" for allocation in plan):
+        return "or let more of them go to disk with --offload.parameters nvme --offload.gradients nvme"
+    return (
+        "or place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER, or "
+        "train with --train.precision bf16, or without clipping (--train.max_grad_norm none frees the waiting "
+        "gradients)"
+    )

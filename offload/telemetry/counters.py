@@ -20,6 +20,7 @@ class Counters:
     nvme_read_bytes: int = 0
     nvme_write_bytes: int = 0
     next_h2d_bytes: int = 0
+    next_nvme_read_bytes: int = 0
     peaks: Callable[[], tuple[int, int, int]] = field(default=lambda: (0, 0, 0), repr=False)
 
     @property
@@ -50,3 +51,4 @@ class Counters:
         """Start counting a step."""
         self.clear()
         self.h2d_bytes, self.next_h2d_bytes = self.next_h2d_bytes, 0
+        self.nvme_read_bytes, self.next_nvme_read_bytes = self.next_nvme_read_bytes, 0

@@ -23,6 +23,8 @@ class Ledger:
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
         """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
+        if not num_bytes:
+            return
         total = self.current_bytes + num_bytes
         if self.budget_bytes is not None and total > self.budget_bytes:
             raise DoesNotFitError(self._refusal(name, num_bytes, fix))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.errors import ConfigError, nearest
 
-TIERS = ("device", "cpu")
+TIERS = ("device", "cpu", "nvme")
+_KINDS = ("parameters", "optimizer", "gradients", "activations")
 
 
 @dataclass(frozen=True)
 class Placement:
     """The tier of each kind of state; budgets in bytes or as text ("6GiB"), None for no limit.
 
-    `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu.
-    Gradients wait where the optimizer states are.
+    `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu, and,
+    where `nvme_dir` is given, on disk what the cpu does not hold. Gradients wait where the optimizer states are; on
+    disk only where there is no memory for them. `nvme_dir`: one folder or several on different disks.
     """
 
     parameters: str = "cpu"
@@ -32,25 +35,36 @@ class Placement:
 
         for key in ("device_memory", "host_memory", "nvme_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
-        for key in ("parameters", "optimizer", "gradients", "activations"):
+        for key in _KINDS:
             value, allowed = getattr(self, key), ("auto", *TIERS)
-            if value == "nvme":
-                raise ConfigError(
-                    f"offload.{key} is nvme, and this version has no nvme tier yet; allowed: auto, device, cpu."
-                )
             if value not in allowed:
                 raise ConfigError(
-                    f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: auto, device, cpu."
+                    f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
                 )
-        if self.optimizer == "device" and self.parameters == "cpu":
+        if self.nvme_dir is not None:
+            dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
+            object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)
+        for key in _KINDS:
+            if getattr(self, key) == "nvme" and self.nvme_dir is None:
+                raise ConfigError(
+                    f"offload.{key} is nvme, and there is no folder for it: set --offload.nvme_dir to one on a local "
+                    "disk, or to several on different disks."
+                )
+        if self.optimizer == "device" and self.parameters in ("cpu", "nvme"):
             raise ConfigError(
-                "offload.optimizer is device and offload.parameters is cpu: states above their parameters save "
-                "nothing. Set --offload.parameters device, or --offload.optimizer cpu."
+                f"offload.optimizer is device and offload.parameters is {self.parameters}: states above their "
+                "parameters save nothing. Set --offload.parameters device, or --offload.optimizer cpu."
             )
-        if (self.gradients == "device" and self.optimizer == "cpu") or (
-            self.gradients == "cpu" and self.optimizer == "device"
+        if (self.gradients == "device") != (self.optimizer == "device") and "auto" not in (
+            self.gradients,
+            self.optimizer,
         ):
             raise ConfigError(
                 f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait "
                 "beside the optimizer states. Set --offload.gradients auto."
             )
+
+    @property
+    def dirs(self) -> Sequence[str]:
+        """The folders of the nvme tier."""
+        return (self.nvme_dir,) if isinstance(self.nvme_dir, str) else self.nvme_dir or ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.partition.layout import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.store import Store
+from offload.tiers.store import Store, plane_dtype
 
 _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
@@ -56,7 +57,8 @@ class Slots:
         self._on_device = store.tier == "device"
         self._storages: set[int] = set()
         if self._on_device:
-            self._storages.update(state.weights.untyped_storage().data_ptr() for state in store.states)
+            planes = (part.planes["weights"] for state in store.states for part in state.parts)
+            self._storages.update(plane.untyped_storage().data_ptr() for plane in planes)
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
         self._slots: list[Slot] = []
@@ -108,17 +110,13 @@ class Slots:
         ]
         self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
         behind = [ticket for other in gone for ticket in other.fence.before_fill()]
-        tickets = []
+        if self._debug:
+            behind = [*behind, self._poison(gone, behind)]
+        tickets: list[Ticket] = []
         for region in self.cargoes[cargo]:
-            state = self._store[region]
-            flat = self._memory[offset : offset + region.weight_bytes].view(state.weights.dtype)
+            flat = self._memory[offset : offset + region.weight_bytes].view(plane_dtype(region, "weights"))
             offset += region.weight_bytes
-            poisoned = [self._memory[other.begin : other.end] for other in gone] if self._debug else []
-            tickets.append(self._bring_up(region, flat, behind, poisoned))
-            if poisoned:  # once, before anything else comes there
-                for other in gone:
-                    other.fence.read(tickets[0])
-                gone, behind = [], [*behind, tickets[0]]
+            tickets += self._bring_up(region, flat, behind, is_ahead)
         slot.fence.fill(*tickets)
         if is_ahead:
             self._counters.next_h2d_bytes += self.cargo_bytes(cargo)
@@ -150,7 +148,7 @@ class Slots:
             if slot.valid and region in self.cargoes[slot.cargo]:
                 self._retire(slot)
                 if self._debug:
-                    self._poison(slot)
+                    self._poison([slot], slot.fence.before_fill())
 
     def forget(self) -> None:
         """Nothing that streams is on the device any more (the step was given up)."""
@@ -165,12 +163,12 @@ class Slots:
         placed, end = {}, self.offset(cargo)
         for region in regions:
             if self._on_device:
-                placed[region] = self._store[region].weights
+                placed[region] = self._store[region].parts[0].planes["weights"]
             elif region.index in self._resident:
                 placed[region] = self._resident[region.index][0]
             else:
                 flat = self._memory[end : end + region.weight_bytes]
-                placed[region] = flat.view(self._store[region].weights.dtype)
+                placed[region] = flat.view(plane_dtype(region, "weights"))
                 end += region.weight_bytes
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return placed
@@ -220,9 +218,8 @@ class Slots:
         for region in regions:
             if self.is_resident(region):
                 continue
-            flat = self._device.allocate("resident weights", region.weight_bytes).view(
-                self._store[region].weights.dtype
-            )
+            flat = self._device.allocate("resident weights", region.weight_bytes)
+            flat = flat.view(plane_dtype(region, "weights"))
             self._resident[region.index] = flat, self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
@@ -236,7 +233,7 @@ class Slots:
         for index, (flat, fence) in self._resident.items():
             region = self._store.states[index].region
             if (chosen is None or index in chosen) and (always or region.trainable):
-                fence.fill(self._bring_up(region, flat, fence.before_fill(), ()))
+                fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
                 self._counters.next_h2d_bytes += region.weight_bytes
 
     def settle(self) -> None:
@@ -280,27 +277,31 @@ class Slots:
     def _find(self, cargo: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)
 
-    def _bring_up(
-        self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], poisoned: Sequence[torch.Tensor]
-    ) -> Ticket:
-        state = self._store[region]
-
-        def copy() -> None:
-            for stretch in poisoned:
-                stretch.data.view(torch.int32).fill_(_POISON)
-            self._device.copy(flat, state.weights)
-
-        fence = state.fences["weights"]
-        ticket = self._lanes.h2d.submit(
-            copy, after=fence.before_read(), behind=behind, name=region.name, num_bytes=region.weight_bytes
-        )
-        fence.read(ticket)
-        return ticket
-
-    def _poison(self, slot: Slot) -> None:
-        stretch = self._memory[slot.begin : slot.end]
-        slot.fence.fill(
-            self._lanes.h2d.submit(
-                lambda: stretch.data.view(torch.int32).fill_(_POISON), behind=slot.fence.before_fill(), name="poison"
+    def _bring_up(self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+        """Copy a region's weights to `flat`, part by part."""
+        tickets = []
+        for part in self._store[region].parts:
+            loan, target = part.fetch(is_ahead), flat[part.begin : part.end]
+            ticket = self._lanes.h2d.submit(
+                partial(self._device.copy, target, loan.planes["weights"]),
+                after=loan.after,
+                behind=behind,
+                name=region.name,
+                num_bytes=target.nbytes,
             )
-        )
+            loan.read(ticket)
+            tickets.append(ticket)
+        return tickets
+
+    def _poison(self, gone: Sequence[Slot], behind: Sequence[Ticket]) -> Ticket:
+        """Fill what lies in slots with NaN."""
+        stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in gone]
+
+        def poison() -> None:
+            for stretch in stretches:
+                stretch.fill_(_POISON)
+
+        ticket = self._lanes.h2d.submit(poison, behind=behind, name="poison")
+        for slot in gone:
+            slot.fence.fill(ticket)
+        return ticket

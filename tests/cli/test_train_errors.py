@@ -90,7 +90,11 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
         (["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
         (["--model.path", "mixtral.json", "--offload.device_memory", "1MiB"], 2, ["output_router_logits"]),
         (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes", "embed_tokens", "49152"]),
-        (["--offload.throttle", "{h2: 1MiB}"], 2, ["offload.throttle.h2", "mean h2d", "h2d, d2h, update"]),
+        (
+            ["--offload.throttle", "{h2: 1MiB}"],
+            2,
+            ["offload.throttle.h2", "mean h2d", "h2d, d2h, nvme_read, nvme_write, update"],
+        ),
         (["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
         (["--offload.prefetch", "9", "--offload.device_memory", "100KiB"], 3, ["--offload.prefetch", "102400 bytes"]),
         (["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from offload import Engine
+from offload.partition.layout import Region
+from offload.tiers.store import Store
 
 
 @dataclass
@@ -22,13 +24,24 @@ class State:
 def states(engine: Engine) -> dict[str, State]:
     """Return copies of the optimizer states by parameter name."""
     found = {}
-    for state in engine._parts.store.states:
+    store = engine._parts.store
+    engine._settle()
+    for state in store.states:
         for position, index in enumerate(state.region.parameters):
-            moments = [
-                None if m is None else m[state.span(position)].clone() for m in (state.exp_avg, state.exp_avg_sq)
-            ]
+            moments = [_plane(store, index, name) for name in ("exp_avg", "exp_avg_sq")]
             found[engine._parts.infos[index].name] = State(*moments, state.steps[position])
     return found
+
+
+def _plane(store: Store, index: int, name: str) -> torch.Tensor | None:
+    pieces = [planes[name][mine].clone() for planes, mine, _ in store.opened(index, name) if name in planes]
+    return torch.cat(pieces) if pieces else None
+
+
+def stored_weights(engine: Engine, region: Region) -> torch.Tensor:
+    """Return the weights of a region that rests in memory, flat, as they are stored."""
+    (part,) = engine._parts.store[region].parts
+    return part.planes["weights"]
 
 
 def unit_names(engine: Engine) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from offload import AdamW, Engine, Placement
 from offload.engine.stream import Stream
 from offload.engine.updates import Landed
-from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.schedule.execute import Executor
@@ -28,6 +28,7 @@ from offload.tiers.ring import Ring
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.inside import stored_weights
 from tests.engine.test_overlap import deep
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -78,11 +79,6 @@ def norm_before_the_sums(patch: pytest.MonkeyPatch) -> None:
     """Do not wait for what lands before the norm is taken."""
     patch.setattr(Lanes, "wait", lambda self, tickets, behind=(): None)
     patch.setattr(Lanes, "compute_after", _WAIT)
-
-
-def read_before_updated(patch: pytest.MonkeyPatch) -> None:
-    """Let the host read the states while updates are on their way."""
-    patch.setattr(ThreadLane, "drain", lambda self: None)
 
 
 def recomputed_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +138,6 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
         CLIPPED | {"placement": Placement(activations="cpu")},
     ),
     "the norm is taken before the sums": (norm_before_the_sums, CLIPPED | {"own_loop": True}),
-    "states are read before their update": (read_before_updated, CLIPPED),
 }
 
 
@@ -214,9 +209,8 @@ def computing(engine: Engine) -> Iterator[None]:
     lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
     yield
     time.sleep(0.02)
-    with lanes.condition:
-        ticket.is_done = True
-        lanes.condition.notify_all()
+    with lanes.lock:
+        ticket.finish()
     settle(engine)
 
 
@@ -254,9 +248,9 @@ def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
         slots.used(slots.cargo_of(one), one)
         slots.fetch(slots.cargo_of(two), 0)
         time.sleep(0.02)
-        seen.append(torch.equal(shown, engine._parts.store[one[0]].weights))
+        seen.append(torch.equal(shown, stored_weights(engine, one[0])))
     assert seen == [not broken]
-    assert torch.equal(shown, engine._parts.store[two[0]].weights), "and comes when it is done"
+    assert torch.equal(shown, stored_weights(engine, two[0])), "and comes when it is done"
 
 
 @BROKEN
@@ -275,7 +269,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
         slots.invalidate(one[0])
         slots.fetch(slots.cargo_of(two), 0)
         time.sleep(0.02)
-        seen = torch.equal(shown, engine._parts.store[one[0]].weights)
+        seen = torch.equal(shown, stored_weights(engine, one[0]))
     assert seen != broken
 
 
@@ -286,17 +280,35 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(
     parts = engine._parts
     unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
     region, state = unit.regions[0], parts.store[unit.regions[0]]
-    before = state.weights.clone()
+    before = stored_weights(engine, region).clone()
     take_away(broken, "weights", "before_fill", monkeypatch)
     assert state.gradients is not None
-    landed = Landed(region, state.gradients.fill_(1.0), state.fences["gradients"])
+    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
     with held_up(parts.lanes.h2d):
         parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
         shown = parts.slots.place(unit.regions)[region]
         parts.updates._submit(landed, [True] * len(region.parameters))
     settle(engine)
     assert torch.equal(shown, before) == (not broken)
-    assert not torch.equal(state.weights, before)
+    assert not torch.equal(stored_weights(engine, region), before)
+
+
+@BROKEN
+def test_the_host_reads_states_after_their_update(
+    engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine._parts
+    region = next(state.region for state in parts.store.states if state.region.trainable)
+    state, index = parts.store[region], region.parameters[0]
+    before = parts.store.read(index)
+    take_away(broken, "weights", "before_read", monkeypatch)
+    assert state.gradients is not None
+    landed = Landed(region, state.gradients.fill_(1.0), state.landing)
+    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update):
+        parts.updates._submit(landed, [True] * len(region.parameters))
+        found = reader.submit(parts.store.read, index)
+    settle(engine)
+    assert torch.equal(found.result(), before) == broken
 
 
 @BROKEN
@@ -309,7 +321,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
     assert state.gradients is not None
     state.gradients.fill_(0.0)
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
-    landed = Landed(region, state.gradients, state.fences["gradients"])
+    landed = Landed(region, state.gradients, state.landing)
     with held_up(parts.lanes.update):
         parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
         parts.updates._submit(landed, [True] * len(region.parameters))
@@ -317,8 +329,8 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
         parts.gradients.touched[region.index] = [True] * len(region.parameters)
         parts.gradients._land(region, torch.ones(region.numel), Fence("gradient buffer"))
     settle(engine)
-    assert state.exp_avg is not None
-    assert bool((state.exp_avg[state.span(0)] == 0).all()) == (not broken)
+    exp_avg = state.parts[0].planes["exp_avg"]
+    assert bool((exp_avg[state.span(0)] == 0).all()) == (not broken)
     assert bool((state.gradients == 1).all())
 
 

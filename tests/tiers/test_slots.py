@@ -35,12 +35,12 @@ class Bench:
             Ledger("cpu"),
             Counters(),
         )
-        self.store = Store(self.regions, self.infos, tier=tier, device=self.device, host=self.host)
+        self.lanes = Lanes(overlap=False, throttle={})
+        self.store = Store(self.regions, self.infos, tier=tier, device=self.device, host=self.host, lanes=self.lanes)
         self.values = [torch.randn(info.shape) for info in self.infos]
         for info, value in zip(self.infos, self.values, strict=True):
             self.store.write(info.index, value)
         size = max(region.weight_bytes for region in self.regions)
-        self.lanes = Lanes(overlap=False, throttle={})
         self.slots = Slots(
             self.store,
             self.infos,

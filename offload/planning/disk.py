@@ -1,0 +1,140 @@
+"""Which states go to disk, and in what tiles they move. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, align
+from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING
+
+_LARGEST_TILE, _SMALLEST_TILE = 1 << 20, 1 << 13
+"""Elements. A record has 12 to 16 bytes of each: tiles large enough for any disk, small beside any model that needs
+one.
+"""
+_RING_TILES = 4
+"""One is read, one updated, one written, and one is on hand."""
+_LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
+_RINGS_SHARE = 4
+"""The rings take at most this part of the host's budget, as long as smaller tiles make them smaller."""
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    # Weights are fetched twice, read and written in a step, everything else is written once and read once; gradients
+    # are to be on disk only where there is no other place.
+    "parameters": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("low", "exp_avg", "exp_avg_sq"),
+}
+"""The planes of each kind of state, in the order in which they get memory."""
+
+
+def lay_out(
+    regions: Sequence[Region],
+    tiers: Mapping[str, str],
+    *,
+    keeps_gradients: bool,
+    staging_bytes: int,
+    host_bytes: int | None,
+) -> DiskLayout:
+    """Return what goes to disk. `tiers` says of parameters, optimizer and gradients: "cpu", "nvme", or "auto" for
+    memory as far as `host_bytes` reach (None: without end). `staging_bytes`: what gradients that do not wait need
+    in memory.
+    """
+    left = _left(regions, tiers, keeps_gradients, staging_bytes, host_bytes)
+    if "nvme" not in tiers.values() and (left is None or left >= 0):
+        return DiskLayout()
+    tile_numel = _tile_numel(regions, host_bytes)
+    everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel)
+    rings = sum(ring_bytes(everything, regions).values())
+    fixed = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
+    left = _left(regions, fixed, keeps_gradients, staging_bytes, host_bytes)
+    left = None if left is None else left - rings
+    on_disk: dict[int, set[str]] = {region.index: set() for region in regions}
+    for kind, planes in _KINDS.items():
+        if tiers[kind] == "cpu":
+            continue
+        sizes = {region: _bytes(region, planes, keeps_gradients=True) for region in regions}
+        if kind == "gradients" and not keeps_gradients:
+            kept = set(regions) if tiers[kind] == "auto" and (left is None or left >= staging_bytes) else set()
+            used = staging_bytes if kept else 0
+        else:
+            kept = _spread(sizes, left) if tiers[kind] == "auto" else set()
+            used = sum(sizes[region] for region in kept)
+        left = None if left is None else left - used
+        for region in regions:
+            if region not in kept:
+                on_disk[region.index].update(planes)
+    layout = {
+        region.index: tuple(p for p in PLANES if p in on_disk[region.index] and p in _planes(region))
+        for region in regions
+    }
+    return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel)
+
+
+def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
+    """Return the bytes of the rings through which tiles of states move, by name; none where nothing is on disk."""
+    fetch = update = 0
+    for region in regions:
+        numel = min(layout.tile_numel, region.numel)
+        if layout.of(region):
+            update = max(update, layout.record_bytes(region, numel))
+        if "weights" in layout.of(region):
+            fetch = max(fetch, region.width("weights") * numel)
+    sizes = {FETCH_RING: _RING_TILES * fetch, UPDATE_RING: _RING_TILES * update}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def activation_ring_bytes(host_bytes: int | None) -> dict[str, int]:
+    """Return the bytes of the ring through which activation checkpoints move."""
+    share = _MOST_ACTIVATION_RING if host_bytes is None else host_bytes // 16
+    return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
+
+
+def _planes(region: Region) -> dict[str, int]:
+    return region.planes(keeps_gradients=True, accumulates=False)
+
+
+def _bytes(region: Region, planes: Sequence[str], keeps_gradients: bool) -> int:
+    found = region.planes(keeps_gradients, accumulates=False)
+    return sum(found.get(plane, 0) for plane in planes)
+
+
+def _left(
+    regions: Sequence[Region],
+    tiers: Mapping[str, str],
+    keeps_gradients: bool,
+    staging_bytes: int,
+    host_bytes: int | None,
+) -> int | None:
+    """Return what of the host's memory is left once all is there that does not go to disk."""
+    if host_bytes is None:
+        return None
+    in_memory = [plane for kind, planes in _KINDS.items() if tiers[kind] != "nvme" for plane in planes]
+    staging = 0 if keeps_gradients or tiers["gradients"] == "nvme" else staging_bytes
+    return host_bytes - staging - sum(_bytes(region, in_memory, keeps_gradients) for region in regions)
+
+
+def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:
+    """Choose regions that fill a budget, spread evenly over their order: disk and memory then take turns."""
+    if budget_bytes is None:
+        return set(sizes)
+    share = min(1.0, max(0, budget_bytes) / max(1, sum(sizes.values())))
+    kept: set[Region] = set()
+    used = seen = 0
+    for is_second_pass in (False, True):  # the second takes whatever still fits
+        for region, size in sizes.items():
+            seen += size
+            limit = budget_bytes if is_second_pass else share * seen
+            if region not in kept and used + size <= limit:
+                kept.add(region)
+                used += size
+    return kept
+
+
+def _tile_numel(regions: Iterable[Region], host_bytes: int | None) -> int:
+    tile = _LARGEST_TILE
+    everything = {region.index: PLANES for region in regions}
+    while host_bytes is not None and tile > _SMALLEST_TILE:
+        if sum(ring_bytes(DiskLayout(everything, tile), regions).values()) * _RINGS_SHARE <= host_bytes:
+            break
+        tile //= 2
+    largest = max((region.numel for region in regions), default=SHARD_MULTIPLE)
+    return min(tile, largest)

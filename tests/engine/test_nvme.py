@@ -1,0 +1,336 @@
+"""States, gradients and activations on disk: the same bits as in memory, as many bytes as the shapes say, and memory
+that does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine, Placement
+from offload.errors import ConfigError, DoesNotFitError
+from offload.native_io import IoEngine
+from offload.planning import disk
+from offload.tiers import nvme
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
+from tests.engine.inside import states
+from tests.engine.sizes import tier_bytes
+from tests.engine.test_overlap import MODES, SLOW, deep
+
+TILE = 2048
+"""Elements: the smallest, so that even tiny regions are cut."""
+ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
+Maker = Callable[[], nn.Module]
+
+
+def deeper() -> nn.Module:
+    return llama(num_hidden_layers=12)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
+
+
+def on_disk(*folders: Path, **placement: Any) -> Placement:
+    return Placement(**{"parameters": "nvme", "optimizer": "nvme", "nvme_dir": folders} | placement)
+
+
+def train(make: Maker, num_steps: int, **settings: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+    """Return losses and norms, weights, and moments."""
+    engine = Engine(build(make), **settings)
+    numbers: list[float] = []
+    for seed in range(num_steps):
+        torch.manual_seed(seed)
+        result = engine.step(tokens(seed))
+        numbers += [result.loss.item(), result.grad_norm]
+    found = numbers, weights(engine), states(engine)
+    engine.close()
+    return found
+
+
+@cache
+def in_memory(make: Maker, num_steps: int, precision: str, mode: str, tier: str = "cpu") -> Any:
+    placement = Placement(parameters=tier, optimizer=tier)
+    return train(make, num_steps, precision=precision, placement=placement, **MODES[mode])
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    assert found[0] == wanted[0]
+    assert_same(found[1], wanted[1])
+    for name, state in wanted[2].items():
+        assert found[2][name].num_steps == state.num_steps
+        assert torch.equal(found[2][name].exp_avg, state.exp_avg), name
+        assert torch.equal(found[2][name].exp_avg_sq, state.exp_avg_sq), name
+
+
+def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
+    """Return the budget in which that fraction of what could be on disk stays in memory."""
+    engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
+    states_bytes = sum(tier_bytes(engine, "cpu").values())
+    regions = engine._parts.regions
+    layout = disk.DiskLayout({region.index: disk.PLANES for region in regions}, TILE)
+    engine.close()
+    return int(fraction * states_bytes) + sum(disk.ring_bytes(layout, regions).values())
+
+
+# -- the same bits -------------------------------------------------------------------------------------------
+
+NUM_STEPS = 20
+CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefetch, folders), (folders, fraction)
+    (("io_uring", "threads")[(prefetch + part) % 2], prefetch, 1 + (prefetch + part) % 3, fraction)
+    for prefetch in range(5)
+    for part, fraction in enumerate((0.0, 0.3, 1.0))
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction"), CASES)
+def test_twenty_steps_are_bit_equal(
+    io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
+) -> None:
+    used = []
+
+    def chosen() -> IoEngine:
+        used.append(IoEngine(io))
+        return used[-1]
+
+    monkeypatch.setattr(nvme, "IoEngine", chosen)
+    folders = [folder / f"disk{number}" for number in range(num_folders)]
+    for one in folders:
+        one.mkdir()
+    if fraction:
+        budget = {"host_memory": host_memory_for(deeper, precision, fraction), "device_memory": "1MiB"}
+        placement = Placement(parameters="auto", optimizer="auto", activations="device", nvme_dir=folders, **budget)
+    else:
+        placement = on_disk(*folders, gradients="nvme")
+    found = train(deeper, NUM_STEPS, precision=precision, placement=placement, prefetch=prefetch, **MODES["deferred"])
+    for tier in ("cpu", "device"):
+        assert_equal(found, in_memory(deeper, NUM_STEPS, precision, "deferred", tier))
+    assert bool(used) == (fraction < 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", [{"debug": 1}, {"debug": 2}, {"throttle": SLOW}], ids=str)
+@pytest.mark.parametrize("gradients", ["auto", "nvme"])
+def test_timing_changes_no_bit(
+    gradients: str, settings: dict[str, Any], precision: str, mode: str, folder: Path
+) -> None:
+    placement = on_disk(folder, gradients=gradients)
+    found = train(deep, 4, precision=precision, placement=placement, **settings, **MODES[mode])
+    assert_equal(found, in_memory(deep, 4, precision, mode))
+
+
+MIXES: dict[str, dict[str, str]] = {
+    "states below their weights": {"parameters": "cpu", "optimizer": "nvme"},
+    "weights below their states": {"parameters": "nvme", "optimizer": "cpu"},
+    "weights that stay on the device": {"parameters": "device", "optimizer": "nvme"},
+    "gradients alone": {"parameters": "cpu", "optimizer": "cpu", "gradients": "nvme"},
+    "activations alone": {"parameters": "cpu", "optimizer": "cpu", "activations": "nvme"},
+    "activations, all else on the device": {"parameters": "device", "optimizer": "device", "activations": "nvme"},
+    "everything": ALL,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
+    settings = {"precision": precision, "recompute": "always", **MODES[mode]}
+    found = train(deep, 4, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
+    tier = MIXES[mix]["optimizer"].replace("nvme", "cpu")  # on the device nothing is speculative
+    assert_equal(found, in_memory(deep, 4, precision, mode, tier))
+
+
+@pytest.mark.parametrize("make", [gemma2, gpt2, mixtral])
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch_size": 3}, {"on_nonfinite": "skip"}, {"max_grad_norm": None}], ids=str
+)
+def test_families(make: Maker, settings: dict[str, Any], folder: Path) -> None:
+    """Tied weights, dropout, experts; gradients summed over micro-batches."""
+    settings = {"precision": "bf16", "recompute": "always"} | settings
+    assert_equal(train(make, 3, placement=on_disk(folder, **ALL), **settings), train(make, 3, **settings))
+
+
+def test_as_plain_pytorch(folder: Path) -> None:
+    engine, _ = train_both(build(gpt2), batches(5), precision="bf16", placement=on_disk(folder, **ALL))
+    engine.close()
+
+
+def test_own_loops(folder: Path) -> None:
+    found = {}
+    for name, placement in {"memory": Placement(), "disk": on_disk(folder, activations="nvme")}.items():
+        engine = Engine(build(t5), placement=placement)
+        for seed in range(3):
+            for part in range(2):
+                engine.backward(engine.model(**tokens(10 * seed + part)).loss)
+            found.setdefault(name + " norm", []).append(engine.update().grad_norm)
+        found[name] = weights(engine)
+        engine.close()
+    assert found["disk norm"] == found["memory norm"]
+    assert_same(found["disk"], found["memory"])
+
+
+def test_frozen_parameters_rest_on_disk(folder: Path) -> None:
+    def freeze(model: nn.Module) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "layers.1" in name or "norm" in name
+        return model
+
+    found = []
+    for placement in (Placement(), on_disk(folder)):
+        engine = Engine(freeze(build(deep)), placement=placement, precision="bf16")
+        found.append([engine.step(tokens(seed)).loss.item() for seed in range(4)])
+        found.append(weights(engine))
+        engine.close()
+    assert found[0] == found[2]
+    assert_same(found[3], found[1])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("most", [4096, 20_000, 1 << 20])
+def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
+    """Rows along any axis, read in tiles: brute force over what each tile covers."""
+    from offload.engine.checkpoints import _tiles
+
+    whole = torch.arange(6 * 5 * 700, dtype=torch.int32).view(6, 5, 700)
+    raw = whole.reshape(-1).view(torch.uint8)
+    for begin, end in itertools.combinations(range(whole.shape[axis] if axis < 2 else 6), 2):
+        part = whole.narrow(axis, begin, end - begin)
+        pieces = []
+        for start, num_rows, row_bytes, run_bytes in _tiles(part, most):
+            assert (num_rows - 1) * row_bytes + run_bytes <= most
+            pieces += [raw[start + n * row_bytes :][:run_bytes] for n in range(num_rows)]
+        assert torch.equal(torch.cat(pieces).view(torch.int32).view(part.shape), part)
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("gradients", ["auto", "nvme"])
+def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
+    """Every state is read and written once; weights are read twice more, but for the unit between forward and backward
+    and those that stay on the device, once more."""
+    engine = Engine(
+        build(deep),
+        precision=precision,
+        placement=on_disk(folder, gradients=gradients),
+        prefetch=0,
+        **MODES["deferred"],
+    )
+    width = 4 if precision == "fp32" else 2
+    regions = engine._parts.regions
+    numel = sum(region.numel for region in regions)
+    once = sum(r.numel for r in regions if r.name == "lm_head" or engine._parts.slots.is_resident(r))
+    waits = width if gradients == "nvme" else 0
+    for seed in range(3):
+        engine.step(tokens(seed))
+        assert engine.counters.nvme_read_bytes == (12 + waits) * numel + width * (2 * numel - once)
+        assert engine.counters.nvme_write_bytes == (12 + waits) * numel
+    held = tier_bytes(engine, "nvme")
+    assert sum(held.values()) == (12 + waits) * numel
+    file_bytes = sum(path.stat().st_size for path in folder.rglob("*.bin"))
+    assert file_bytes == sum(held.values()), "the plan is what the files hold"
+    engine.close()
+
+
+def test_activations_are_written_and_read_once(folder: Path) -> None:
+    engine = Engine(build(deep), placement=Placement(activations="nvme", nvme_dir=folder), recompute="always")
+    for seed in range(3):
+        engine.step(tokens(seed))
+        held = tier_bytes(engine, "nvme")["activation checkpoints"]
+        assert engine.counters.nvme_write_bytes == engine.counters.nvme_read_bytes == held
+    engine.close()
+
+
+def test_stripes_share_the_bytes(folder: Path) -> None:
+    folders = [folder / name for name in "abc"]
+    for one in folders:
+        one.mkdir()
+    engine = Engine(build(deep), placement=on_disk(*folders))
+    sizes = [path.stat().st_size for path in folder.rglob("states.bin")]
+    assert len(sizes) == 3
+    assert max(sizes) - min(sizes) <= 12 * TILE
+    engine.close()
+
+
+def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
+    found = {}
+    for layers in (8, 64):
+        engine = Engine(build(lambda layers=layers: llama(num_hidden_layers=layers)), placement=on_disk(folder, **ALL))
+        for seed in range(3):
+            engine.step(tokens(seed))
+        found[layers] = engine.counters.peak_host_bytes, sum(tier_bytes(engine, "nvme").values())
+        engine.close()
+    assert found[8][0] == found[64][0]
+    assert found[64][1] > 5 * found[8][1]
+
+
+def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
+    """From all on disk to nothing there, by the budget alone; weights before gradients before moments."""
+    shares = []
+    for fraction in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        budget = host_memory_for(deeper, "fp32", fraction)
+        engine = Engine(
+            build(deeper),
+            placement=Placement(
+                parameters="auto", optimizer="auto", host_memory=budget, device_memory="1MiB", nvme_dir=folder
+            ),
+        )
+        there = tier_bytes(engine, "nvme")
+        memory = tier_bytes(engine, "cpu")
+        assert sum(memory.values()) <= budget
+        assert "weights" not in there or "exp avg" not in memory, "weights are read most often"
+        moved = sum(there.values())
+        shares.append(moved)
+        engine.close()
+    assert shares[0] > 0
+    assert shares[-1] == 0
+    assert sorted(shares, reverse=True) == shares
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parameters", "optimizer", "gradients", "activations"])
+def test_a_tier_without_a_folder_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"offload.{kind} is nvme.*--offload.nvme_dir"):
+        Placement(**{kind: "nvme"})
+
+
+def test_states_above_their_weights_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="states above their parameters"):
+        Placement(parameters="nvme", optimizer="device", nvme_dir=folder)
+
+
+def test_the_budget_of_the_disk_is_kept(folder: Path) -> None:
+    engine = Engine(build(deep), placement=on_disk(folder))
+    needed = sum(tier_bytes(engine, "nvme").values())
+    engine.close()
+    Engine(build(deep), placement=on_disk(folder, nvme_memory=needed)).close()
+    with pytest.raises(DoesNotFitError, match=r"offload.nvme_memory.*1 bytes\) more.*Nothing was allocated"):
+        Engine(build(deep), placement=on_disk(folder, nvme_memory=needed - 1))
+
+
+def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
+    placement = Placement(activations="nvme", nvme_dir=folder, nvme_memory="4KiB")
+    engine = Engine(build(deep), placement=placement, recompute="always")
+    with pytest.raises(DoesNotFitError, match=r"nvme_memory.*activation checkpoints"):
+        engine.step(tokens())
+    engine.close()
