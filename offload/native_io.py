@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +37,8 @@ _MOST_DEPTH = 4096
 _MOST_BLOCK_BYTES = 1 << 30
 _MOST_PYTHON_THREADS = 16
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_FS_IOC_FIEMAP, _MOST_EXTENTS = 0xC020660B, 32
+_FIEMAP, _EXTENT = struct.Struct("=QQIIII"), struct.Struct("=QQQ32x")  # of linux/fiemap.h
 
 # 0, an errno or _END_OF_FILE; then of the block that failed: offset, bytes, bytes moved.
 _Outcome = tuple[int, int, int, int]
@@ -78,12 +82,36 @@ class File:
         self.fd = fd
         self._engine = engine
 
-    def reserve(self, num_bytes: int) -> None:
-        """Give the file disk space for at least so many bytes. Raises DiskError."""
+    def reserve(self, begin: int, num_bytes: int) -> None:
+        """Give `num_bytes` from `begin` on disk space. (Where it is emulated, bytes there may be written as they were
+        read: let nobody write them meanwhile.) Raises DiskError.
+        """
         try:
-            os.posix_fallocate(self.fd, 0, num_bytes)
+            os.posix_fallocate(self.fd, begin, num_bytes)
         except OSError as error:
             raise _os_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
+
+    def has_hole(self, offset: int, num_bytes: int) -> bool:
+        """Tell whether some of these bytes have no disk space, as after a truncation of what was reserved; False where
+        the file system does not tell.
+        """
+        end = offset + num_bytes
+        while offset < end:
+            extents = bytearray(_FIEMAP.size + _MOST_EXTENTS * _EXTENT.size)
+            _FIEMAP.pack_into(extents, 0, offset, end - offset, 0, 0, _MOST_EXTENTS, 0)
+            try:
+                fcntl.ioctl(self.fd, _FS_IOC_FIEMAP, extents)
+            except OSError:
+                return False
+            num_mapped = _FIEMAP.unpack_from(extents)[3]
+            if not num_mapped:
+                return True
+            for number in range(num_mapped):
+                begin, _, size = _EXTENT.unpack_from(extents, _FIEMAP.size + number * _EXTENT.size)
+                if begin > offset:
+                    return True
+                offset = begin + size
+        return False
 
     def sync(self) -> None:
         """Return when what was written, and waited for, is on the disk. Raises DiskError."""
@@ -97,7 +125,7 @@ class File:
         if self.fd < 0:
             return
         try:
-            _wait_for_all(ticket for ticket in tuple(self._engine._in_flight) if ticket.file is self)
+            wait_for_all(ticket for ticket in tuple(self._engine._in_flight) if ticket.file is self)
         finally:
             self._engine._forget(self)
             fd, self.fd = self.fd, -1
@@ -163,7 +191,7 @@ class IoEngine:
         file = File(self, path, fd, direct and _O_DIRECT != 0, why_buffered)
         if num_bytes:
             try:
-                file.reserve(num_bytes)
+                file.reserve(0, num_bytes)
             except DiskError:
                 os.close(fd)
                 raise
@@ -219,7 +247,7 @@ class IoEngine:
         self._files.clear()
         self._registered.clear()
         if os.getpid() == self._process:
-            _wait_for_all(unseen)
+            wait_for_all(unseen)
 
     def __enter__(self) -> IoEngine:
         return self
@@ -377,7 +405,7 @@ def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend
     raise ConfigError(f"the I/O engine {kind} does not work here: {'; '.join(refusals.values())}; use auto.")
 
 
-def _wait_for_all(tickets: Any) -> None:
+def wait_for_all(tickets: Iterable[Ticket]) -> None:
     """Wait for all tickets, then raise the first error."""
     first = None
     for ticket in tickets:

@@ -45,6 +45,7 @@ from offload.signals import StopSignals
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.progress import make_progress
 from offload.telemetry.trace import Trace
+from offload.tiers.folder import check_dirs
 from offload.tiers.placement import Placement
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
@@ -83,7 +84,9 @@ class Trainer:
                 f"the run was started as {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), which this version does not "
                 "train on yet; start one process, without torchrun."
             )
-        _placement(self.config)  # what cannot be placed or played is refused before any work
+        placement = _placement(self.config)  # what cannot be placed or played is refused before any work
+        if placement.dirs:
+            check_dirs(placement.dirs)
         parse_throttle(self.config.offload.throttle)
         self._progress = make_progress(self.config.train.log_every)
         self._folder = RunFolder.create(self.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,7 +58,6 @@ class Assembly:
         regions: Sequence[Region],
         plan: Plan,
         counters: Counters,
-        fill: Callable[[str, nn.Module], None] | None,
     ) -> None:
         self.model, self.infos, self.regions, self.plan = model, infos, regions, plan
         self._throttle = settings.throttle
@@ -68,6 +68,7 @@ class Assembly:
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
         self.device = open_device(device_ledger, copies_aside=plan.overlap)
         self.lanes = open_lanes(settings.throttle, settings.delay_seed, plan.overlap)
+        weakref.finalize(self, self.lanes.abandon)  # dropped without close(): its threads end as well
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
         self._configs = _freeze_cache(model)
@@ -153,18 +154,25 @@ class Assembly:
         for number, candidate in enumerate(candidates):
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.stream))
-        self._take(fill)
-        self.lanes.drain_updates()  # a disk that fails is found out here
-        for lane in ("nvme_read", "nvme_write"):
-            self.lanes.timeline.discount(lane)
+        self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
+
+    def begin(self, fill: Callable[[str, nn.Module], None] | None) -> None:
+        """Take the weights over, and reroute the units."""
+        try:
+            self._take(fill)
+            self.lanes.drain_updates()  # a disk that fails is found out here
+        except BaseException:
+            self.lanes.close()
+            self.store.close()
+            raise
+        self.lanes.timeline.discount("nvme_read", "nvme_write")
         trim_heap()
         for unit in self.units:
             if unit.resident:
                 self._settle(unit)
             else:
                 unit.route()
-        self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        for region in regions:
+        for region in self.regions:
             if len(region.units) > 1:
                 self.gradients.make_lasting(region)
 
@@ -184,7 +192,7 @@ class Assembly:
                 self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
         return Nvme(
             placement.dirs,
-            self.plan.layout.records(self.regions),
+            self.plan.layout.num_bytes(self.regions),
             rings=self.plan.rings,
             lanes=self.lanes,
             counters=counters,
@@ -338,7 +346,9 @@ def assemble(
     regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates})
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     plan = make_plan(settings, units, regions)
-    return Assembly(model, settings, infos, candidates, regions, plan, counters, fill)
+    assembly = Assembly(model, settings, infos, candidates, regions, plan, counters)
+    assembly.begin(fill)
+    return assembly
 
 
 def _put_buffers(model: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
-from offload.tiers.nvme import DataFile, Nvme
+from offload.tiers.nvme import Nvme, Stripes
 
 _PAGE_BYTES = 4096
 
@@ -33,7 +33,7 @@ class _Buffer:
 class _Extent(_Buffer):
     """A buffer on disk: its memory is an address that nobody touches, so that parts of it can be told."""
 
-    file: DataFile | None = None
+    file: Stripes | None = None
     offset: int = 0
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,7 +124,6 @@ class Engine:
             debug=debug,
         )
         self._parts: Assembly = assemble(model, settings, self.counters, fill)
-        weakref.finalize(self, self._parts.lanes.abandon)  # dropped without close(): its threads end as well
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._updates = self._parts.updates
@@ -186,24 +184,21 @@ class Engine:
         return self._twice(lambda whole: self._evaluate_on(batch, loss_fn, whole))
 
     def _evaluate_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
-        counted = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         rule = self._rehearsed(batch, loss_fn, whole)
         random = self._parts.device.random_state()
         executor = self._parts.executor
         try:
-            with in_eval_mode(self.model), torch.no_grad(), self._ending():
+            with self.counters.unchanged(), in_eval_mode(self.model), torch.no_grad(), self._ending():
                 self._parts.slots.settle()
                 executor.begin(("evaluate", self._shape(batch), loss_fn is None))
                 total = torch.zeros((), dtype=torch.float32, device=self.device)
                 for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
                     total += part_loss.to(torch.float32)
                 executor.end()
-                self._parts.lanes.timeline.discount("h2d")
+                self._parts.lanes.timeline.discount("h2d", "nvme_read")
                 executor.expect(*self._expected)
                 return total.cpu()
         finally:
-            for name, value in counted.items():
-                setattr(self.counters, name, value)
             self._parts.device.set_random_state(random)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -264,7 +259,10 @@ class Engine:
         once.
         """
         self._settle()
-        yield from self._parts.store.named()
+        for info in self._parts.infos:
+            with self.counters.unchanged():
+                value = self._parts.store.read(info.index)
+            yield info.name, value
 
     @property
     def allocations(self) -> list[tuple[str, str, int]]:
@@ -277,7 +275,7 @@ class Engine:
         device uses each weight.
         """
         self._settle()
-        with self._parts.unchanged_config():
+        with self._parts.unchanged_config(), self.counters.unchanged():
             export_model(self.model, self._parts.store, self._parts.indices(), Path(path))
 
     def close(self, restore: bool = False) -> None:
@@ -302,9 +300,12 @@ class Engine:
             yield
         except BaseException:
             self._torn = self._updates.give_up() or self._torn
+            self._parts.store.reset()
             self._parts.executor.forget()
             self._parts.slots.refresh()  # what stays may have been on its way
             self._parts.stream.reset()
+            for unit in self._parts.units:
+                unit.drop_gradients()
             self._is_open = False
             self._losses.clear()
             raise

@@ -156,10 +156,12 @@ def _choose_layout(
     tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
     if tiers["parameters"] == "device":  # they go up from where their master is
         tiers["parameters"] = tiers["optimizer"]
+    if tiers["gradients"] == "device":  # beside the optimizer states, for which there was no room
+        tiers["gradients"] = "cpu"
     host_bytes = budget_bytes(placement.host_memory)
     if placement.nvme_dir is None:
         tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
-    elif host_bytes is None and "auto" in (tiers["parameters"], tiers["optimizer"]):
+    elif host_bytes is None and "auto" in tiers.values():
         host_bytes = int(memory()["available_bytes"] * _SHARE_OF_FREE_MEMORY)
     host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
     return lay_out(regions, tiers, keeps_gradients=keeps_gradients, staging_bytes=staging, host_bytes=host_bytes)

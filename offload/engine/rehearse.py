@@ -133,7 +133,7 @@ class Rehearsal:
     def _forget_traffic(self) -> None:
         """What the first step needs counts as its own: it is fetched again."""
         self._parts.executor.forget()
-        self._parts.lanes.timeline.discount("h2d")
+        self._parts.lanes.timeline.discount("h2d", "nvme_read")
         self._counters.clear()
 
     def _watched(self, run: Callable[[], _Found]) -> _Found:

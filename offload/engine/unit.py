@@ -83,6 +83,12 @@ class Unit:
             self._live[offset] = self._stream.make_live(self.regions)
         return self._live[offset]
 
+    def drop_gradients(self) -> None:
+        """Forget gradients that autograd had made when an exception kept their hooks from taking them."""
+        for parameters in self._live.values():
+            for parameter in parameters.values():
+                parameter.grad = None
+
     def forget_live(self) -> None:
         """The device's memory for weights is another."""
         self._live.clear()

@@ -71,6 +71,10 @@ class CudaLane(ThreadLane):
         if ticket.event is not None:
             self._stream.wait_event(ticket.event)
 
+    def cancel(self, since: int = 0) -> None:
+        super().cancel(since)
+        self._stream.synchronize()  # what uses its memory next may wait for a ticket that was given up
+
     def close(self) -> None:
         super().close()
         self._stream.synchronize()  # the memory of what is still in it is about to go

@@ -7,10 +7,12 @@ ticket, a cancellation or the end wakes its thread.
 
 from __future__ import annotations
 
+import atexit
 import math
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,6 +130,20 @@ class Work:
     is_cancelled: bool = False
 
 
+_serving: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+_END_S = 10.0
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before Python does: one that comes back from C++ afterwards would abort the process."""
+    lanes = list(_serving)
+    for lane in lanes:
+        lane.abandon()
+    for lane in lanes:
+        lane.join(_END_S)
+
+
 class ThreadLane:
     """A queue and a thread, over a link. `delays` adds random waits, by which a missing wait elsewhere is found out.
 
@@ -172,6 +188,7 @@ class ThreadLane:
             ticket.position = self.position
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
+                _serving.add(self)
                 self._thread.start()
             waits = Countdown((*after, *behind), self._wake)
             self._queue.append(Work(work, after, behind, name, num_bytes, ticket, waits, time.perf_counter()))
@@ -207,8 +224,12 @@ class ThreadLane:
 
     def close(self) -> None:
         self.abandon()
+        self.join()
+
+    def join(self, patience_s: float | None = None) -> None:
+        """Wait for the end of the thread of a lane that was abandoned."""
         if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(patience_s)
 
     def _wake(self) -> None:
         """Let the thread take what it waited for, if there is something now. Under the lock."""

@@ -17,6 +17,9 @@ PLANES = ("weights", "low", "exp_avg", "exp_avg_sq", "gradients")
 and what is read alone comes first.
 """
 
+CHUNK_BYTES = 1 << 19
+"""Of a file, before the next one's turn: small beside a tile, so that each disk has a share of it."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -156,30 +159,35 @@ class DiskLayout:
 
     def tiles(self, region: Region) -> list[tuple[int, int]]:
         """Return the elements from which to which a region is cut in tiles: all of it where nothing is on disk."""
-        step = self.tile_numel if self.of(region) else region.numel
-        return [(begin, min(begin + step, region.numel)) for begin in range(0, region.numel, step)]
+        step = self.tile_numel if self.of(region) else max(1, region.numel)
+        return [(begin, min(begin + step, region.numel)) for begin in range(0, max(1, region.numel), step)]
 
     def record_bytes(self, region: Region, numel: int) -> int:
         """Return the bytes of the record of a tile of so many elements."""
         return numel * sum(region.width(plane) for plane in self.of(region))
 
-    def records(self, regions: Iterable[Region]) -> list[int]:
-        """Return the bytes of every record, in order."""
-        return [
-            self.record_bytes(region, end - begin)
-            for region in regions
-            if self.of(region)
-            for begin, end in self.tiles(region)
-        ]
+    def num_bytes(self, regions: Iterable[Region]) -> int:
+        """Return the bytes of all records."""
+        return sum(self.record_bytes(region, region.numel) for region in regions)
 
 
-def stripe(sizes: Iterable[int], num_files: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Spread records over files, each to the one that has least so far; return (file, offset) of each, and the bytes of
-    each file.
+def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
+    """Return where `num_bytes` from `offset` on lie that are spread over files in chunks by turns: (file, offset there,
+    bytes) of every stretch, in order.
     """
-    places, ends = [], [0] * num_files
-    for size in sizes:
-        number = ends.index(min(ends))
-        places.append((number, ends[number]))
-        ends[number] += size
-    return places, ends
+    if num_files == 1:
+        return [(0, offset, num_bytes)]
+    pieces, end = [], offset + num_bytes
+    while offset < end:
+        chunk, within = divmod(offset, CHUNK_BYTES)
+        size = min(CHUNK_BYTES - within, end - offset)
+        pieces.append((chunk % num_files, chunk // num_files * CHUNK_BYTES + within, size))
+        offset += size
+    return pieces
+
+
+def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
+    """Return the bytes of each file over which so many are spread."""
+    chunks, rest = divmod(num_bytes, CHUNK_BYTES)
+    rounds, extra = divmod(chunks, num_files)
+    return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]

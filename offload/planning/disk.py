@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, align
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING
 
-_LARGEST_TILE, _SMALLEST_TILE = 1 << 20, 1 << 13
-"""Elements. A record has 12 to 16 bytes of each: tiles large enough for any disk, small beside any model that needs
-one.
-"""
+_LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
+"""Elements. A record has 12 to 16 bytes of each. Every tile of an update costs some 200 microseconds of Python."""
 _RING_TILES = 4
 """One is read, one updated, one written, and one is on hand."""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
-_RINGS_SHARE = 4
-"""The rings take at most this part of the host's budget, as long as smaller tiles make them smaller."""
+_RINGS_SHARE, _STATES_SHARE = 4, 8
+"""The rings take at most this part of the host's budget and of the states, if smaller tiles make them that small."""
 _KINDS: Mapping[str, tuple[str, ...]] = {
     # Weights are fetched twice, read and written in a step, everything else is written once and read once; gradients
     # are to be on disk only where there is no other place.
@@ -129,12 +127,13 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
     return kept
 
 
-def _tile_numel(regions: Iterable[Region], host_bytes: int | None) -> int:
-    tile = _LARGEST_TILE
+def _tile_numel(regions: Sequence[Region], host_bytes: int | None) -> int:
     everything = {region.index: PLANES for region in regions}
-    while host_bytes is not None and tile > _SMALLEST_TILE:
-        if sum(ring_bytes(DiskLayout(everything, tile), regions).values()) * _RINGS_SHARE <= host_bytes:
-            break
+    most = sum(_bytes(region, PLANES, keeps_gradients=True) for region in regions) // _STATES_SHARE
+    if host_bytes is not None:
+        most = min(most, host_bytes // _RINGS_SHARE)
+    tile = _LARGEST_TILE
+    while tile > _SMALLEST_TILE and sum(ring_bytes(DiskLayout(everything, tile), regions).values()) > most:
         tile //= 2
     largest = max((region.numel for region in regions), default=SHARD_MULTIPLE)
     return min(tile, largest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -46,6 +47,16 @@ class Counters:
     def clear(self) -> None:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, what moves belongs to no step."""
+        before = {f.name: getattr(self, f.name) for f in fields(self)}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def begin_step(self) -> None:
         """Start counting a step."""

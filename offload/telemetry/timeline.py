@@ -5,9 +5,13 @@ exposed.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_MOST_SPANS = 1 << 17
+"""Between two ends of steps: evaluations without number may lie there."""
 
 
 class Span(NamedTuple):
@@ -35,7 +39,7 @@ class Timeline:
 
     def __init__(self, lanes: Iterable[str]) -> None:
         self._lanes = tuple(lanes)
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._busy = dict.fromkeys(self._lanes, 0.0)
         self._exposed: dict[str, float] = {}
         self._begin = time.perf_counter()
@@ -55,14 +59,15 @@ class Timeline:
         self._begin = time.perf_counter()
         self._exposed = {}
 
-    def discount(self, lane: str) -> None:
-        """What a lane has done since the last step was for none (an evaluation, a recording pass)."""
-        self._busy[lane] = 0.0
+    def discount(self, *lanes: str) -> None:
+        """What these lanes have done since the last step was for none (an evaluation, a recording pass)."""
+        self._busy.update(dict.fromkeys(lanes, 0.0))
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         """Return the seconds since `begin_step`, each lane's share, and the spans."""
         end = time.perf_counter()
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         busy, self._busy = self._busy, dict.fromkeys(self._lanes, 0.0)
         seconds = end - self._begin
         lanes = {lane: LaneTime(busy[lane], self._exposed.get(lane, 0.0)) for lane in self._lanes}

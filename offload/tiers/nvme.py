@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from offload.errors import DiskError
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.native_io import File, IoEngine
-from offload.partition.layout import stripe
+from offload.native_io import File, IoEngine, wait_for_all
+from offload.native_io import Ticket as Transfer
+from offload.partition.layout import stripe, stripe_bytes
 from offload.telemetry.counters import Counters
 from offload.tiers.folder import RunFolders
 from offload.tiers.host import Arena
@@ -27,47 +28,59 @@ from offload.tiers.ring import Ring, Stretch
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 
 
-class DataFile:
-    """A file of a run, whose space is reserved before it is used."""
+class Stripes:
+    """One range of bytes over a file in each folder, in chunks by turns, so that every transfer is shared by the disks.
 
-    def __init__(self, io: IoEngine, path: Path) -> None:
+    Space is reserved before it is used.
+    """
+
+    def __init__(self, io: IoEngine, paths: Sequence[Path]) -> None:
         self._io = io
-        self._file: File = io.open(path, num_bytes=0)
-        self.why_buffered = self._file.why_buffered
-        self.num_bytes, self._is_whole = 0, True
+        self._files = [io.open(path, num_bytes=0) for path in paths]
+        self.why_buffered = self._files[0].why_buffered
+        self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> int:
         """Add space at the end; return where it begins. DiskError where there is none."""
-        begin = self.num_bytes
-        self._file.reserve(begin + num_bytes)
-        self.num_bytes += num_bytes
-        self._is_whole = self._held_bytes() >= self.num_bytes  # not so where the file system compresses
+        begin, end = self.num_bytes, self.num_bytes + num_bytes
+        sizes = (stripe_bytes(size, len(self._files)) for size in (begin, end))
+        for file, before, after in zip(self._files, *sizes, strict=True):
+            if before < after:
+                file.reserve(before, after - before)
+        self.num_bytes = end
         return begin
 
     def read(self, offset: int, memory: torch.Tensor) -> None:
         """Fill `memory` from `offset`; DiskError where that fails."""
-        self._check()
-        self._io.read(self._file, offset, memory).wait()
+        self._move(self._io.read, offset, memory)
+        self._check(offset, memory.nbytes)  # a hole reads as zeros
 
     def write(self, offset: int, memory: torch.Tensor) -> None:
         """Write `memory` to `offset`; DiskError where that fails."""
-        self._check()
-        self._io.write(self._file, offset, memory).wait()
+        self._check(offset, memory.nbytes)  # what was cut off would grow again
+        self._move(self._io.write, offset, memory)
 
-    def _check(self) -> None:
-        """A file that was cut off would grow again with the next write, and read as zeros before it."""
-        size, held = os.fstat(self._file.fd).st_size, self._held_bytes()
-        if size < self.num_bytes or (self._is_whole and held < self.num_bytes):
-            raise DiskError(
-                f"{self._file.path} has {size} bytes, {held} of them on disk, and was made with {self.num_bytes}: "
-                "something has truncated it, and the states in it are lost. Go on from the last checkpoint.",
-                0,
-                self._file.path,
-            )
+    def _move(self, begin: Callable[[File, int, torch.Tensor], Transfer], offset: int, memory: torch.Tensor) -> None:
+        end, tickets = 0, []
+        for number, place, size in stripe(offset, memory.nbytes, len(self._files)):
+            tickets.append(begin(self._files[number], place, memory[end : end + size]))
+            end += size
+        wait_for_all(tickets)
 
-    def _held_bytes(self) -> int:
-        """Return the disk space that the file takes; a hole takes none."""
-        return os.fstat(self._file.fd).st_blocks * 512
+    def _check(self, offset: int, num_bytes: int) -> None:
+        """Raise DiskError where somebody has taken space away from the files."""
+        for number, place, size in stripe(offset, num_bytes, len(self._files)):
+            file = self._files[number]
+            found = os.fstat(file.fd).st_size
+            if found < place + size or file.has_hole(place, size):
+                raise DiskError(
+                    f"{file.path} has {found} bytes, and no longer holds {size} at offset {place}, where states were: "
+                    "something has truncated it, and they are lost. Go on from the last checkpoint.",
+                    0,
+                    file.path,
+                    place,
+                    size,
+                )
 
 
 class Channel:
@@ -81,6 +94,10 @@ class Channel:
         """Bytes of the ring."""
         return self._ring.memory.nbytes
 
+    def reset(self) -> None:
+        """Whoever took memory and did not give it back was interrupted."""
+        self._ring.reset()
+
     def take(self, num_bytes: int) -> Stretch:
         """Return memory, which stays this taker's until it says that it is no longer open."""
         stretch = self._ring.take(num_bytes)
@@ -88,7 +105,7 @@ class Channel:
         return stretch
 
     def read(
-        self, file: DataFile, offset: int, stretch: Stretch, *, after: Sequence[Ticket], name: str, is_ahead: bool
+        self, file: Stripes, offset: int, stretch: Stretch, *, after: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
         """Fill a stretch from a file."""
         num_bytes = stretch.flat.nbytes
@@ -108,7 +125,7 @@ class Channel:
 
     def write(
         self,
-        file: DataFile,
+        file: Stripes,
         offset: int,
         stretch: Stretch,
         num_bytes: int,
@@ -132,26 +149,31 @@ class Channel:
 
 @dataclass(eq=False)
 class Record:
-    """The planes of a tile that are on disk, one behind the other from `offset` of a file on."""
+    """The planes of a tile that are on disk, one behind the other from `offset` of a file on.
+
+    The gradients have a fence of their own: those of a step that is given up may never be written, and nobody minds,
+    while states whose write failed are lost.
+    """
 
     name: str
     numel: int
     planes: dict[str, torch.dtype]
-    file: DataFile
+    file: Stripes
     offset: int
     fetches: Channel
     updates: Channel
     fence: Fence = field(default_factory=lambda: Fence("record"))
+    landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
 
     def lend(self, names: Sequence[str], loan: Loan, *, fetches: bool = False, is_ahead: bool = False) -> Loan:
         """Lend neighbouring planes beside what a loan has already; `gradients` among them are not written back."""
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
+        after = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
         stretch = channel.take(last - first)
-        reading = channel.read(
-            self.file, self.offset + first, stretch, after=self.fence.before_read(), name=self.name, is_ahead=is_ahead
-        )
-        self.fence.read(reading)
+        reading = channel.read(self.file, self.offset + first, stretch, after=after, name=self.name, is_ahead=is_ahead)
+        for fence in self._fences(names):
+            fence.read(reading)
 
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
@@ -180,17 +202,22 @@ class Record:
     def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
         if names:
             first, last = self._span(names)
+            (fence,) = self._fences(names)
             writing = channel.write(
                 self.file,
                 self.offset + first,
                 stretch,
                 last - first,
                 after=(changed,),
-                behind=self.fence.before_fill(),
+                behind=fence.before_fill(),
                 name=self.name,
             )
-            self.fence.fill(writing)
+            fence.fill(writing)
         stretch.is_open = False
+
+    def _fences(self, names: Sequence[str]) -> list[Fence]:
+        """Return the fences of planes: of states, of gradients, or of both."""
+        return list(dict.fromkeys(self.landing if name == "gradients" else self.fence for name in names))
 
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
         """Return the bytes of the record from which to which these planes lie."""
@@ -214,7 +241,7 @@ class Nvme:
     def __init__(
         self,
         dirs: Sequence[str],
-        record_bytes: Sequence[int],
+        num_bytes: int,
         *,
         rings: Mapping[str, int],
         lanes: Lanes,
@@ -223,26 +250,24 @@ class Nvme:
         host: Ledger,
         pin: bool,
     ) -> None:
-        """`record_bytes`: of every record there will be, in order. `rings`: the bytes of each channel's."""
-        places, sizes = stripe(record_bytes, len(dirs))
+        """`num_bytes`: of all records that there will be. `rings`: the bytes of each channel's."""
         self._ledger = ledger
-        self._folders = RunFolders(dirs, sum(sizes))
+        self._folders = RunFolders(dirs, num_bytes)
         try:
             self._io = IoEngine()
-            self._states = self._files("states.bin") if record_bytes else []
-            for file, size in zip(self._states, sizes, strict=False):
-                file.reserve(size)
-            self._activations = self._files("activations.bin") if ACTIVATION_RING in rings else []
+            self._states = self._stripes("states.bin")
+            self._states.reserve(num_bytes)
+            self._activations = self._stripes("activations.bin")
             self._arena = Arena(sum(rings.values()), pin=pin)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
             for name, flat in memory.items():
                 host.reserve(name, flat.nbytes)
                 self._io.register(flat)
         except BaseException:
-            self._folders.close()
+            self._folders.close()  # the files go with their engine
             raise
         self._warn()
-        self._places = iter(places)
+        self._next = 0
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)
         )
@@ -252,16 +277,26 @@ class Nvme:
 
     def record(self, name: str, numel: int, planes: dict[str, torch.dtype]) -> Record:
         """Return the next record."""
-        number, offset = next(self._places)
-        return Record(name, numel, planes, self._states[number], offset, self.fetches, self.updates)
+        record = Record(name, numel, planes, self._states, self._next, self.fetches, self.updates)
+        self._next += numel * sum(dtype.itemsize for dtype in planes.values())
+        return record
 
-    def extent(self, num_bytes: int) -> tuple[DataFile, int]:
-        """Return new room for an activation checkpoint: a file, and where it begins there. Raises DoesNotFitError or
+    def extent(self, num_bytes: int) -> tuple[Stripes, int]:
+        """Return new room for an activation checkpoint: its file, and where it begins there. Raises DoesNotFitError or
         DiskError.
         """
         self._ledger.reserve("activation checkpoints", num_bytes)
-        file = min(self._activations, key=lambda file: file.num_bytes)
-        return file, file.reserve(num_bytes)
+        file = self._activations
+        try:
+            return file, file.reserve(num_bytes)
+        except DiskError:
+            self._ledger.release("activation checkpoints", num_bytes)
+            raise
+
+    def reset(self) -> None:
+        """Take back what an interrupted step has left open. What was on its way is over, or goes on by its tickets."""
+        for channel in (self.fetches, self.updates, self.activations):
+            channel.reset()
 
     @property
     def pinned_bytes(self) -> int:
@@ -275,13 +310,13 @@ class Nvme:
         self._arena.close()
         self._folders.close()
 
-    def _files(self, name: str) -> list[DataFile]:
-        return [DataFile(self._io, folder / name) for folder in self._folders.paths]
+    def _stripes(self, name: str) -> Stripes:
+        return Stripes(self._io, [folder / name for folder in self._folders.paths])
 
     def _warn(self) -> None:
         """Say once what makes this slower than it could be."""
-        files = {file.why_buffered for file in (*self._states, *self._activations)}
-        found = [reason for reason in (self._io.why, self._io.why_unregistered, *sorted(files)) if reason]
+        reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
+        found = [reason for reason in reasons if reason]
         if found:
             warnings.warn(
                 f"the nvme tier works, by {self._io.name}, and is slower than it could be: {'; '.join(found)}.",

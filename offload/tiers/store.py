@@ -255,10 +255,10 @@ class Store:
             finally:
                 give_back(Ticket("compute", is_done=True))
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, fresh fp32 CPU copy) of every parameter in torch's order."""
-        for info in self._infos:
-            yield info.name, self.read(info.index)
+    def reset(self) -> None:
+        """A step was interrupted: nothing is lent any more."""
+        if self._nvme is not None:
+            self._nvme.reset()
 
     def close(self) -> None:
         """Let go of the planes."""

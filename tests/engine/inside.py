@@ -28,12 +28,13 @@ def states(engine: Engine) -> dict[str, State]:
     engine._settle()
     for state in store.states:
         for position, index in enumerate(state.region.parameters):
-            moments = [_plane(store, index, name) for name in ("exp_avg", "exp_avg_sq")]
+            moments = [stored_plane(store, index, name) for name in ("exp_avg", "exp_avg_sq")]
             found[engine._parts.infos[index].name] = State(*moments, state.steps[position])
     return found
 
 
-def _plane(store: Store, index: int, name: str) -> torch.Tensor | None:
+def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
+    """Return a copy of a parameter's share of a plane, flat, wherever it rests; None where there is none."""
     pieces = [planes[name][mine].clone() for planes, mine, _ in store.opened(index, name) if name in planes]
     return torch.cat(pieces) if pieces else None
 

@@ -1,7 +1,7 @@
 """A process of its own that trains and tells its peak; run by test_memory. What is printed is one JSON object.
 
 python -m tests.engine.memory_child MODE FOLDER     filled: weights made unit by unit; loaded: a whole fp32 model
-given away, then 50 steps of a small one
+given away, then 50 steps of a small one; disk: states of more than 1 GiB in FOLDER
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import Engine
+from offload import Engine, Placement
 from offload.tiers.host import trim_heap
 from tests.engine.sizes import elements
 
@@ -68,6 +68,29 @@ def filled(folder: Path) -> dict[str, Any]:
     return {"largest": largest, "total": total, "constructed": constructed, "peak": resident_bytes("VmHWM") - before}
 
 
+DISK_SHAPE = SHAPE | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16}
+DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    from offload.checkpoint.models import build_model
+    from offload.sections import ModelSection
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE}))
+    section = ModelSection(path=str(folder / "config.json"), init="random")
+    built = build_model(section, seed=0)
+    before = resident_bytes("VmRSS")
+    tiers = dict.fromkeys(("parameters", "optimizer", "activations"), "nvme")
+    placement = Placement(**tiers, nvme_dir=folder, device_memory=DEVICE_BYTES, host_memory=HOST_BYTES)
+    engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
+    losses = [float(engine.step(batch()).loss) for _ in range(3)]
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
+    found = {"losses": losses, **held, "host": engine.counters.peak_host_bytes, "device": DEVICE_BYTES}
+    found["peak"] = resident_bytes("VmHWM") - before
+    engine.close()
+    return found
+
+
 def loaded(folder: Path) -> dict[str, Any]:
     import transformers
 
@@ -110,5 +133,5 @@ def growth() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes = {"filled": filled, "loaded": loaded}
+    modes = {"filled": filled, "loaded": loaded, "disk": disk}
     print(json.dumps(modes[sys.argv[1]](Path(sys.argv[2]))))

@@ -48,3 +48,13 @@ class TestResidentMemory:
         assert found["built"] >= 0.9 * model, "the measurement measured something else"
         assert found["peak"] <= states + 4 * found["largest"] + CONSTANT_BYTES
         assert found["grown"] <= 2 * MIB
+
+    def test_states_of_a_gibibyte_train_in_64_mebibytes(self, tmp_path: Path) -> None:
+        """The device, which is memory too on a CPU, and the host's rings, within their budgets; one unit's values while
+        they are made."""
+        found = measure("disk", tmp_path)
+        assert found["nvme"] > 1 << 30
+        assert found["host"] <= 64 * MIB
+        assert found["peak"] <= found["device"] + 64 * MIB + 50 * MIB + CONSTANT_BYTES
+        assert all(0 < loss < 20 for loss in found["losses"])
+        assert not list(tmp_path.glob("offload-*")), "the files are gone"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError
 from offload.native_io import IoEngine
+from offload.partition import layout
 from offload.planning import disk
 from offload.tiers import nvme
 from tests.engine.compare import assert_same, train_both, weights
@@ -27,6 +28,8 @@ from tests.engine.test_overlap import MODES, SLOW, deep
 
 TILE = 2048
 """Elements: the smallest, so that even tiny regions are cut."""
+CHUNK = 12288
+"""Bytes: so that a tile lies on all disks."""
 ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
 Maker = Callable[[], nn.Module]
 
@@ -38,6 +41,7 @@ def deeper() -> nn.Module:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture
@@ -83,9 +87,9 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
     engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
     states_bytes = sum(tier_bytes(engine, "cpu").values())
     regions = engine._parts.regions
-    layout = disk.DiskLayout({region.index: disk.PLANES for region in regions}, TILE)
+    everything = disk.DiskLayout({region.index: disk.PLANES for region in regions}, TILE)
     engine.close()
-    return int(fraction * states_bytes) + sum(disk.ring_bytes(layout, regions).values())
+    return int(fraction * states_bytes) + sum(disk.ring_bytes(everything, regions).values())
 
 
 # -- the same bits -------------------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
     engine = Engine(build(deep), placement=on_disk(*folders))
     sizes = [path.stat().st_size for path in folder.rglob("states.bin")]
     assert len(sizes) == 3
-    assert max(sizes) - min(sizes) <= 12 * TILE
+    assert max(sizes) - min(sizes) <= CHUNK
     engine.close()
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +22,17 @@ from torch import Tensor, nn
 from offload import AdamW, Engine, Placement
 from offload.engine.stream import Stream
 from offload.engine.updates import Landed
+from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
+from offload.planning import disk
 from offload.schedule.execute import Executor
+from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel
 from offload.tiers.ring import Ring
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
-from tests.engine.inside import stored_weights
+from tests.engine.inside import stored_plane, stored_weights
 from tests.engine.test_overlap import deep
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -46,8 +50,8 @@ def without(kind: str, wait: str) -> Change:
     return change
 
 
-def reused_at_once(kind: str) -> Change:
-    """Hand out a stretch of a ring without regard to who still reads it."""
+def reused_at_once(kind: str, link: str | None = None) -> Change:
+    """Hand out a stretch of a ring without regard to who still uses it, or to those of one link."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = Ring.take
@@ -55,10 +59,39 @@ def reused_at_once(kind: str) -> Change:
         def take(self: Ring, num_bytes: int) -> Any:
             stretch = original(self, num_bytes)
             if stretch is not None and self.kind == kind:
-                stretch.after.clear()
+                stretch.after[:] = [ticket for ticket in stretch.after if link not in (None, ticket.lane)]
             return stretch
 
         patch.setattr(Ring, "take", take)
+
+    return change
+
+
+def used_before_it_was_read(kind: str) -> Change:
+    """Do not wait for what the disk reads into a ring."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original = Channel.read
+
+        def read(self: Channel, *args: Any, **settings: Any) -> Ticket:
+            ticket = original(self, *args, **settings)
+            return Ticket("nvme_read", is_done=True) if self._ring.kind == kind else ticket
+
+        patch.setattr(Channel, "read", read)
+
+    return change
+
+
+def written_at_once(kind: str) -> Change:
+    """Write what lies in a ring to the disk before it was changed, or has come down."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original = Channel.write
+
+        def write(self: Channel, *args: Any, **settings: Any) -> Ticket:
+            return original(self, *args, **settings | ({"after": ()} if self._ring.kind == kind else {}))
+
+        patch.setattr(Channel, "write", write)
 
     return change
 
@@ -113,6 +146,10 @@ def only_the_scale_learns() -> nn.Module:
 
 
 _WAIT = Lanes.wait
+STATES = {"parameters": "nvme", "optimizer": "nvme"}
+GRADIENTS = {"gradients": "nvme"}
+ACTIVATIONS: dict[str, Any] = CLIPPED | {"on_disk": {"activations": "nvme"}}
+LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more tiles each than the ring has
 
 CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "compute reads a slot before its fetch": (without("slot", "before_read"), CLIPPED),
@@ -131,32 +168,91 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "gradients land on others that wait": (reused_at_once("gradient staging"), FREE),
     "activations come back before they went down": (
         without("activation checkpoints", "before_read"),
-        CLIPPED | {"make": deeper, "placement": Placement(activations="cpu")},
+        CLIPPED
+        | {"make": deeper, "placement": Placement(activations="cpu"), "throttle": {"d2h": {"latency_seconds": 0.01}}},
     ),
     "a recompute reads inputs before they came back": (
         recomputed_at_once,
         CLIPPED | {"placement": Placement(activations="cpu")},
     ),
     "the norm is taken before the sums": (norm_before_the_sums, CLIPPED | {"own_loop": True}),
+    "a fetch reads a record before its update is written": (
+        without("record", "before_read"),
+        CLIPPED | {"on_disk": {"parameters": "nvme"}},
+    ),
+    "a correction reads a record before its update is written": (
+        without("record", "before_read"),
+        CLIPPED | {"clip": "speculative", "on_disk": {"optimizer": "nvme"}},
+    ),
+    "an update reads a record before its gradients are written": (
+        without("waiting gradients", "before_read"),
+        CLIPPED | {"on_disk": GRADIENTS},
+    ),
+    "a fetch goes up before it was read": (used_before_it_was_read(FETCH_RING), CLIPPED | {"on_disk": STATES}),
+    "a fetch is read over one that goes up": (
+        reused_at_once(FETCH_RING, "h2d"),
+        CLIPPED | {"on_disk": STATES},
+    ),
+    "states are updated before they were read": (
+        used_before_it_was_read(UPDATE_RING),
+        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
+    ),
+    "states are written before they were updated": (
+        written_at_once(UPDATE_RING),
+        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
+    ),
+    "states are read over others that are being written": (
+        reused_at_once(UPDATE_RING, "nvme_write"),
+        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
+    ),
+    "gradients are written before they landed": (written_at_once(UPDATE_RING), CLIPPED | {"on_disk": GRADIENTS}),
+    "gradients land on others that are being written": (
+        reused_at_once(UPDATE_RING, "nvme_write"),
+        CLIPPED | {"on_disk": GRADIENTS},
+    ),
+    "gradients are read over others that an update reads": (
+        reused_at_once(UPDATE_RING, "update"),
+        CLIPPED | {"on_disk": GRADIENTS},
+    ),
+    "activations are read before they were written": (
+        without("activation checkpoints", "before_read"),
+        ACTIVATIONS | {"throttle": {"nvme_write": {"latency_seconds": 0.02}}},
+    ),
+    "activations are written before they came down": (written_at_once(ACTIVATION_RING), LARGE),
+    "activations come down on others that are being written": (reused_at_once(ACTIVATION_RING, "nvme_write"), LARGE),
+    "activations go up before they were read": (used_before_it_was_read(ACTIVATION_RING), LARGE),
+    "activations are read over others that go up": (
+        reused_at_once(ACTIVATION_RING, "h2d"),
+        LARGE | {"throttle": {"h2d": {"latency_seconds": 0.01}}},
+    ),
 }
 
 
-def train(own_loop: bool = False, make: Callable[[], nn.Module] = deep, **settings: Any) -> list[Any]:
+@pytest.fixture(autouse=True)
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even tiny regions and activations go around the rings of the disk many times."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    monkeypatch.setattr(disk, "_MOST_ACTIVATION_RING", 1 << 16)
+
+
+def train(own_loop: bool = False, make: Callable[[], nn.Module] = deep, rows: int = 4, **settings: Any) -> list[Any]:
     """Return norms, and weights in the middle and at the end."""
     engine = Engine(build(make), **settings)
     loss_fn = cross_entropy if make is only_the_scale_learns else None
     found: list[Any] = []
-    for seed in range(4):
-        batch = words(seed) if loss_fn else tokens(seed)
-        if own_loop:
-            for part in range(2):
-                engine.backward(engine.model(**tokens(10 * seed + part)).loss)
-            found.append(engine.update().grad_norm)
-        else:
-            found.append(engine.step(batch, loss_fn=loss_fn).grad_norm)
-        if seed in (0, 3):
-            found += weights(engine).values()
-    engine.close()
+    try:
+        for seed in range(4):
+            batch = words(seed) if loss_fn else tokens(seed, rows=rows)
+            if own_loop:
+                for part in range(2):
+                    engine.backward(engine.model(**tokens(10 * seed + part)).loss)
+                found.append(engine.update().grad_norm)
+            else:
+                found.append(engine.step(batch, loss_fn=loss_fn).grad_norm)
+            if seed in (0, 3):
+                found += weights(engine).values()
+    finally:
+        engine.close()
     return found
 
 
@@ -165,9 +261,12 @@ def is_same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_without_this_wait_a_result_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, settings = CHANGES[name]
+def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, settings = CHANGES[name][0], dict(CHANGES[name][1])
+    on_disk = settings.pop("on_disk", None)
     wanted = train(**settings | {"prefetch": 0})
+    if on_disk is not None:
+        settings["placement"] = Placement(**on_disk, nvme_dir=tmp_path)
     assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
     change(monkeypatch)
     for seed in range(5):
@@ -185,7 +284,11 @@ def test_without_this_wait_a_result_is_wrong(name: str, monkeypatch: pytest.Monk
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """Has lanes with threads, has made steps, and has nothing on its way."""
-    made = Engine(build(deep), throttle={"h2d": 10**12}, prefetch=0, max_grad_norm=0.2, placement=ON_HOST)
+    yield from stepped(Placement(activations="cpu"))
+
+
+def stepped(placement: Placement) -> Iterator[Engine]:
+    made = Engine(build(deep), throttle={"h2d": 10**12}, prefetch=0, max_grad_norm=0.2, placement=placement)
     for seed in range(2):
         made.step(tokens(seed))
     settle(made)
@@ -193,11 +296,8 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-ON_HOST = Placement(activations="cpu")
-
-
 def settle(engine: Engine) -> None:
-    for lane in (engine._parts.lanes.update, engine._parts.lanes.h2d, engine._parts.lanes.d2h):
+    for lane in engine._parts.lanes._all:
         lane.drain()
 
 
@@ -366,3 +466,215 @@ def test_an_activation_waits_for_the_copy_that_reads_its_buffer(
         assert again.data_ptr() == put.data_ptr()
     settle(engine)
     assert bool((back == 1).all()) == (not broken)
+
+
+# -- the same of the disk --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has everything on disk, has made steps, and has nothing on its way."""
+    yield from stepped(Placement(**STATES, **GRADIENTS, activations="nvme", nvme_dir=tmp_path))
+
+
+@pytest.fixture
+def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
+    """Has nothing else there: with its states an update's write would come before the gradients' by the lane."""
+    yield from stepped(Placement(**GRADIENTS, nvme_dir=tmp_path))
+
+
+def of_one_tile(engine: Engine) -> tuple[Any, Any]:
+    """Return a unit with one region, which is one tile, and the state of that."""
+    unit = next(unit for unit in engine._parts.units if unit.name.endswith("embed_tokens"))
+    (region,) = unit.regions
+    state = engine._parts.store[region]
+    assert len(state.parts) == 1
+    return unit, state
+
+
+def land(engine: Engine, state: Any, value: float) -> None:
+    """Let gradients of one value land in a new step."""
+    flow, region = engine._parts.gradients, state.region
+    flow.begin_step()
+    flow.touched[region.index] = [True] * len(region.parameters)
+    flow._land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
+
+
+def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
+    """Submit an update, from gradients on disk where none are given."""
+    landed = Landed(state.region, gradients, Fence("gradients on disk"))
+    engine._parts.updates._submit(landed, [True] * len(state.region.parameters))
+
+
+class Copy:
+    """The event of a copy that is in a GPU's stream and not done yet."""
+
+    def __init__(self) -> None:
+        self._fired = threading.Event()
+        self.synchronize, self.query, self.fire = self._fired.wait, self._fired.is_set, self._fired.set
+
+
+def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
+    if broken:
+        patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
+
+
+@BROKEN
+def test_an_update_is_written_once_the_fetch_has_read_its_record(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two waits see to it: the update's for the copy that goes up, and its write's for the read."""
+    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    (region,), index = unit.regions, state.region.parameters[0]
+    before = parts.store.read(index)
+    fill = Fence.before_fill
+    if broken:
+        monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
+    with held_up(parts.lanes.fetch_read):
+        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
+        shown = parts.slots.place(unit.regions)[region][state.span(0)]
+        update(on_disk, state, torch.ones(region.numel))
+    settle(on_disk)
+    assert torch.equal(shown, before.view(-1)) == (not broken)
+    assert not torch.equal(parts.store.read(index), before)
+
+
+@BROKEN
+def test_the_host_reads_records_after_their_update_was_written(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (_, state) = on_disk._parts, of_one_tile(on_disk)
+    index = state.region.parameters[0]
+    before = parts.store.read(index)
+    take_away(broken, "record", "before_read", monkeypatch)
+    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_write):
+        update(on_disk, state, torch.ones(state.region.numel))
+        found = reader.submit(parts.store.read, index)
+    settle(on_disk)
+    assert torch.equal(found.result(), before) == broken
+
+
+@BROKEN
+def test_the_host_waits_for_what_it_reads_from_disk(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (_, state) = on_disk._parts, of_one_tile(on_disk)
+    index = state.region.parameters[0]
+    before = parts.store.read(index)
+    if broken:
+        used_before_it_was_read(UPDATE_RING)(monkeypatch)
+    parts.store._nvme.updates._ring.memory.zero_()
+    with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_read):
+        found = reader.submit(parts.store.read, index)
+    assert torch.equal(found.result(), before) == (not broken)
+
+
+@BROKEN
+def test_gradients_are_written_once_the_update_has_read_those_before(
+    gradients_on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (_, state) = gradients_on_disk._parts, of_one_tile(gradients_on_disk)
+    land(gradients_on_disk, state, 0.0)
+    settle(gradients_on_disk)
+    parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
+    take_away(broken, "waiting gradients", "before_fill", monkeypatch)
+    with held_up(parts.lanes.update_read):
+        update(gradients_on_disk, state)
+        land(gradients_on_disk, state, 1.0)
+    settle(gradients_on_disk)
+    exp_avg = stored_plane(parts.store, state.region.parameters[0], "exp_avg")
+    assert exp_avg is not None
+    assert bool((exp_avg == 0).all()) == (not broken)
+
+
+@BROKEN
+def test_an_activation_is_written_once_the_one_before_was_read(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, checkpoints = on_disk._parts, on_disk._parts.stream._checkpoints
+    assert checkpoints is not None
+    take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
+    put = checkpoints.put(torch.full((1000,), 1.0))
+    settle(on_disk)
+    with held_up(parts.lanes.activation_read):
+        back, _ = checkpoints.get(put)
+        checkpoints.free(put.data_ptr())
+        again = checkpoints.put(torch.full((1000,), 3.0))
+        assert again.data_ptr() == put.data_ptr()
+    settle(on_disk)
+    assert bool((back == 1).all()) == (not broken)
+
+
+@BROKEN
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_leave_the_device_once_compute_has_made_them(
+    tier: str, broken: bool, request: pytest.FixtureRequest
+) -> None:
+    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
+    checkpoints, made = engine._parts.stream._checkpoints, torch.zeros(1000)
+    assert checkpoints is not None
+    with computing(engine):
+        if broken:
+            engine._parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
+        put = checkpoints.put(made)
+        time.sleep(0.02)
+        made.fill_(2.0)
+    back, _ = checkpoints.get(put)
+    settle(engine)
+    assert bool((back == 2).all()) == (not broken)
+
+
+@BROKEN
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_come_back_once_compute_has_let_go_of_the_memory(
+    tier: str, broken: bool, request: pytest.FixtureRequest
+) -> None:
+    engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
+    checkpoints = engine._parts.stream._checkpoints
+    assert checkpoints is not None
+    put = checkpoints.put(torch.full((1000,), 1.0))
+    settle(engine)
+    with computing(engine):
+        if broken:
+            engine._parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
+        back, _ = checkpoints.get(put)
+        time.sleep(0.02)
+        back.fill_(2.0)  # what lay there before
+    assert bool((back == 1).all()) == (not broken)
+
+
+@BROKEN
+def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, state = of_one_tile(on_disk)
+    without_events(broken, monkeypatch)
+    loan, copy = state.parts[0].land(), Copy()
+    loan.planes["gradients"].fill_(0.0)
+    loan.changed(Ticket("d2h", is_done=True, event=copy))
+    time.sleep(0.02)
+    loan.planes["gradients"].fill_(1.0)
+    copy.fire()
+    settle(on_disk)
+    found = stored_plane(on_disk._parts.store, state.region.parameters[0], "gradients")
+    assert found is not None
+    assert bool((found == 1).all()) == (not broken)
+
+
+@BROKEN
+def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, state = of_one_tile(on_disk)
+    without_events(broken, monkeypatch)
+    loan, copy = state.parts[0].fetch(False), Copy()
+    on_disk._parts.lanes.wait(loan.after)
+    shown, before = loan.planes["weights"], loan.planes["weights"].clone()
+    loan.read(Ticket("h2d", is_done=True, event=copy))
+    for part in on_disk._parts.store.states[1].parts:  # once around the ring
+        part.fetch(False).read(Ticket("h2d", is_done=True))
+    time.sleep(0.02)
+    assert torch.equal(shown, before) == (not broken)
+    copy.fire()
+    settle(on_disk)
+    assert not torch.equal(shown, before), "and fills it then"

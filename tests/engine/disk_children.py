@@ -1,0 +1,287 @@
+"""What a fault of the disk does to an engine, for this process and for others: those that lose a right or a system call
+for good, and whole commands.
+
+`Nursery` starts one clean process that has imported everything and forks for each child, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload import Engine, Placement
+from offload.errors import DiskError, OffloadError, TornError
+from offload.planning import disk
+from tests.engine.families import build, tokens
+from tests.engine.test_overlap import deep
+from tests.io.children import IO_URING_SETUP, forbid
+
+DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred", "recompute": "always"}
+KINDS: dict[str, dict[str, str]] = {  # each kind of state alone, so that what fails is of that kind
+    "parameters": {"parameters": "nvme"},
+    "optimizer": {"optimizer": "nvme"},
+    "gradients": {"gradients": "nvme"},
+    "activations": {"activations": "nvme"},
+}
+ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
+BOTH = {"parameters": "nvme", "optimizer": "nvme"}
+CALLS = {"x86_64": {"openat": 257, "pread": 17, "pwrite": 18}, "aarch64": {"openat": 56, "pread": 67, "pwrite": 68}}
+TILE = 2048
+NOBODY = 65534
+
+Wanted = Sequence[Sequence[Any]]
+"""Of every step of a run in memory: its loss, and a hash of the weights after it."""
+
+
+def make(folder: str | os.PathLike[str], placement: dict[str, str], **settings: Any) -> Engine:
+    """Return an engine over a few small blocks, in tiles that are small as well."""
+    disk._LARGEST_TILE = TILE
+    return Engine(build(deep), placement=Placement(**placement, nvme_dir=str(folder)), **{**DEFERRED, **settings})
+
+
+def digest(engine: Engine) -> str:
+    """Return a hash of all weights."""
+    found = hashlib.sha256()
+    for _, value in engine.named_parameters():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(engine: Engine, wanted: Wanted, begin: int, end: int) -> None:
+    """Take steps whose losses must be the wanted ones."""
+    for seed in range(begin, end):
+        assert engine.step(tokens(seed)).loss.item() == wanted[seed][0], f"the loss of step {seed}"
+
+
+def until_it_fails(engine: Engine, wanted: Wanted, begin: int) -> tuple[int, OffloadError]:
+    """Take steps until one raises; return its number and what it raised. No loss may be wrong."""
+    for seed in range(begin, begin + 3):
+        try:
+            train(engine, wanted, seed, seed + 1)
+        except OffloadError as error:
+            return seed, error
+    raise AssertionError("nothing failed")
+
+
+def is_torn(engine: Engine, wanted: Wanted, num_steps: int) -> bool:
+    """Tell whether the engine has refused to go on; else its weights must be those after so many steps."""
+    try:
+        assert digest(engine) == wanted[num_steps - 1][1], f"the weights after step {num_steps}"
+    except TornError:
+        try:
+            engine.step(tokens(num_steps))
+        except TornError:
+            return True
+        raise AssertionError("a torn engine took a step") from None
+    return False
+
+
+def names(error: BaseException, *words: object) -> None:
+    """Check what a message says."""
+    assert not [word for word in words if str(word) not in str(error)], str(error)
+
+
+# -- in a child ------------------------------------------------------------------------------------------------
+
+
+def child_in_which_a_call_fails(folder: str, kind: str, call: str, wanted: Wanted) -> None:
+    """With threads for the disk; every call of that name fails from the third step on."""
+    forbid(IO_URING_SETUP, errno.EPERM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads it is
+        engine = make(folder, KINDS[kind])
+    train(engine, wanted, 0, 2)
+    assert digest(engine) == wanted[1][1]  # what may fail from here on is of another step
+    forbid(CALLS[platform.machine()][call], errno.EIO)
+    seed, error = until_it_fails(engine, wanted, 2)
+    names(error, "DiskError" if isinstance(error, TornError) else "failed", folder, "EIO", "bytes", "offset")
+    try:  # the fault stays: states that are on disk can be read by nobody, all others are whole
+        torn = is_torn(engine, wanted, seed)
+    except DiskError:
+        torn = False
+    print(json.dumps([seed, torn, type(error).__name__]))
+    engine.close()
+
+
+def child_at_its_limit(folder: str, wanted: Wanted) -> None:
+    """The files of the run must not be written any more beyond 64 KiB."""
+    engine = make(folder, BOTH)
+    train(engine, wanted, 0, 2)
+    assert digest(engine) == wanted[1][1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    seed, error = until_it_fails(engine, wanted, 2)
+    names(error, folder, "EFBIG", "ulimit -f", "bytes")
+    assert is_torn(engine, wanted, seed)
+    engine.close()
+
+
+def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
+    """The system refuses something that only makes it faster."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if refused == "O_DIRECT":
+            forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
+        elif refused == "io_uring":
+            forbid(IO_URING_SETUP, errno.EPERM)
+        elif refused == "locked memory":
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+            become_nobody()
+        engine = make(folder, ALL)
+        train(engine, wanted, 0, 3)
+        assert digest(engine) == wanted[2][1]
+        name = engine._parts._nvme._io.name
+        engine.close()
+    print(json.dumps([name, [str(each.message) for each in caught]]))
+
+
+def child_that_is_two(folder: str, wanted: Wanted) -> None:
+    """Two processes train at once; each sees the folder of the other."""
+    reader, writer = os.pipe()
+    other = os.fork()
+    engine = make(folder, ALL)
+    if other == 0:
+        os.write(writer, b"x")
+    else:
+        os.read(reader, 1)  # both have theirs now
+        assert len(list(Path(folder).iterdir())) == 2
+    train(engine, wanted, 0, 6)
+    assert digest(engine) == wanted[5][1]
+    engine.close()
+    if other:
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+
+
+def child_that_never_closes(folder: str, how: str) -> None:
+    """The program ends, by its last line or by an exception, or only the engine goes, in the middle of an update."""
+    engine = make(folder, ALL, throttle={"nvme_write": {"latency_seconds": 0.005}})
+    engine.step(tokens(0))
+    if how == "exception":
+        raise ValueError("of the script")
+    if how == "dropped":
+        del engine
+        gc.collect()
+        return
+    globals()["_kept"] = engine
+
+
+def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
+    """What `python -m MODULE WORDS` does, for another user if need be."""
+    import offload.doctor
+    import offload.trainer  # noqa: F401  nobody may not be allowed to read it
+
+    if uid:
+        become_nobody()
+    from offload.cli import run_command
+
+    run_command(sys.modules[module].main, words)
+
+
+def become_nobody() -> None:
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+def serve() -> None:
+    """Fork for each line of stdin: [function, arguments, folder for its output, working directory]."""
+    torch.set_num_threads(1)
+    import tokenizers  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import offload.doctor
+    import offload.train
+    import offload.trainer  # noqa: F401
+
+    deep()  # imports what it needs
+
+    for line in sys.stdin:
+        name, arguments, output, cwd = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            for number, file in ((1, "out"), (2, "err")):
+                fd = os.open(Path(output, file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                os.dup2(fd, number)
+            os.chdir(cwd)
+            signal.alarm(60)  # who hangs dies of it
+            globals()[name](*arguments)
+            return  # and out, as any program
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+# -- the other side --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    """How a child ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Nursery:
+    """Runs functions of this module, each in a process of its own, one after the other."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._is_running = False
+
+    def start(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> int:
+        """Start a child and return its number."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        if self._is_running:  # a test failed before it came to wait
+            self.wait()
+        request = [child.__name__, arguments, str(self._folder), str(cwd)]
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        self._is_running = True
+        return int(self._server.stdout.readline())
+
+    def wait(self) -> Ended:
+        """Return how the last child ended."""
+        assert self._server.stdout is not None
+        code = int(self._server.stdout.readline())
+        self._is_running = False
+        return Ended(code, *((self._folder / name).read_text() for name in ("out", "err")))
+
+    def run(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> str:
+        """Run a child that must end well and in silence; return what it printed."""
+        self.start(child, *arguments, cwd=cwd)
+        ended = self.wait()
+        assert (ended.code, ended.err) == (0, ""), ended.err
+        return ended.out
+
+    def command(self, module: str, *words: object, cwd: str | os.PathLike[str], uid: int = 0) -> Ended:
+        """Run a command of offload."""
+        self.start(child_command, f"offload.{module}", [str(word) for word in words], uid, cwd=cwd)
+        return self.wait()
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(90)  # as long as a child may take

@@ -1,0 +1,659 @@
+"""What goes wrong with a disk, done to the system for real: one clear error, or a way around it with one warning; never
+a hang, a wrong number, or something left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import platform
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Placement, native
+from offload.errors import DiskError, OffloadError, TornError
+from offload.lanes.throttle import parse_throttle
+from offload.planning import disk
+from offload.tiers.folder import file_system, find_stale
+from tests.cli.conftest import LLAMA, ROOT, SENTENCE
+from tests.engine.disk_children import (
+    ALL,
+    CALLS,
+    DEFERRED,
+    KINDS,
+    NOBODY,
+    TILE,
+    Ended,
+    Nursery,
+    Wanted,
+    child_at_its_limit,
+    child_command,
+    child_in_which_a_call_fails,
+    child_that_is_two,
+    child_that_never_closes,
+    child_with_less,
+    digest,
+    is_torn,
+    make,
+    names,
+    train,
+    until_it_fails,
+)
+from tests.engine.families import build, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import num_threads
+from tests.engine.test_giving_up import Breaks, Told, ends_soon
+from tests.engine.test_overlap import deep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
+filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
+in_cpp = pytest.mark.skipif(not native.is_native(), reason="the C++ module was not built")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder on a disk that every user may write to, in which nothing may be left, nor a thread or a warning."""
+    threads = num_threads()
+    with tempfile.TemporaryDirectory(prefix="fault_") as path, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Path(path).chmod(0o777)
+        yield Path(path)
+        assert inside(Path(path)) == []
+    assert num_threads() <= threads
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Wanted:
+    """Of every step in memory the loss, and a hash of the weights after it."""
+    engine = Engine(build(deep), **DEFERRED)
+    found = [(engine.step(tokens(seed)).loss.item(), digest(engine)) for seed in range(8)]
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    home = tmp_path_factory.mktemp("nursery")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+    nursery = Nursery(home, environment)
+    yield nursery
+    nursery.close()
+
+
+# -- a small disk of our own -----------------------------------------------------------------------------------
+
+
+class Disk:
+    """An ext4 on a loop device over a file. `path`: where it is mounted; `free` bytes can be put there."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        image, self.path = folder / "image", folder / "disk"
+        self.path.mkdir()
+        image.touch()
+        os.truncate(image, num_bytes)
+        shell("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-O", "^has_journal", image)
+        self._device = shell("losetup", "--find", "--show", image).strip()
+        try:
+            shell("mount", self._device, self.path)
+        except BaseException:
+            shell("losetup", "--detach", self._device)
+            raise
+        (self.path / "lost+found").rmdir()
+        self.path.chmod(0o777)
+
+    def end_at(self, file: Path | None) -> None:
+        """Let the device end before the data of a file: the kernel fails every transfer beyond (EIO). None: heal."""
+        end = 0
+        if file is not None:
+            with file.open("rb") as opened:
+                end = 4096 * struct.unpack("i", fcntl.ioctl(opened, 1, bytes(4)))[0]  # FIBMAP of block 0
+            assert end
+        with Path(self._device).open("rb") as device:
+            status = bytearray(fcntl.ioctl(device, 0x4C05, bytes(232)))  # LOOP_GET_STATUS64
+            struct.pack_into("Q", status, 32, end)  # lo_sizelimit
+            fcntl.ioctl(device, 0x4C04, bytes(status))  # LOOP_SET_STATUS64
+
+    def die(self) -> None:
+        """Let everything fail from now on, as a disk that was pulled out."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, without a flush
+        finally:
+            os.close(fd)
+
+    def fill(self, left_bytes: int) -> Path:
+        """Put other data on the disk until so much is left."""
+        data = self.path / "other data"
+        status = os.statvfs(self.path)
+        with data.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - left_bytes)
+        return data
+
+    def close(self) -> None:
+        self.end_at(None)  # or whoever unmounts it waits for ever until all is written
+        deadline = time.monotonic() + 2  # the kernel lets go of an io_uring's files a little later
+        while is_used := bool(subprocess.run(["umount", self.path], capture_output=True, check=False).returncode):
+            if time.monotonic() > deadline:
+                shell("umount", "--lazy", self.path)
+                break
+            time.sleep(0.02)
+        shell("losetup", "--detach", self._device)
+        assert not is_used, "somebody still uses the disk"
+
+
+def shell(*words: object) -> str:
+    return subprocess.run([str(word) for word in words], capture_output=True, check=True, text=True).stdout
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Disk]:
+    threads = num_threads()
+    try:
+        found = Disk(tmp_path, 16 << 20)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be mounted here: {getattr(error, 'stderr', '') or error}")
+    try:
+        yield found
+    finally:
+        found.close()
+    assert num_threads() <= threads
+
+
+def inside(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def only(folder: Path, name: str) -> Path:
+    (found,) = folder.glob(f"offload-*/{name}")
+    return found
+
+
+# -- the disk is full ------------------------------------------------------------------------------------------
+
+
+def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted) -> None:
+    engine = make(small_disk.path, {**ALL, "nvme_memory": "4MiB"})
+    train(engine, wanted, 0, 2)
+    other, held = small_disk.fill(4096), engine.allocations
+    for _ in range(2):
+        with ends_soon(), pytest.raises(DiskError) as caught:
+            engine.step(tokens(9, rows=64))
+        names(caught.value, only(small_disk.path, "activations.bin"), "ENOSPC", "free space", "bytes")
+    assert [a for a in engine.allocations if a[0] == "nvme"] == [a for a in held if a[0] == "nvme"]
+    other.unlink()
+    train(engine, wanted, 2, 4)
+    engine.step(tokens(9, rows=64))
+    engine.close()
+    assert inside(small_disk.path) == []
+
+
+def test_a_limit_on_the_size_of_files(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
+    nursery.run(child_at_its_limit, str(folder), wanted)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a model and a text, from which the commands run, whoever runs them."""
+    with tempfile.TemporaryDirectory(prefix="fault_") as path:
+        Path(path).chmod(0o777)
+        Path(path, "llama.json").write_text(json.dumps(LLAMA))
+        Path(path, "text.txt").write_text("\n".join(f"{number} {SENTENCE * 3}" for number in range(60)))
+        yield Path(path)
+
+
+Command = Callable[..., Ended]
+
+
+def words_for(nvme_dir: Path, run: str) -> list[str]:
+    return [
+        *("--model.path", "llama.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
+        *("--train.steps", "3", "--train.batch_size", "2", "--train.recompute", "always", "--run.dir", run),
+        *("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(nvme_dir)),
+    ]
+
+
+@pytest.fixture
+def command(nursery: Nursery, here: Path, request: pytest.FixtureRequest) -> Command:
+    """Run `python -m offload.train` with a tiny model whose states are in the folder that is given."""
+
+    def run(nvme_dir: Path, *more: object, uid: int = 0) -> Ended:
+        return nursery.command("train", *words_for(nvme_dir, request.node.name), *more, cwd=here, uid=uid)
+
+    return run
+
+
+def paragraph(ended: Ended, code: int, *words: object) -> None:
+    """Check that a command ended with one paragraph that has these words."""
+    assert ended.code == code, ended.err
+    found = [line for line in ended.err.splitlines() if line.startswith("offload: ")]
+    assert len(found) == 1
+    assert ended.err.endswith(found[0] + "\n")
+    assert "Traceback" not in ended.err + ended.out
+    assert not [word for word in words if str(word) not in found[0]], found[0]
+
+
+def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: Command) -> None:
+    small_disk.fill(1 << 19)  # the states need 400 KB
+    ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
+    paragraph(ended, 1, small_disk.path, "activations.bin", "ENOSPC", "bytes", "free space")
+    assert inside(small_disk.path) == ["other data"]
+
+
+def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -> None:
+    small_disk.fill(8192)
+    paragraph(command(small_disk.path), 3, small_disk.path, "8192 bytes", "too little", "--offload.nvme_dir")
+    assert inside(small_disk.path) == ["other data"]
+
+
+# -- the disk fails --------------------------------------------------------------------------------------------
+
+FILES = {kind: "activations.bin" if kind == "activations" else "states.bin" for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Wanted) -> None:
+    """By the engine that there is: the kernel itself ends every transfer with EIO, then does so no more."""
+    engine = make(small_disk.path, KINDS[kind])
+    train(engine, wanted, 0, 2)
+    assert digest(engine) == wanted[1][1]
+    file = only(small_disk.path, FILES[kind])
+    small_disk.end_at(file)
+    with ends_soon():
+        seed, error = until_it_fails(engine, wanted, 2)
+    names(error, file, "EIO", "bytes", "offset", "use another disk")
+    small_disk.end_at(None)
+    torn = is_torn(engine, wanted, seed)
+    if kind == "activations":  # those of a step that is given up are of no use to anybody
+        assert isinstance(error, DiskError)
+        assert not torn
+    if not torn:
+        with contextlib.suppress(DiskError):  # of a fetch ahead, that was begun when the disk still failed
+            engine.evaluate(tokens(9))
+        train(engine, wanted, seed, seed + 2)
+    with ends_soon():
+        engine.close()
+    assert inside(small_disk.path) == []
+
+
+@filters
+@in_cpp
+@pytest.mark.parametrize("call", ["pread", "pwrite"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
+    seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
+    harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
+    assert torn != harmless, "a step is given up before its updates, or torn in them"
+    assert seed == 2 or not harmless
+
+
+def test_a_disk_that_goes_away(small_disk: Disk, wanted: Wanted) -> None:
+    """Not even its files can be removed."""
+    engine = make(small_disk.path, ALL)
+    train(engine, wanted, 0, 2)
+    small_disk.die()
+    with ends_soon():
+        _, error = until_it_fails(engine, wanted, 2)
+    names(error, small_disk.path, "EIO")
+    with ends_soon(), pytest.warns(UserWarning, match="could not be removed.*EIO"):
+        engine.close()
+
+
+# -- somebody else touches the files ---------------------------------------------------------------------------
+
+
+def cut(file: Path, left: float, grow: bool = False) -> None:
+    """Truncate a file to a share of it, or by one page; and, with `grow`, let a hole be where the rest was."""
+    size = file.stat().st_size
+    os.truncate(file, int(left * size) if left < 1 else size - 4096)
+    if grow:
+        os.truncate(file, size)
+
+
+CUTS = {"to nothing": (0, False), "to half": (0.5, False), "by a page": (1, False), "to a hole": (0.5, True)}
+CUTS["to a hole of a page"] = (1, True)
+
+
+@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("name", ["states.bin", "activations.bin"])
+def test_a_file_is_truncated(folder: Path, name: str, how: str, wanted: Wanted) -> None:
+    """Before the first update, when most of the states were never written; or between forward and backward."""
+    engine = make(folder, ALL if name == "states.bin" else KINDS["activations"])
+    if name == "states.bin":
+        file = only(folder, name)
+        cut(file, *CUTS[how])
+        with ends_soon():
+            _, error = until_it_fails(engine, wanted, 0)
+        with pytest.raises(OffloadError):
+            digest(engine)
+    else:
+        train(engine, wanted, 0, 2)
+        file = only(folder, name)
+
+        def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:
+            cut(file, *CUTS[how])
+            return outputs.loss
+
+        with ends_soon(), pytest.raises(DiskError) as caught:
+            engine.step(tokens(2), loss_fn=loss_fn)
+        error = caught.value
+        assert digest(engine) == wanted[1][1]
+    names(error, file, "truncated", "bytes")
+    engine.close()
+
+
+def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> None:
+    engine = make(folder, ALL)
+    train(engine, wanted, 0, 2)
+    shutil.rmtree(only(folder, "states.bin").parent)
+    train(engine, wanted, 2, 5)
+    engine.step(tokens(9, rows=8))  # the files go on growing
+    engine.close()
+
+
+# -- folders that are no use -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "tmpfs", "not writable", "read-only"])
+def test_a_folder_that_cannot_be_used(
+    what: str, folder: Path, request: pytest.FixtureRequest, nursery: Nursery
+) -> None:
+    command = request.getfixturevalue("command")
+    uid, path, reason = 0, folder / "it", "does not exist"
+    with contextlib.ExitStack() as after:
+        if what == "a file":
+            path.touch()
+            after.callback(path.unlink)
+            reason = "is a file"
+        elif what == "tmpfs":
+            path, reason = Path("/dev/shm"), "on tmpfs"
+            if not path.is_dir() or file_system(path) != "tmpfs":
+                pytest.skip("there is no tmpfs at /dev/shm")
+        elif what == "not writable":
+            if os.getuid():
+                pytest.skip("only root can become another user")
+            path.mkdir(0o755)
+            after.callback(path.rmdir)
+            uid, reason = NOBODY, "EACCES"
+        elif what == "read-only":
+            path = request.getfixturevalue("small_disk").path
+            shell("mount", "-o", "remount,ro", path)
+            after.callback(shell, "mount", "-o", "remount,rw", path)
+            reason = "EROFS"
+        paragraph(command(path, uid=uid), 2, f"offload.nvme_dir is {path}", reason, "--offload.nvme_dir")
+
+
+def test_two_runs_in_one_folder(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
+    nursery.run(child_that_is_two, str(folder), wanted)
+
+
+# -- the system refuses what only makes it faster --------------------------------------------------------------
+
+
+@filters
+@in_cpp
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        ("O_DIRECT", "refuses O_DIRECT"),
+        ("io_uring", "the system refuses io_uring"),
+        pytest.param("locked memory", "may lock 0 B of memory", marks=as_root),
+    ],
+)
+def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason: str, wanted: Wanted) -> None:
+    name, messages = json.loads(nursery.run(child_with_less, str(folder), refused, wanted))
+    assert len(messages) == 1, messages
+    assert reason in messages[0]
+    assert refused != "io_uring" or name == "threads"
+
+
+def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
+    code = (
+        "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "
+        f"child_with_less({str(folder)!r}, 'C++', {wanted!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    name, messages = json.loads(ended.stdout)
+    assert name == "python"
+    assert len([message for message in messages if "nvme" in message]) == 1, messages
+    assert "the C++ module is missing" in messages[0]
+
+
+# -- a violent end ---------------------------------------------------------------------------------------------
+
+SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
+
+
+def wait_for(what: Callable[[], object], patience_s: float = 30) -> None:
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
+    run = f"signal-{number}"
+    pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
+    wait_for((here / run / "metrics.jsonl").exists)
+    assert only(folder, "states.bin").stat().st_size
+    os.kill(pid, number)
+    paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
+
+
+def test_kill_9_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, command: Command) -> None:
+    """The real command: a process group of its own, of which nothing is left either."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offload.train", *words_for(folder, "killed"), *SLOWLY],
+        cwd=here,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for((here / "killed" / "metrics.jsonl").exists)
+    process.kill()
+    process.wait()
+    (left,) = find_stale([folder])
+    assert left.pid == process.pid
+    assert left.num_bytes
+    ended = command(folder)
+    assert ended.code == 0, ended.err
+    assert (ended.out + ended.err).count("python -m offload.doctor --clean --nvme-dir") == 1
+    assert find_stale([folder]) == [left]
+    assert nursery.command("doctor", "--clean", "--nvme-dir", folder, cwd=here).code == 0
+
+
+@pytest.mark.parametrize("how", ["end", "exception", "dropped"])
+def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
+    nursery.start(child_that_never_closes, str(folder), how)
+    ended = nursery.wait()
+    assert ended.code == (how == "exception")
+    if how == "exception":
+        assert ended.err.startswith("Traceback")
+        assert ended.err.endswith("ValueError: of the script\n")
+        assert "Exception ignored" not in ended.err
+    else:
+        assert ended.err == ""
+
+
+def test_an_engine_that_is_dropped_removes_its_folder(folder: Path, wanted: Wanted) -> None:
+    before = set(threading.enumerate())
+    engine = make(folder, ALL)
+    train(engine, wanted, 0, 2)
+    mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
+    assert mine
+    del engine
+
+    def is_gone() -> bool:
+        gc.collect()
+        return not inside(folder) and not any(thread.is_alive() for thread in mine)
+
+    wait_for(is_gone)
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
+    before = set(threading.enumerate())
+
+    def fill(name: str, _module: Any) -> None:
+        if name == "lm_head":
+            assert inside(folder)
+            raise Told
+
+    with pytest.raises(Told):
+        make(folder, ALL, fill=fill)
+    mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
+
+    def is_gone() -> bool:
+        gc.collect()
+        return not inside(folder) and not any(thread.is_alive() for thread in mine)
+
+    try:
+        wait_for(is_gone, 3)
+    finally:
+        for thread in mine:
+            if thread.is_alive():  # the other tests count them
+                thread._target.__self__.close()
+
+
+# -- a step that ends while the lanes of the disk are busy -----------------------------------------------------
+
+GLACIAL = {"nvme_read": {"latency_seconds": 8.0}, "nvme_write": {"latency_seconds": 8.0}}
+BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
+
+
+def steps(engine: Engine) -> None:
+    for seed in range(100):
+        engine.step(tokens(seed))
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 0.6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:
+    engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
+    for lane, throttle in parse_throttle(GLACIAL).items():
+        engine._parts.lanes.links[lane].throttle = throttle
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        steps(engine)
+    assert time.monotonic() - begin < delay_s + 5
+    timer.join()
+    with ends_soon():
+        engine.close()
+
+
+def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted, monkeypatch: Any) -> None:
+    """Where a Ctrl-C is raised that came while autograd was in C++."""
+    engine = make(folder, ALL)
+    train(engine, wanted, 0, 2)
+
+    def take(*_: Any) -> None:
+        monkeypatch.undo()
+        raise Told
+
+    monkeypatch.setattr(engine._parts.gradients, "take", take)
+    with pytest.raises(Told):
+        engine.step(tokens(9))
+    engine_is_right = True
+    try:
+        train(engine, wanted, 2, 5)
+    except AssertionError:
+        engine_is_right = False
+    engine.close()
+    assert engine_is_right
+
+
+def test_ctrl_c_at_any_moment(folder: Path, wanted: Wanted) -> None:
+    """At full speed; what comes in the middle of a garbage collection is lost (Python's finalizers swallow it)."""
+    outcomes = []
+    for trial in range(8):
+        engine, num_done = make(folder, ALL), 0
+        timer = threading.Timer(0.01 + 0.015 * trial, os.kill, (os.getpid(), signal.SIGINT))
+        with ends_soon():
+            try:
+                train(engine, wanted, 0, 1)
+                num_done = 1
+                timer.start()
+                for num_done in range(1, 6):
+                    train(engine, wanted, num_done, num_done + 1)
+                timer.join()
+            except KeyboardInterrupt:
+                outcomes.append(after_ctrl_c(engine, wanted, num_done))
+            engine.close()
+    assert "went on" in outcomes
+
+
+def after_ctrl_c(engine: Engine, wanted: Wanted, num_done: int) -> str:
+    """Tell how an engine is that was interrupted in a step, or right after it. No bit may be wrong."""
+    try:
+        found = digest(engine)
+    except TornError:
+        with pytest.raises(TornError):
+            engine.step(tokens(0))
+        return "torn"
+    (num_done,) = (number for number in (num_done, num_done + 1) if wanted[number - 1][1] == found)
+    train(engine, wanted, num_done, num_done + 2)
+    return "went on"
+
+
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+@pytest.mark.parametrize("kind", [*KINDS, "all"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
+    settings = DEFERRED | {"clip": clip}
+    undisturbed = Engine(build(lambda: Stack(Breaks)), **settings)
+    engine = Engine(
+        build(lambda: Stack(Breaks)),
+        placement=Placement(**(KINDS | {"all": ALL})[kind], nvme_dir=folder),
+        throttle=BUSY,
+        **settings,
+    )
+
+    def step(engine: Engine, seed: int) -> float:
+        return engine.step(words(seed), loss_fn=cross_entropy).loss.item()
+
+    for seed in range(3):
+        assert step(engine, seed) == step(undisturbed, seed)
+    engine.model.blocks[1].left = 0 if where == "forward" else 1
+    with ends_soon(), pytest.raises(Told):
+        step(engine, 9)
+    if where == "backward" and clip == "speculative":
+        with pytest.raises(TornError):
+            step(engine, 3)
+    else:
+        for seed in range(3, 6):
+            assert step(engine, seed) == step(undisturbed, seed)
+        assert digest(engine) == digest(undisturbed)
+    for one in (engine, undisturbed):
+        with ends_soon():
+            one.close()
