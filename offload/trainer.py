@@ -45,7 +45,7 @@ from offload.signals import StopSignals
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.progress import make_progress
 from offload.telemetry.trace import Trace
-from offload.tiers.folder import check_dirs
+from offload.tiers.directories import check_dirs
 from offload.tiers.placement import Placement
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared

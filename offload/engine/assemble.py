@@ -267,6 +267,12 @@ class Assembly:
     def accumulate(self) -> None:
         """Make room for gradients that are summed over several backward passes."""
         if not self.gradients.accumulates:
+            if any("gradients" in self.plan.layout.of(region) for region in self.regions):
+                warnings.warn(
+                    "gradients that are summed over several backward passes wait in host memory, in fp32, although "
+                    "offload.gradients is nvme.",
+                    stacklevel=2,
+                )
             self.store.hold_gradients(accumulates=True)
             self.gradients.accumulate(self._stage(self.regions))
 

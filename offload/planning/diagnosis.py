@@ -12,7 +12,8 @@ from offload import native
 from offload.errors import DiskError, OffloadError
 from offload.native_io import ALIGNMENT_BYTES, IoEngine
 from offload.planning.environment import describe_environment
-from offload.tiers.folder import RunFolders, check_dirs, file_system, find_stale, free_bytes, remove_stale
+from offload.tiers.directories import check_dirs, file_system, free_bytes
+from offload.tiers.folder import RunFolders, find_stale, remove_stale
 from offload.tiers.host import Arena
 
 

@@ -36,7 +36,7 @@ class Counters:
 
     @property
     def peak_host_bytes(self) -> int:
-        """States, waiting gradients and staging in host memory."""
+        """States, waiting gradients, staging, rings and activation checkpoints in host memory."""
         return self.peaks()[1]
 
     @property

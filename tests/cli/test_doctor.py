@@ -15,7 +15,7 @@ import pytest
 
 from offload import doctor, native, native_io
 from offload.errors import ConfigError
-from offload.tiers import folder
+from offload.tiers import directories, folder
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., "tuple[int, dict[str, Any]]"]
@@ -63,7 +63,7 @@ def test_directories(call, tmp_path, stale):
     assert code == 1
     assert good["usable"]
     assert good["refusal"] is None
-    assert good["file_system"] == folder.file_system(tmp_path)
+    assert good["file_system"] == directories.file_system(tmp_path)
     assert good["free_bytes"] > 0
     assert good["direct"] or good["why_buffered"]
     assert [each["path"] for each in good["stale"]] == [str(stale)]

@@ -30,7 +30,8 @@ from offload import Engine, Placement, native
 from offload.errors import DiskError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
 from offload.planning import disk
-from offload.tiers.folder import file_system, find_stale
+from offload.tiers.directories import file_system
+from offload.tiers.folder import find_stale
 from tests.cli.conftest import LLAMA, ROOT, SENTENCE
 from tests.engine.disk_children import (
     ALL,

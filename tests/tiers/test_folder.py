@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from offload.errors import ConfigError, DoesNotFitError
-from offload.tiers import folder
+from offload.tiers import directories, folder
 from offload.tiers.folder import RunFolders, find_stale, remove_stale
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts, locks and signals of Linux")
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PREAMBLE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from offload.tiers import folder
+from offload.tiers import directories, folder
 from offload.tiers.folder import RunFolders, find_stale, remove_stale
 place = sys.argv[1]
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
@@ -136,12 +136,12 @@ class TestRefusals:
         self.refused([tmp_path / "a", tmp_path / second], "the same directory")
 
     def test_memory(self):
-        if folder.file_system(Path("/dev/shm")) != "tmpfs":
+        if directories.file_system(Path("/dev/shm")) != "tmpfs":
             pytest.skip("/dev/shm is not a tmpfs here")
         self.refused(["/dev/shm"], "/dev/shm", "tmpfs", "memory")
 
     def test_memory_behind_a_link(self, tmp_path):
-        if folder.file_system(Path("/dev/shm")) != "tmpfs":
+        if directories.file_system(Path("/dev/shm")) != "tmpfs":
             pytest.skip("/dev/shm is not a tmpfs here")
         (tmp_path / "link").symlink_to("/dev/shm")
         self.refused([tmp_path / "link"], "tmpfs")
@@ -155,7 +155,7 @@ class TestRefusals:
         try:
             (point / "c").mkdir()
             self.refused([point / "c"], "tmpfs")
-            assert folder.file_system(tmp_path / "a bc") != "tmpfs"
+            assert directories.file_system(tmp_path / "a bc") != "tmpfs"
         finally:
             subprocess.run(["umount", point], check=True)
 
@@ -194,7 +194,7 @@ class TestRefusals:
         monkeypatch.setattr(os, "open", refuse)
         with RunFolders([tmp_path], 0) as folders:
             assert list(tmp_path.iterdir()) == folders.paths
-        monkeypatch.setattr(folder, "file_system", lambda _: "ext4")
+        monkeypatch.setattr(directories, "file_system", lambda _: "ext4")
         self.refused(["/proc"], "cannot be written to")
 
     def test_no_locks(self, tmp_path, monkeypatch):
@@ -218,11 +218,11 @@ class TestSpace:
         elsewhere = tmp_path / "elsewhere"
         for path in (disk / "a", disk / "b", elsewhere):
             path.mkdir()
-        free = folder.free_bytes(disk)
+        free = directories.free_bytes(disk)
         assert 5 << 20 < free < 16 << 20
         with RunFolders([disk / "a", disk / "b", elsewhere], free // 2 * 3 - 3) as folders:
             assert [path.parent for path in folders.paths] == [disk / "a", disk / "b", elsewhere]
-        free = folder.free_bytes(disk)
+        free = directories.free_bytes(disk)
         with pytest.raises(DoesNotFitError) as refusal:
             RunFolders([disk / "a", disk / "b", elsewhere], (free // 2 + 1) * 3)
         message = str(refusal.value)
