@@ -308,9 +308,12 @@ def test_between_the_bounds(work):
 
 @settings(max_examples=40)
 @given(works(equal=True))
-def test_more_slots_are_never_slower(work):
+def test_more_slots_are_hardly_ever_slower(work):
+    """A list schedule takes what is ready, and may lose a little by that (Graham's anomalies): 38 s with five slots for
+    37 s with four was found.
+    """
     times = [ideal(dataclasses.replace(work, capacity=slots), 6).seconds for slots in range(1, 6)]
-    assert all(more <= fewer + 1e-9 for fewer, more in itertools.pairwise(times))
+    assert all(more <= 1.1 * fewer for fewer, more in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
