@@ -47,6 +47,17 @@ class DiskError(OffloadError, OSError):
         self.num_bytes = num_bytes
 
 
+class RankLostError(OffloadError, RuntimeError):
+    """Another rank ended, stopped or went another way, so that this one cannot go on (exit code 1).
+
+    rank is the lost one, or None where a connection broke and nobody is known to be lost.
+    """
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class TornError(OffloadError, RuntimeError):
     """Some units of a step were updated and others were not: the states in memory belong to no step (exit code 1)."""
 

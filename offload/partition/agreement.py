@@ -1,0 +1,55 @@
+"""Whether all ranks were given the same, and if not, which of them differ and in what. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+
+def digest(value: Any) -> int:
+    """Return a hash of a value (dicts, lists, numbers, strings, bytes) that fits a signed 64-bit number."""
+    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
+    return xxhash.xxh64_intdigest(data) - (1 << 63)
+
+
+def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
+    """Say which ranks differ from most of them (from rank 0's side in a draw), and in what."""
+    most = max(digests, key=digests.count)  # the first of those that are equally frequent
+    reference = digests.index(most)
+    same = _names([rank for rank, digest in enumerate(digests) if digest == most])
+    parts = []
+    for digest in dict.fromkeys(digests):
+        if digest != most:
+            ranks = [rank for rank, other in enumerate(digests) if other == digest]
+            here, there = _flatten(values[ranks[0]]), _flatten(values[reference])
+            keys = [key for key in {**there, **here} if here.get(key, _UNSET) != there.get(key, _UNSET)]
+            listed = "; ".join(f"{key}{_show(here, key)} instead of {_show(there, key).strip()}" for key in keys[:8])
+            more = f"; and {len(keys) - 8} more" if len(keys) > 8 else ""
+            parts.append(f"{_names(ranks)}: {listed}{more}")
+    return f"{name} must be the same on all ranks, and differs from that of {same} on {', and on '.join(parts)}."
+
+
+_UNSET = object()
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    text = repr(values[key]) if key in values else "nothing"
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f" {text}" if key else text
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a dict of dicts by keys with dots; anything else by no key."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat

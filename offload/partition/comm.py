@@ -1,0 +1,480 @@
+"""What ranks exchange: one interface over gloo on a CPU and NCCL on CUDA, and over nothing where there is one rank.
+
+Sums are made in rank order, ((x0 + x1) + x2) + ..., in fp32, by the rank that gets them: it receives the others' pieces
+and adds them itself. So a result depends neither on an algorithm nor on timing, at the volume of a ring: each rank
+sends (N - 1) / N of what it has (ZeRO, arXiv:1910.02054, section 7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import ConfigError, RankLostError
+from offload.partition.agreement import difference, digest
+from offload.partition.watch import Place, Times, Watch, connect, left, moved
+
+SCRATCH_BYTES = 32 << 20
+"""Of the device, per rank, for pieces that are to be summed."""
+LOOK_S = 0.2
+"""How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
+_CHUNK_MULTIPLE = 256  # elements
+_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+_Value = TypeVar("_Value")
+
+
+@dataclass
+class Traffic:
+    """What was exchanged so far, per rank.
+
+    elements: by ZeRO's accounting, in which an all-gather and a reduce-scatter over P elements count P each.
+    sent_bytes: what this rank really sent of it, (N - 1) / N (the mean over ranks, where more than two pass data on).
+    """
+
+    all_gather_elements: int = 0
+    reduce_scatter_elements: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.all_gather_elements + self.reduce_scatter_elements
+
+
+class Comm:
+    """The exchanges of a step. All ranks make the same calls in the same order, from one thread at a time.
+
+    Tensors are flat and contiguous, on the device. On gloo a call returns when it is done; on CUDA it is enqueued on
+    the current stream, but for those that return values of the host. `what` names unit and operation ("all-gather of
+    unit head"), alike on all ranks, for the message when a rank is lost. Every call raises RankLostError then.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    scratch_bytes: int = 0  # of the device, held from the first reduce_scatter on
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
+    ) -> None:
+        """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
+
+        Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
+        in full. scratch (uint8, flat) is used instead of the comm's own.
+        """
+        raise NotImplementedError
+
+    def sum_in_order(self, values: Any, what: str) -> Any:
+        """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
+        a flat float64 tensor of the device a new one.
+        """
+        raise NotImplementedError
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+        """Return what every rank gave, in rank order. Pickled: small things of the host."""
+        raise NotImplementedError
+
+    def agree(self, name: str, value: Any) -> None:
+        """Compare `value` (dicts, lists, numbers, strings, bytes) over the ranks.
+
+        Raises:
+            ConfigError: on all ranks, where one differs; it says which, and of dicts in which keys.
+        """
+        raise NotImplementedError
+
+    def any(self, flag: bool, what: str) -> bool:
+        """True on all ranks where `flag` is true on one."""
+        raise NotImplementedError
+
+    def barrier(self, what: str) -> None:
+        """Return when all ranks have come."""
+        raise NotImplementedError
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        """Call `listener` from a thread of the watch when a rank is lost: it wakes whoever waits for an exchange. The
+        process ends soon afterwards, whatever it does.
+        """
+        raise NotImplementedError
+
+    def close(self, error: BaseException | None = None) -> None:
+        """This rank takes no further part. With an error the other ranks end, too, and name it."""
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        self.close(error)
+
+
+class Alone(Comm):
+    """The only rank: nothing is sent, waited for or counted, and nothing is copied where shard and full are one."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        _check(full, shard, 1, what)
+        _place(full, shard)
+
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        *,
+        scratch: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        _check(full, shard, 1, what)
+        _place(shard, full)
+
+    def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
+        return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
+        return [value]
+
+    def agree(self, name: str, value: Any) -> None:
+        pass
+
+    def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
+        return flag
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        pass
+
+
+class Ranks(Comm):
+    """Several ranks over gloo."""
+
+    def __init__(self, device: torch.device, times: Times, scratch_bytes: int, owns_default: bool) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device, self.scratch_bytes = device, scratch_bytes
+        self._owns_default = owns_default
+        # The watch ends what hangs; gloo and NCCL are not to do it before.
+        self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
+        self._lock = threading.Lock()
+        self._now = Place()
+        self._scratch: torch.Tensor | None = None
+        deadline = time.monotonic() + times.start_s
+        self._check = lambda: _be_patient(deadline, times.start_s)
+        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
+        self._gloo = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._open_device()
+        try:
+            connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
+        except OSError as error:
+            raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
+        self._watch = Watch(self.rank, connections, self.look, times)
+        self._check, self._explain = self._watch.check, self._watch.explain
+        self.on_lost(self._abandon)
+        self.barrier("start")
+
+    def _open_device(self) -> None:
+        pass
+
+    def _locate(self) -> list[str]:
+        """Find which ranks share this machine; return the address of each rank."""
+        name = socket.gethostname()
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = f"{name} {boot.read_text() if boot.exists() else ''}"
+        told = self.gather_objects((machine, _address()), "exchange of host names")
+        machines = [machine for machine, _ in told]
+        self.local_rank = machines[: self.rank].count(machine)
+        self.local_size = machines.count(machine)
+        return ["127.0.0.1"] * self.size if self.local_size == self.size else [address for _, address in told]
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        _check(full, shard, self.size, what)
+        with self._exchange(what, full.numel()):
+            _place(_pieces(full, self.size)[self.rank], shard)
+            self._gather(full)
+        self.traffic.all_gather_elements += full.numel()
+        self._count(full)
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
+    ) -> None:
+        _check(full, shard, self.size, what)
+        if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
+            raise ValueError(f"{what}: from {full.dtype} to {shard.dtype}; float32, bfloat16 or float64 are summed.")
+        if scratch is None:
+            if self._scratch is None:
+                self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            scratch = self._scratch
+        with self._exchange(what, full.numel()):
+            self._reduce(shard, full, _Chunks(scratch, full.dtype, self.size))
+        self.traffic.reduce_scatter_elements += full.numel()
+        self._count(full)
+
+    def _count(self, full: torch.Tensor) -> None:
+        self.traffic.sent_bytes += full.numel() // self.size * (self.size - 1) * full.element_size()
+
+    def _gather(self, full: torch.Tensor) -> None:
+        """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
+        full, and takes thrice the time.)
+        """
+        pieces = enumerate(_pieces(full, self.size))
+        works = [dist.broadcast(piece, rank, group=self._gloo, async_op=True) for rank, piece in pieces]
+        self._wait(works)
+
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
+        """Sum one chunk while the next one travels."""
+        pieces = _pieces(full, self.size)
+        travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
+        for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
+            part = slice(begin, min(begin + chunks.numel, shard.numel()))
+            received = [slot[: part.stop - part.start] for slot in chunks.slots[number % 2]]
+            works = self._swap(received, [piece[part] for piece in pieces])
+            if travelling:
+                self._arrive(chunks, *travelling)
+            travelling = works, shard[part], received
+        if travelling:
+            self._arrive(chunks, *travelling)
+
+    def _arrive(self, chunks: _Chunks, works: list[Any], out: torch.Tensor, received: list[torch.Tensor]) -> None:
+        self._wait(works)
+        chunks.add_up(out, received)
+
+    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        """Give every rank its piece; received[r] gets rank r's for this one. (Scatters go from and to where the data
+        is; gloo's all-to-all wants them side by side.)
+        """
+        return [
+            dist.scatter(slot, pieces if rank == self.rank else None, src=rank, group=self._gloo, async_op=True)
+            for rank, slot in enumerate(received)
+        ]
+
+    def sum_in_order(self, values: Any, what: str) -> Any:
+        if isinstance(values, torch.Tensor):
+            return self._sum(values, what, self._gather_rows)
+        own = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return self._sum(own, what, self._collect).tolist()
+
+    def _sum(self, own: torch.Tensor, what: str, gather: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
+        if own.dtype != torch.float64:
+            raise ValueError(f"{what}: {own.dtype}; float64 is summed.")
+        first, *others = gather(own, what)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def _gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return every rank's `own` [n] of the device as [size, n]; not a part of the traffic of a step."""
+        full = own.new_empty(self.size * own.numel())
+        with self._exchange(what, full.numel()):
+            _pieces(full, self.size)[self.rank].copy_(own)
+            self._gather(full)
+        return full.view(self.size, -1)
+
+    def _collect(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return every rank's `own` [n] of the host as [size, n], when it is there."""
+        full = own.new_empty(self.size * own.numel())
+        with self._exchange(what, full.numel()):
+            _pieces(full, self.size)[self.rank].copy_(own)
+            Ranks._gather(self, full)  # over gloo in any case
+        return full.view(self.size, -1)
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+        data = pickle.dumps(value)
+        lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{what}: lengths")]
+        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self._collect(padded, what)
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def agree(self, name: str, value: Any) -> None:
+        own = torch.tensor([digest(value)])
+        digests = self._collect(own, f"comparison of {name}").flatten().tolist()
+        if len(set(digests)) > 1:
+            values = self.gather_objects(value, f"values of {name}")
+            raise ConfigError(difference(name, digests, values))
+
+    def any(self, flag: bool, what: str) -> bool:
+        return bool(self._collect(torch.tensor([flag]), what).any())
+
+    def barrier(self, what: str) -> None:
+        self._collect(torch.zeros(1, dtype=torch.uint8), what)
+
+    # -- waiting, and the end --------------------------------------------------------------------------------
+
+    def look(self) -> Place:
+        """Return where this rank is; any thread may ask."""
+        return self._now
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        self._watch.listeners.append(listener)
+        if self._watch.error is not None:
+            listener(self._watch.error)
+
+    @contextmanager
+    def _exchange(self, what: str, numel: int) -> Iterator[None]:
+        """This rank is in an exchange; where it raises it stays there, for the message."""
+        with self._lock:
+            self._check()
+            self._now = moved(self._now, what, numel)
+            yield
+            self._now = left(self._now)
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        """Block until work of gloo is done, or until a rank is lost: a rank that is stopped blocks gloo for ever. A
+        wait that ends early (it raises) does not end the work.
+        """
+        for work in works:
+            while not work.is_completed():
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=LOOK_S))
+                self._check()
+            try:
+                work.wait()  # raises what went wrong
+            except RuntimeError as error:
+                explained = self._explain(error)
+            else:
+                continue
+            raise explained
+
+    def _abandon(self, _error: RankLostError | None) -> None:
+        """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
+        for group in (self._gloo, dist.group.WORLD) if self._owns_default else (self._gloo,):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._watch.is_over:
+            return
+        self._watch.end(error)
+        if self._now.inside:
+            self._abandon(None)
+        else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
+            self._destroy()
+
+    def _destroy(self) -> None:
+        dist.destroy_process_group(None if self._owns_default else self._gloo)
+
+
+class NcclRanks(Ranks):
+    """Several ranks over NCCL; values of the host go over gloo. No host waits for an exchange of the device."""
+
+    def _open_device(self) -> None:
+        torch.cuda.set_device(self.device)
+        self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+        self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
+        self._enqueued: deque[tuple[Place, torch.cuda.Event]] = deque()
+        self._looking = threading.Lock()
+
+    @contextmanager
+    def _exchange(self, what: str, numel: int) -> Iterator[None]:
+        with super()._exchange(what, numel):
+            yield
+            event = torch.cuda.Event()
+            event.record()
+            self._enqueued.append((self._now, event))
+
+    def look(self) -> Place:
+        """The oldest exchange that the device has not done is where this rank is."""
+        with self._looking:  # not the lock of exchanges, which is held through them
+            while self._enqueued:
+                place, event = self._enqueued[0]
+                if not event.query():
+                    return place
+                self._enqueued.popleft()
+        return self._now
+
+    def _gather(self, full: torch.Tensor) -> None:
+        self._all_gather(full, _pieces(full, self.size)[self.rank], group=self._nccl)
+
+    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        dist.all_to_all(received, pieces, group=self._nccl)  # grouped sends and receives, from and to where the data is
+        return []
+
+    def _abandon(self, error: RankLostError | None) -> None:
+        super()._abandon(error)
+        self._nccl._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
+
+    def _destroy(self) -> None:
+        if not self._owns_default:
+            dist.destroy_process_group(self._nccl)
+        super()._destroy()
+
+
+class _Chunks:
+    """Scratch for sums: two sets of a slot per rank, and room for a sum and a term in the dtype of the sum."""
+
+    def __init__(self, scratch: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        width = 2 * size * dtype.itemsize + 2 * self.dtype.itemsize
+        self.numel = scratch.numel() // width // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+        if not self.numel:
+            raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * _CHUNK_MULTIPLE}.")
+        sums, slots = scratch[: self.numel * width].split(
+            [2 * self.dtype.itemsize * self.numel, 2 * size * dtype.itemsize * self.numel]
+        )
+        self._total, self._term = sums.view(self.dtype).view(2, self.numel)
+        self.slots = slots.view(dtype).view(2, size, self.numel)
+
+    def add_up(self, out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """out = ((x0 + x1) + x2) + ..."""
+        first, *others = pieces
+        total = out if out.dtype == self.dtype else self._total[: len(out)]
+        total.copy_(first)
+        for other in others:
+            if other.dtype != self.dtype:
+                other = self._term[: len(out)].copy_(other)
+            total += other
+        _place(out, total)
+
+
+def _be_patient(deadline: float, start_s: float) -> None:
+    if time.monotonic() > deadline:
+        raise RankLostError(f"Not all ranks came within {start_s:g} s of the start.", None)
+
+
+def _address() -> str:
+    """Return the address of this machine by which others reach it: the one that it has toward rank 0's."""
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR") or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _pieces(full: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return list(full.view(size, -1))
+
+
+def _place(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, unless it is there."""
+    if to.data_ptr() != source.data_ptr() or to.dtype != source.dtype:
+        to.copy_(source)
+
+
+def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> None:
+    if full.dim() != 1 or shard.dim() != 1 or full.numel() != size * shard.numel():
+        shapes = f"full {tuple(full.shape)}, shard {tuple(shard.shape)}"
+        raise ValueError(f"{what}: {shapes}; both are flat, and full has {size} times the elements.")
+    if not full.is_contiguous() or not shard.is_contiguous() or full.device != shard.device:
+        raise ValueError(f"{what}: full and shard are to be contiguous, on one device.")

@@ -1,0 +1,92 @@
+"""How a process comes to its comm: by the process group that exists, or by the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import ConfigError, RankLostError
+from offload.partition.comm import SCRATCH_BYTES, Alone, Comm, NcclRanks, Ranks
+from offload.partition.watch import Times
+
+
+def open_comm(
+    device: torch.device | None = None,
+    *,
+    times: Times = Times(),  # noqa: B008 (frozen)
+    scratch_bytes: int = SCRATCH_BYTES,
+    environ: Mapping[str, str] | None = None,
+) -> Comm:
+    """Return this process's comm: of the process group that there is, or else of RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. Collective.
+
+    A group that the caller made is never destroyed; in any case exchanges have groups of their own.
+
+    Raises:
+        ConfigError: some of the variables are missing or wrong.
+        RankLostError: not all ranks came within times.start_s.
+    """
+    environ = os.environ if environ is None else environ
+    exists = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if exists else _read_environment(environ)
+    if size == 1:
+        return Alone()
+    if not dist.is_available():
+        raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
+    local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if device is None:
+        number = local[0] if local else 0
+        device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
+    if not exists:
+        backend = None if device.type == "cuda" else "gloo"  # of the group that the caller's own code will use
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=times.start_s))
+        except (RuntimeError, ValueError) as error:
+            where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+            came = f"The {size} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT) within {times.start_s:g} s"
+            raise RankLostError(f"{came}: {error}", None) from error
+    kind = NcclRanks if device.type == "cuda" else Ranks
+    comm = kind(device, times, scratch_bytes, owns_default=not exists)
+    if local:
+        comm.local_rank, comm.local_size = local
+    return comm
+
+
+def _read_environment(environ: Mapping[str, str]) -> int:
+    """Check what torchrun sets; return the number of ranks."""
+    ranks = _pair(environ, "RANK", "WORLD_SIZE")
+    local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if ranks is None:
+        if local is not None:
+            raise ConfigError("LOCAL_RANK is set, and RANK and WORLD_SIZE are not: start with torchrun, or unset it.")
+        return 1
+    rank, size = ranks
+    if local is not None and (local[1] > size or local[0] > rank):
+        raise ConfigError(
+            f"LOCAL_RANK {local[0]} of LOCAL_WORLD_SIZE {local[1]} does not go with RANK {rank} of WORLD_SIZE {size}."
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing and size > 1:
+        raise ConfigError(f"WORLD_SIZE is {size}, and {' and '.join(missing)} is not set: start with torchrun.")
+    return size
+
+
+def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    """Return a rank and the number of them, or None where neither is set."""
+    given = [name for name in (rank, size) if environ.get(name)]
+    if not given:
+        return None
+    if len(given) == 1:
+        other = size if given[0] == rank else rank
+        raise ConfigError(f"{given[0]} is {environ[given[0]]}, and {other} is not set: start with torchrun.")
+    try:
+        number, count = int(environ[rank]), int(environ[size])
+    except ValueError:
+        number, count = -1, 0
+    if not 0 <= number < count:
+        raise ConfigError(f"{rank} is {environ[rank]!r} and {size} {environ[size]!r}; whole numbers, 0 <= rank < size.")
+    return number, count

@@ -1,0 +1,79 @@
+"""Real ranks for tests: processes with the variables of torchrun, and what became of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Rank:
+    """A process, its output so far in a file."""
+
+    process: subprocess.Popen[bytes]
+    path: Path
+
+    @property
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        """Return when the rank has printed `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended without {text!r}: {self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} in time: {self.output}"
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float = 60) -> int:
+        """Wait for the end and return the exit code."""
+        return self.process.wait(timeout_s)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
+    """Start `python -m tests.partition.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
+    common = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **environment,
+    }
+    started: list[Rank] = []
+    try:
+        for rank in range(size):
+            path = folder / f"rank-{rank}"
+            with path.open("wb") as file:
+                process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "tests.partition.ranks_child", *arguments],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                )
+            started.append(Rank(process, path))
+        yield started
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                one.process.send_signal(signal.SIGKILL)  # a stopped one, too
+                one.process.wait()

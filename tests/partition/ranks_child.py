@@ -1,0 +1,212 @@
+"""One rank of a test: python -m tests.partition.ranks_child MODE [ARGUMENTS], with torchrun's variables."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import weakref
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload.errors import ConfigError
+from offload.partition.comm import Comm, Ranks, Traffic
+from offload.partition.joining import open_comm
+from offload.partition.watch import Times
+
+QUICK = Times(beat_s=0.1, silence_s=1.5, grace_s=2, stall_s=1000)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a rank gives: of many magnitudes, so that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    sizes = torch.exp2(torch.randint(-12, 12, (numel,), generator=generator).double())
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * sizes).to(dtype)
+
+
+def plain_sum(size: int, full_numel: int, rank: int, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
+    """Return ((x0 + x1) + x2) + ... of the pieces for `rank`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    pieces = [values(other, full_numel, dtype).view(size, -1)[rank].to(wide) for other in range(size)]
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total.to(to)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+FORMATS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float64),
+)
+
+
+def exchanges(comm: Comm) -> None:
+    """Every exchange, over sizes, formats, scratch and delays."""
+    rank, size = comm.rank, comm.size
+    dice = random.Random(rank)
+    assert (comm.local_rank, comm.local_size) == (rank, size)
+    for numel in (0, 1, 257, 5000):
+        for dtype, to in FORMATS:
+            what = f"reduce-scatter of {numel} {dtype}"
+            expected = plain_sum(size, numel * size, rank, dtype, to)
+            width = 2 * size * dtype.itemsize + 2 * max(4, dtype.itemsize)
+            for chunk in (256, 2048, 1 << 13):
+                full, shard = values(rank, numel * size, dtype), torch.empty(numel, dtype=to)
+                time.sleep(dice.choice((0, 0, 0, 0.003)))
+                comm.reduce_scatter(shard, full, what, scratch=torch.empty(width * chunk, dtype=torch.uint8))
+                assert same_bits(shard, expected), (what, chunk)
+                assert same_bits(full, values(rank, numel * size, dtype)), "the input changed"
+            if dtype == to:  # into its own place
+                own = full.view(size, -1)[rank]
+                comm.reduce_scatter(own, full, what)
+                assert same_bits(own, expected), what
+            everything = torch.cat([values(other, numel, dtype) for other in range(size)])
+            full = torch.empty(numel * size, dtype=dtype)
+            comm.all_gather(full, values(rank, numel, dtype), "all-gather")
+            assert same_bits(full, everything)
+            full = torch.zeros(numel * size, dtype=dtype)
+            own = full.view(size, -1)[rank]
+            own.copy_(values(rank, numel, dtype))
+            comm.all_gather(full, own, "all-gather in place")
+            assert same_bits(full, everything)
+
+    terms = [[0.1 * other, 1e16 * (-1) ** other, 1.0] for other in range(size)]
+    total = terms[0]
+    for other in terms[1:]:
+        total = [a + b for a, b in zip(total, other, strict=True)]
+    assert comm.sum_in_order(terms[rank], "norm") == total
+    assert comm.sum_in_order(torch.tensor(terms[rank], dtype=torch.float64), "norm").tolist() == total
+    assert comm.gather_objects({"rank": rank, "long": "x" * 10 * rank}, "objects") == [
+        {"rank": other, "long": "x" * 10 * other} for other in range(size)
+    ]
+    assert comm.any(rank == size - 1, "flag")
+    assert not comm.any(False, "flag")
+    comm.barrier("barrier")
+    comm.agree("schedule", {"b": [1, 2.5], "a": "text"})
+    if size > 1:
+        with pytest.raises(ValueError, match="bad: full"):
+            comm.all_gather(torch.empty(3), torch.empty(5), "bad")
+        with pytest.raises(ValueError, match="are summed"):
+            comm.reduce_scatter(torch.empty(1).int(), torch.empty(size).int(), "bad")
+
+
+def counts(comm: Comm) -> None:
+    """ZeRO's accounting."""
+    full, shard = torch.zeros(4096 * comm.size), torch.zeros(4096)
+    before = astuple(comm.traffic)
+    comm.all_gather(full, shard, "all-gather")
+    comm.all_gather(full.bfloat16(), shard.bfloat16(), "all-gather")
+    comm.reduce_scatter(shard, full, "reduce-scatter")
+    comm.sum_in_order([1.0], "not counted")
+    traffic = Traffic(*(after - before for after, before in zip(astuple(comm.traffic), before, strict=True)))
+    assert traffic.all_gather_elements == (2 * full.numel() if comm.size > 1 else 0)
+    assert traffic.reduce_scatter_elements == (full.numel() if comm.size > 1 else 0)
+    assert traffic.elements == traffic.all_gather_elements + traffic.reduce_scatter_elements
+    assert traffic.sent_bytes == (4 + 2 + 4) * 4096 * (comm.size - 1)
+
+
+def differing(comm: Comm) -> None:
+    """Rank 2 was given another seed and has a key more."""
+    config = {"train": {"seed": 1, "steps": 3}, "run": {"name": "x"}}
+    if comm.rank == 2:
+        config = {"train": {"seed": 0, "steps": 3, "clip": True}, "run": {"name": "x"}}
+    try:
+        comm.agree("the configuration", config)
+    except ConfigError as error:
+        print(error)
+    try:
+        comm.agree("the schedule", "abc" if comm.rank else "abd")
+    except ConfigError as error:
+        print(error)
+    comm.barrier("all are here still")
+
+
+def joined(size: int) -> None:
+    """The caller's own group is used, and left as it was."""
+    dist.init_process_group("gloo")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with open_comm(times=QUICK) as comm:
+        assert (comm.local_rank, comm.local_size) == (dist.get_rank(), size)  # found without the variables
+        mine = dist.all_reduce(torch.ones(1), async_op=True)  # does not mix with ours
+        assert comm.sum_in_order([1.0], "sum") == [size]
+        mine.wait()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+    dist.destroy_process_group()
+
+
+def losing(way: str, folder: Path) -> None:
+    """Ranks exchange units for ever; from the 20th exchange on the rank VICTIM leaves in some `way`."""
+    victim = int(os.environ.get("VICTIM", "1"))
+    with open_comm(times=replace(QUICK, stall_s=float(os.environ.get("STALL_S", "1000")))) as comm:
+        file = folder / f"file-of-{comm.rank}"
+        file.touch()
+        weakref.finalize(comm, file.unlink)  # as the folders of a run are removed
+        comm.on_lost(lambda error: print("heard of", error.rank))
+        full, shard = torch.zeros(comm.size << 10), torch.zeros(1 << 10)
+        for number in range(10**9):
+            if number == 20:
+                comm.barrier("steady")
+                print("steady", flush=True)
+                if way == "deaf":
+                    time.sleep(1000)  # a computation from which nobody comes back
+                if comm.rank == victim:
+                    leave(way, comm)
+                if way == "computes":
+                    break
+                if comm.rank == victim:
+                    return
+            comm.all_gather(full, shard, f"all-gather of unit model.layers.{number % 4}")
+        comm.barrier("end")
+
+
+def leave(way: str, comm: Comm) -> None:
+    """What becomes of the victim."""
+    if way == "exception":
+        raise ValueError("these data are bad")
+    if way == "exit":
+        sys.exit(3)
+    if way == "diverged":
+        assert isinstance(comm, Ranks)
+        with comm._exchange("all-gather of unit head", comm.size << 10):
+            time.sleep(1000)  # as two exchanges that do not fit each other
+    end = time.monotonic() + float(os.environ.get("COMPUTE_S", "0"))
+    while way in ("computes", "stuck", "waited for") and time.monotonic() < end:
+        if way == "waited for":
+            time.sleep(0.1)
+
+
+def main() -> None:
+    mode, *arguments = sys.argv[1:]
+    size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if mode == "joined":
+        joined(size)
+    elif mode == "losing":
+        losing(arguments[0], Path(arguments[1]))
+    else:
+        with open_comm(times=QUICK) as comm:
+            assert isinstance(comm, Ranks) == (size > 1)
+            exchanges(comm)
+            counts(comm)
+            if size == 3:
+                differing(comm)
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
