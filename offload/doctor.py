@@ -107,7 +107,7 @@ def _directory(about: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         rows.append(("", f"cannot be used: {about['refusal']}"))
     if about["stale"]:
-        rows.append(("stale", "\n".join([*map(_folder, about["stale"]), "removed by --clean"])))
+        rows.append(("stale", "\n".join([*map(_folder, about["stale"]), "remove with --clean"])))
     return rows
 
 

@@ -315,7 +315,7 @@ class OffloadSection(Section):
         default=None, description="Budget of the CPU memory, per machine, same forms. none: no limit."
     )
     nvme_dir: Strings | None = Field(
-        default=None, description="Folder, or several on different disks, for the nvme tier."
+        default=None, description="Folder, or several on different disks (separated by spaces), for the nvme tier."
     )
     nvme_memory: Size = Field(default=None, description="Budget of the nvme tier, same forms. none: no limit.")
     prefetch: Prefetch = Field(

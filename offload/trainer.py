@@ -244,6 +244,8 @@ class Trainer:
             for tier, held in tiers.items()
         ]
         self._say(f"tiers: {', '.join(shown)}; run folder: {self._folder.path}")
+        if self.config.offload.nvme_dir and "nvme" not in tiers:
+            self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
 
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""

@@ -1,5 +1,5 @@
-"""Write a model that streams as a Hugging Face folder, from views of the master planes: no copy of the model is
-made.
+"""Write a model that streams as a Hugging Face folder, from views of the master planes. Only what rests on disk is
+copied: it is in host memory until the folder is written.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ def export_model(model: nn.Module, store: Store, indices: Mapping[int, int], fol
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
+    viewed: dict[int, torch.Tensor] = {}  # tied names have one tensor
     for name, tensor in model.state_dict(keep_vars=True).items():
         index = indices.get(id(tensor))
-        tensors[name] = tensor.detach() if index is None else _own_storage(store.view(index))
+        if index is not None and index not in viewed:
+            viewed[index] = _own_storage(store.view(index))
+        tensors[name] = tensor.detach() if index is None else viewed[index]
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
         save_pretrained(folder, state_dict=tensors)

@@ -118,7 +118,7 @@ def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[R
 
     tiers = _choose_tiers(placement, plan_for)
     if placement.activations == "nvme":
-        rings = activation_ring_bytes(budget_bytes(placement.host_memory))
+        rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         staging = staging_bytes(regions, 2 if overlap else 1)
         layout = _choose_layout(placement, regions, settings.keeps_gradients, staging, sum(rings.values()))

@@ -41,7 +41,24 @@ def lay_out(
         return DiskLayout()
     tile_numel = _tile_numel(regions, host_bytes)
     everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel)
-    rings = sum(ring_bytes(everything, regions).values())
+    most = sum(ring_bytes(everything, regions).values())
+    found = _lay_out(regions, tiers, keeps_gradients, staging_bytes, host_bytes, most, tile_numel)
+    # What is on disk may need less than all of it would; what that leaves is given out as well.
+    rings = sum(ring_bytes(found, regions).values())
+    better = _lay_out(regions, tiers, keeps_gradients, staging_bytes, host_bytes, rings, tile_numel)
+    return better if sum(ring_bytes(better, regions).values()) <= rings else found
+
+
+def _lay_out(
+    regions: Sequence[Region],
+    tiers: Mapping[str, str],
+    keeps_gradients: bool,
+    staging_bytes: int,
+    host_bytes: int | None,
+    rings: int,
+    tile_numel: int,
+) -> DiskLayout:
+    """Lay out beside rings of so many bytes."""
     fixed = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
     left = _left(regions, fixed, keeps_gradients, staging_bytes, host_bytes)
     left = None if left is None else left - rings
@@ -80,9 +97,13 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def activation_ring_bytes(host_bytes: int | None) -> dict[str, int]:
-    """Return the bytes of the ring through which activation checkpoints move."""
-    share = _MOST_ACTIVATION_RING if host_bytes is None else host_bytes // 16
+def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> dict[str, int]:
+    """Return the bytes of the ring through which activation checkpoints move: more for a larger model, whose are larger
+    too (how large is not known before a step).
+    """
+    share = sum(_bytes(region, PLANES, keeps_gradients=True) for region in regions) // _STATES_SHARE
+    if host_bytes is not None:
+        share = min(share, host_bytes // 16)
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
 
 

@@ -144,8 +144,13 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
     if tier == "device":
         return "or place states lower with --offload.parameters cpu --offload.optimizer cpu"
     if tier == "nvme":
-        return "or keep states higher with --offload.parameters cpu, or train with --train.precision bf16"
+        higher = "or keep states higher with --offload.parameters cpu"
+        is_split = any(allocation.name == "low" for allocation in plan)
+        return higher if is_split else f"{higher}, or train with --train.precision bf16"
     if any(allocation.tier == "nvme" for allocation in plan):
+        rings = all(allocation.name.startswith("nvme") for allocation in plan if allocation.tier == "cpu")
+        if rings:
+            return "which the tiles need that move to and from disk, however little stays in memory"
         return "or let more of them go to disk with --offload.parameters nvme --offload.gradients nvme"
     return (
         "or place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER, or "

@@ -60,10 +60,11 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
         path = Path(given).expanduser()
         status = path.stat()
     except FileNotFoundError:
+        several = " (Several directories are separated by spaces.)" if "," in given else ""
         raise ConfigError(
             f"offload.nvme_dir is {given}, which does not exist, and it is not made for you: where a disk should be "
             f"mounted there but is not, the files would fill the disk below. Mount it, or `mkdir -p "
-            f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory."
+            f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory.{several}"
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of a user that there is not
         raise ConfigError(

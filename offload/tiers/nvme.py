@@ -171,7 +171,8 @@ class Record:
         first, last = self._span(names)
         after = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
         stretch = channel.take(last - first)
-        reading = channel.read(self.file, self.offset + first, stretch, after=after, name=self.name, is_ahead=is_ahead)
+        name = self.name if fetches else f"update {self.name}"
+        reading = channel.read(self.file, self.offset + first, stretch, after=after, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.read(reading)
 
@@ -210,7 +211,7 @@ class Record:
                 last - first,
                 after=(changed,),
                 behind=fence.before_fill(),
-                name=self.name,
+                name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
             )
             fence.fill(writing)
         stretch.is_open = False
@@ -257,7 +258,7 @@ class Nvme:
             self._io = IoEngine()
             self._states = self._stripes("states.bin")
             self._states.reserve(num_bytes)
-            self._activations = self._stripes("activations.bin")
+            self._activations = self._stripes("activations.bin") if ACTIVATION_RING in rings else self._states
             self._arena = Arena(sum(rings.values()), pin=pin)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
             for name, flat in memory.items():

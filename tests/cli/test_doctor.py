@@ -167,5 +167,5 @@ def test_for_people(tmp_path, stale):
     assert max(map(len, lines)) <= 80
     assert len(lines) < 40
     text = "".join("".join(lines).split())
-    for words in ("offload0.1", "kernels", "I/Oengine", "usable,", "doesnotexist", str(stale), "removedby--clean"):
+    for words in ("offload0.1", "kernels", "I/Oengine", "usable,", "doesnotexist", str(stale), "removewith--clean"):
         assert words in text

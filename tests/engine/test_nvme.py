@@ -22,6 +22,7 @@ from offload.planning import disk
 from offload.tiers import nvme
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, SLOW, deep
@@ -338,3 +339,20 @@ def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"nvme_memory.*activation checkpoints"):
         engine.step(tokens())
     engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, gemma2, lambda: Stack()])
+def test_an_export_is_the_same_file(make: Maker, precision: str, folder: Path, tmp_path_factory: Any) -> None:
+    """Tied weights once, and no trace of the reads in the counters."""
+    files = []
+    for placement in (Placement(), on_disk(folder)):
+        engine = Engine(build(make), precision=precision, placement=placement)
+        batch, loss_fn = (words(0), cross_entropy) if isinstance(engine.model, Stack) else (tokens(), None)
+        engine.step(batch, loss_fn=loss_fn)
+        before = engine.counters.total
+        engine.export(out := tmp_path_factory.mktemp("export"))
+        assert engine.counters.total == before
+        files.append({path.name: path.read_bytes() for path in out.iterdir()})
+        engine.close()
+    assert files[0] == files[1]
