@@ -12,8 +12,8 @@ _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 _RING_TILES = 4
 """One is read, one updated, one written, and one is on hand."""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
-_RINGS_SHARE, _STATES_SHARE = 4, 8
-"""The rings take at most this part of the host's budget and of the states, if smaller tiles make them that small."""
+_RINGS_SHARE = 4
+"""The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
 _KINDS: Mapping[str, tuple[str, ...]] = {
     # Weights are fetched twice, read and written in a step, everything else is written once and read once; gradients
     # are to be on disk only where there is no other place.
@@ -98,10 +98,10 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
 
 
 def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> dict[str, int]:
-    """Return the bytes of the ring through which activation checkpoints move: more for a larger model, whose are larger
-    too (how large is not known before a step).
+    """Return the bytes of the ring through which activation checkpoints move: more where units are larger, whose inputs
+    are larger too (how large is not known before a step).
     """
-    share = sum(_bytes(region, PLANES, keeps_gradients=True) for region in regions) // _STATES_SHARE
+    share = 4 * max((region.numel for region in regions), default=0)
     if host_bytes is not None:
         share = min(share, host_bytes // 16)
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
@@ -150,11 +150,10 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
 
 def _tile_numel(regions: Sequence[Region], host_bytes: int | None) -> int:
     everything = {region.index: PLANES for region in regions}
-    most = sum(_bytes(region, PLANES, keeps_gradients=True) for region in regions) // _STATES_SHARE
-    if host_bytes is not None:
-        most = min(most, host_bytes // _RINGS_SHARE)
     tile = _LARGEST_TILE
-    while tile > _SMALLEST_TILE and sum(ring_bytes(DiskLayout(everything, tile), regions).values()) > most:
+    while host_bytes is not None and tile > _SMALLEST_TILE:
+        if sum(ring_bytes(DiskLayout(everything, tile), regions).values()) * _RINGS_SHARE <= host_bytes:
+            break
         tile //= 2
-    largest = max((region.numel for region in regions), default=SHARD_MULTIPLE)
-    return min(tile, largest)
+    largest = max((region.numel for region in regions), default=0)
+    return min(tile, align(max(1, largest // _RING_TILES), SHARD_MULTIPLE))

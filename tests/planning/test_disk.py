@@ -233,7 +233,7 @@ def test_rings_do_not_grow_with_the_regions(regions: list[Region], host_bytes: i
 def test_the_ring_of_activations_is_bounded(host_bytes: int | None, shards: int) -> None:
     (size,) = activation_ring_bytes([region(0, shards)], host_bytes).values()
     assert 1 << 18 <= size <= 1 << 24
-    assert size <= max(1 << 18, 2 * shards * SHARD_MULTIPLE)
+    assert size <= max(1 << 18, 4 * shards * SHARD_MULTIPLE)
     assert size % (4 * PAGE_BYTES) == 0
 
 
