@@ -286,7 +286,7 @@ class Assembly:
 
     def update_seconds(self) -> float:
         """Estimate what AdamW over all states takes."""
-        num_bytes = sum(region.update_bytes for region in self.regions if region.trainable)
+        num_bytes = sum(region.update_bytes(region.numel) for region in self.regions if region.trainable)
         throttle = self._throttle.get("update", Throttle())
         return max(num_bytes / update_bytes_per_second(), throttle.seconds(num_bytes))
 

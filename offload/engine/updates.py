@@ -253,7 +253,7 @@ class Updates:
                 after=(*landed.fence.before_read(), *loan.after),
                 behind=loan.behind,
                 name=f"{verb} {region.name}",
-                num_bytes=region.update_bytes * (part.end - part.begin) // region.numel,
+                num_bytes=region.update_bytes(part.end - part.begin),
             )
             landed.fence.read(ticket)
             loan.changed(ticket)

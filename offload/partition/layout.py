@@ -75,10 +75,11 @@ class Region:
             return 2 if self.is_split else 4
         return 2 if plane == "low" else 4
 
-    @property
-    def update_bytes(self) -> int:
-        """Bytes of states that an update reads and writes; the gradient is not counted."""
-        return 2 * sum(self.planes(keeps_gradients=False, accumulates=False).values())
+    def update_bytes(self, numel: int) -> int:
+        """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
+        counted.
+        """
+        return 2 * numel * sum(self.width(plane) for plane in self.planes(keeps_gradients=False, accumulates=False))
 
     def planes(self, keeps_gradients: bool, accumulates: bool) -> dict[str, int]:
         """Return the bytes of each plane of states.

@@ -356,3 +356,24 @@ def test_an_export_is_the_same_file(make: Maker, precision: str, folder: Path, t
         files.append({path.name: path.read_bytes() for path in out.iterdir()})
         engine.close()
     assert files[0] == files[1]
+
+
+class HasEmpty(Stack):
+    """A parameter without elements, which gets a gradient without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
+def test_a_parameter_without_elements(folder: Path) -> None:
+    found = []
+    for placement in (Placement(), on_disk(folder)):
+        engine = Engine(build(lambda: HasEmpty()), placement=placement)
+        found.append([engine.step(words(seed), loss_fn=cross_entropy).loss.item() for seed in range(3)])
+        assert weights(engine)["empty"].numel() == 0
+        engine.close()
+    assert found[0] == found[1]
