@@ -7,6 +7,8 @@ The commands print the message as one paragraph and leave with `exit_code`; a tr
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -66,6 +68,11 @@ class InterruptedRun(OffloadError):
     """The user or the system asked the run to stop; the message says what was saved and where (exit code 130)."""
 
     exit_code = 130
+
+
+def errno_text(code: int) -> str:
+    """Return what the system says of an error number, and its name."""
+    return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
 
 
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:

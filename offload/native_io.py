@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from offload.errors import ConfigError, DiskError, format_bytes, nearest
+from offload.errors import ConfigError, DiskError, errno_text, format_bytes, nearest
 from offload.native_arrays import memory
 from offload.native_core import core as _core
 from offload.native_core import missing_because as _missing_because
@@ -401,7 +401,7 @@ def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend
         if backend is not None:
             return name, "; ".join(refusals.values()), backend
         limit = f"; this user {_locked_memory()}" if code == errno.ENOMEM else ""
-        refusals[name] = f"the system refuses {name}: {_errno_text(code)}{limit}"
+        refusals[name] = f"the system refuses {name}: {errno_text(code)}{limit}"
     raise ConfigError(f"the I/O engine {kind} does not work here: {'; '.join(refusals.values())}; use auto.")
 
 
@@ -449,16 +449,12 @@ def _os_error(what: str, path: Path, error: OSError) -> DiskError:
 
 def _because(code: int) -> str:
     advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-    return f": {_errno_text(code)}{advice}."
-
-
-def _errno_text(code: int) -> str:
-    return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
+    return f": {errno_text(code)}{advice}."
 
 
 def _why_unregistered(code: int, num_bytes: int) -> str:
     what = f"{format_bytes(num_bytes)} of memory are not registered with the kernel, which costs some CPU time"
-    return f"{what}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{what}: {_errno_text(code)}"
+    return f"{what}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{what}: {errno_text(code)}"
 
 
 def _locked_memory() -> str:

@@ -16,7 +16,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
-from offload.tiers.nvme import Nvme, Stripes
+from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
 _PAGE_BYTES = 4096
 
@@ -137,7 +137,8 @@ class OnDisk:
 
     def __init__(self, device: Device, lanes: Lanes, nvme: Nvme) -> None:
         self._device, self._lanes, self._nvme, self._channel = device, lanes, nvme, nvme.activations
-        self._tile_bytes = nvme.activations.num_bytes // 4 - 2 * _PAGE_BYTES  # a part may begin and end within a page
+        # A part may begin and end within a page.
+        self._tile_bytes = nvme.activations.num_bytes // RING_TILES - 2 * _PAGE_BYTES
 
     def make(self, num_bytes: int) -> _Extent:
         """Take room in a file."""

@@ -247,9 +247,10 @@ class Engine:
         """
         if self._updates.clip == "auto":
             parts = self._parts
-            fits = not parts.lanes.overlap or parts.update_seconds() <= parts.forward_seconds(tokens)
             # On disk a correction is a second pass over the states, which costs more than the first one hides.
-            self._updates.clip = "deferred" if fits or parts.plan.layout.planes else "speculative"
+            waits = not parts.lanes.overlap or bool(parts.plan.layout.planes)
+            fits = waits or parts.update_seconds() <= parts.forward_seconds(tokens)
+            self._updates.clip = "deferred" if fits else "speculative"
         return self._updates.clip
 
     # -- states ----------------------------------------------------------------------------------------------

@@ -65,9 +65,8 @@ class Settings:
 @dataclass(frozen=True)
 class Plan:
     """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
-    copies and updates run beside
-    compute, how many units are fetched ahead, what is allocated, and what would be with all the memory that there can
-    be. `limited`: the device has a budget, whose rest may be given away.
+    copies and updates run beside compute, how many units are fetched ahead, what is allocated, and what would be with
+    all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
     """
 
     tiers: tuple[str, str]

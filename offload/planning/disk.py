@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, align
-from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING
+from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 """Elements. A record has 12 to 16 bytes of each. Every tile of an update costs some 200 microseconds of Python."""
-_RING_TILES = 4
-"""One is read, one updated, one written, and one is on hand."""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
 _RINGS_SHARE = 4
 """The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
@@ -41,27 +39,30 @@ def lay_out(
         return DiskLayout()
     tile_numel = _tile_numel(regions, host_bytes)
     everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel)
-    most = sum(ring_bytes(everything, regions).values())
-    found = _lay_out(regions, tiers, keeps_gradients, staging_bytes, host_bytes, most, tile_numel)
+    decided = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
+    left = _left(regions, decided, keeps_gradients, staging_bytes, host_bytes)
+
+    def beside(rings: int) -> DiskLayout:
+        return _give_out(
+            regions, tiers, keeps_gradients, staging_bytes, None if left is None else left - rings, tile_numel
+        )
+
+    found = beside(sum(ring_bytes(everything, regions).values()))
     # What is on disk may need less than all of it would; what that leaves is given out as well.
     rings = sum(ring_bytes(found, regions).values())
-    better = _lay_out(regions, tiers, keeps_gradients, staging_bytes, host_bytes, rings, tile_numel)
+    better = beside(rings)
     return better if sum(ring_bytes(better, regions).values()) <= rings else found
 
 
-def _lay_out(
+def _give_out(
     regions: Sequence[Region],
     tiers: Mapping[str, str],
     keeps_gradients: bool,
     staging_bytes: int,
-    host_bytes: int | None,
-    rings: int,
+    left: int | None,
     tile_numel: int,
 ) -> DiskLayout:
-    """Lay out beside rings of so many bytes."""
-    fixed = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
-    left = _left(regions, fixed, keeps_gradients, staging_bytes, host_bytes)
-    left = None if left is None else left - rings
+    """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
     on_disk: dict[int, set[str]] = {region.index: set() for region in regions}
     for kind, planes in _KINDS.items():
         if tiers[kind] == "cpu":
@@ -78,8 +79,7 @@ def _lay_out(
             if region not in kept:
                 on_disk[region.index].update(planes)
     layout = {
-        region.index: tuple(p for p in PLANES if p in on_disk[region.index] and p in _planes(region))
-        for region in regions
+        region.index: tuple(plane for plane in _planes(region) if plane in on_disk[region.index]) for region in regions
     }
     return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel)
 
@@ -93,7 +93,7 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):
             fetch = max(fetch, region.width("weights") * numel)
-    sizes = {FETCH_RING: _RING_TILES * fetch, UPDATE_RING: _RING_TILES * update}
+    sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -156,4 +156,4 @@ def _tile_numel(regions: Sequence[Region], host_bytes: int | None) -> int:
             break
         tile //= 2
     largest = max((region.numel for region in regions), default=0)
-    return min(tile, align(max(1, largest // _RING_TILES), SHARD_MULTIPLE))
+    return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))

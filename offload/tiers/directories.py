@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, errno_text
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -68,7 +67,7 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of a user that there is not
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which cannot be reached: {errno_text(error)}; set --offload.nvme_dir to "
+            f"offload.nvme_dir is {given}, which cannot be reached: {reason_of(error)}; set --offload.nvme_dir to "
             "another directory."
         ) from None
     if not stat.S_ISDIR(status.st_mode):
@@ -93,14 +92,14 @@ def _try_to_write_and_lock(given: str, path: Path) -> None:
         fd = _nameless_file(path)
     except OSError as error:
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which cannot be written to: {errno_text(error)}; change that, or set "
+            f"offload.nvme_dir is {given}, which cannot be written to: {reason_of(error)}; change that, or set "
             "--offload.nvme_dir to another directory."
         ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise ConfigError(
-            f"offload.nvme_dir is {given}, whose file system has no file locks: {errno_text(error)}; without them "
+            f"offload.nvme_dir is {given}, whose file system has no file locks: {reason_of(error)}; without them "
             "nobody could tell the files of a living run from those of a dead one. Set --offload.nvme_dir to a "
             "directory on a local disk."
         ) from None
@@ -118,8 +117,6 @@ def _nameless_file(path: Path) -> int:
     return fd
 
 
-def errno_text(error: Exception) -> str:
-    """Return what the system says, with the name of its error number."""
-    if isinstance(error, OSError) and error.errno:
-        return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
-    return str(error)
+def reason_of(error: Exception) -> str:
+    """Return what the system says of an error that it gave; else what the error says itself."""
+    return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)

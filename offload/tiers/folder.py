@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
-from offload.tiers.directories import check_dirs, errno_text, free_bytes
+from offload.tiers.directories import check_dirs, free_bytes, reason_of
 
 _NAME = re.compile(r"offload-(\d{1,7})-[0-9a-f]{8}")
 _LOCK = "lock"
@@ -130,7 +130,7 @@ def remove_stale(dirs: Sequence[str | Path]) -> Cleaned:
         except FileExistsError:  # another cleaner has just made the lock file that was missing
             reason = _IN_USE
         except OSError as error:
-            reason = errno_text(error)
+            reason = reason_of(error)
         if reason:
             cleaned.failed.append((stale, reason))
         else:
@@ -178,7 +178,7 @@ def _make_folder(place: Path, held: _Held) -> Path:
             del held.folders[path]
     except OSError as error:
         raise ConfigError(
-            f"offload.nvme_dir has {place}, in which no folder can be made: {errno_text(error)}; set "
+            f"offload.nvme_dir has {place}, in which no folder can be made: {reason_of(error)}; set "
             "--offload.nvme_dir to another directory."
         ) from None
 
@@ -300,7 +300,7 @@ def _remove_folder(folder: Path) -> str:
         except FileNotFoundError:
             pass
         except OSError as error:
-            reasons.append(f"{path}: {errno_text(error)}")
+            reasons.append(f"{path}: {reason_of(error)}")
 
     with noted(folder):
         for parent, folders, files, fd in os.fwalk(folder, topdown=False):  # by descriptor: no link leads it astray

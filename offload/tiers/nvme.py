@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.native_io import File, IoEngine, wait_for_all
-from offload.native_io import Ticket as Transfer
 from offload.partition.layout import stripe, stripe_bytes
 from offload.telemetry.counters import Counters
 from offload.tiers.folder import RunFolders
@@ -26,6 +25,8 @@ from offload.tiers.loan import Loan
 from offload.tiers.ring import Ring, Stretch
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
+RING_TILES = 4
+"""One is read, one updated, one written, and one is on hand."""
 
 
 class Stripes:
@@ -52,35 +53,41 @@ class Stripes:
 
     def read(self, offset: int, memory: torch.Tensor) -> None:
         """Fill `memory` from `offset`; DiskError where that fails."""
-        self._move(self._io.read, offset, memory)
-        self._check(offset, memory.nbytes)  # a hole reads as zeros
+        pieces = self._cut(offset, memory)
+        wait_for_all([self._io.read(*piece) for piece in pieces])
+        _check(pieces)  # a hole reads as zeros
 
     def write(self, offset: int, memory: torch.Tensor) -> None:
         """Write `memory` to `offset`; DiskError where that fails."""
-        self._check(offset, memory.nbytes)  # what was cut off would grow again
-        self._move(self._io.write, offset, memory)
+        pieces = self._cut(offset, memory)
+        _check(pieces)  # what was cut off would grow again
+        wait_for_all([self._io.write(*piece) for piece in pieces])
 
-    def _move(self, begin: Callable[[File, int, torch.Tensor], Transfer], offset: int, memory: torch.Tensor) -> None:
-        end, tickets = 0, []
+    def _cut(self, offset: int, memory: torch.Tensor) -> list[_Piece]:
+        """Return where each part of `memory` lies: (file, offset there, part)."""
+        pieces, end = [], 0
         for number, place, size in stripe(offset, memory.nbytes, len(self._files)):
-            tickets.append(begin(self._files[number], place, memory[end : end + size]))
+            pieces.append((self._files[number], place, memory[end : end + size]))
             end += size
-        wait_for_all(tickets)
+        return pieces
 
-    def _check(self, offset: int, num_bytes: int) -> None:
-        """Raise DiskError where somebody has taken space away from the files."""
-        for number, place, size in stripe(offset, num_bytes, len(self._files)):
-            file = self._files[number]
-            found = os.fstat(file.fd).st_size
-            if found < place + size or file.has_hole(place, size):
-                raise DiskError(
-                    f"{file.path} has {found} bytes, and no longer holds {size} at offset {place}, where states were: "
-                    "something has truncated it, and they are lost. Go on from the last checkpoint.",
-                    0,
-                    file.path,
-                    place,
-                    size,
-                )
+
+_Piece = tuple[File, int, torch.Tensor]
+
+
+def _check(pieces: Sequence[_Piece]) -> None:
+    """Raise DiskError where somebody has taken space away from the files."""
+    for file, place, memory in pieces:
+        found, size = os.fstat(file.fd).st_size, memory.nbytes
+        if found < place + size or file.has_hole(place, size):
+            raise DiskError(
+                f"{file.path} has {found} bytes, and no longer holds {size} at offset {place}, where states were: "
+                "something has truncated it, and they are lost. Go on from the last checkpoint.",
+                0,
+                file.path,
+                place,
+                size,
+            )
 
 
 class Channel:

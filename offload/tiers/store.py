@@ -223,10 +223,10 @@ class Store:
         """Return the travelling weights of one parameter (bf16, or fp32), in its shape: without a copy where they are
         in memory, in one piece.
         """
-        region, _ = self._home[parameter]
+        region, position = self._home[parameter]
         state, info = self.states[region], self._infos[parameter]
         if len(state.parts) == 1 and "weights" in state.parts[0].planes:
-            return state.parts[0].planes["weights"][state.span(self._home[parameter][1])].view(info.shape)
+            return state.parts[0].planes["weights"][state.span(position)].view(info.shape)
         found = torch.empty(info.shape, dtype=plane_dtype(state.region, "weights"))
         for planes, mine, its in self.opened(parameter, "weights"):
             found.view(-1)[its] = planes["weights"][mine]
