@@ -6,6 +6,7 @@ line are checked by the same code and complain in the same words.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -20,8 +21,16 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from offload.config import Config, all_keys, unknown_key
-from offload.errors import ConfigError, InterruptedRun, OffloadError, nearest
+from offload.errors import (
+    ConfigError,
+    InterruptedRun,
+    OffloadError,
+    is_left_to_another_rank,
+    leave_to_another_rank,
+    nearest,
+)
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
 
@@ -33,17 +42,25 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _interrupt)
     # Read by OpenMP when torch is imported. Its threads spin at barriers by default: with another busy process on the
     # machine, a step of a small model was measured ten times slower for it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = wants_debug(words)
     try:
-        sys.exit(main(words) or 0)
+        try:
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, STOP_SIGNALS
+            )  # offload/launch.py starts ranks with these blocked
+            sys.exit(main(words) or 0)
+        finally:
+            _ignore_sigterm()
     except OffloadError as error:
         _complain(error, str(error), debug)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
+        _leave_to_first_here(error)  # all ranks were told
         _complain(error, "interrupted; nothing was saved.", debug)
         sys.exit(InterruptedRun.exit_code)
     except BrokenPipeError:
@@ -59,10 +76,27 @@ def _interrupt(_number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _ignore_sigterm() -> None:
+    """This process is leaving: torchrun, which tells a rank so when another one has left, has nothing to add."""
+    for handler in (lambda *_: None, signal.SIG_IGN):  # the first one takes what came already
+        while signal.getsignal(signal.SIGTERM) != handler:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.signal(signal.SIGTERM, handler)
+
+
+def _leave_to_first_here(error: BaseException) -> None:
+    """Of the ranks of this machine, the first prints what all of them have."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        leave_to_another_rank(error)
+
+
 def _complain(error: BaseException, message: str, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
-    print(f"offload: {' '.join(message.split())}", file=sys.stderr)
+    if not is_left_to_another_rank(error):
+        rank = os.environ.get("RANK", "0")
+        who = f"[rank {rank}] " if rank != "0" else ""
+        print(f"offload: {who}{' '.join(message.split())}", file=sys.stderr)
 
 
 def wants_debug(words: Sequence[str]) -> bool:
@@ -75,11 +109,43 @@ def wants_debug(words: Sequence[str]) -> bool:
     return False
 
 
+def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
+    """Return how many ranks --gpus asks for (1 without it), and the other words. Raises ConfigError."""
+    rest: list[str] = []
+    given: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--gpus":
+            given.append(value if equals else next(remaining, ""))
+        else:
+            rest.append(word)
+    if not given or {"--help", "-h"} & set(words):
+        return 1, rest
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        raise ConfigError(f"--gpus is {given[-1]!r}; it should be a whole number of ranks, at least 1.")
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        where = f"RANK is {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}"
+        raise ConfigError(
+            f"--gpus {given[-1]} is given inside a process that torchrun started ({where}), and would start "
+            f"{given[-1]} ranks for each of them; leave out --gpus, or torchrun."
+        )
+    return int(given[-1]), rest
+
+
 def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
     """Return the checked configuration of `train` and `plan` from their command line.
 
-    Raises ConfigError; --help exits 0.
+    Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
+    try:
+        return _parse_config(words, prog, description)
+    except ConfigError as error:
+        _leave_to_first_here(error)
+        raise
+
+
+def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
     words = _normalise(words)
     parsed: Any
     parsed, unknown = tyro.cli(
@@ -124,7 +190,7 @@ def _unknown_word(unknown: Sequence[str]) -> str:
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = nearest(key, ["config", "debug", "help"]) if "." not in key else ""
+            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key else ""
             return f"unknown option {word}{close}; see --help." if close else unknown_key(key)
     return f"{unknown[0]!r} is not an option; settings are given as --section.field VALUE, see --help."
 
@@ -189,8 +255,15 @@ def _command_line() -> type:
     debug = tyro.conf.arg(
         metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint=""
     )
+    gpus = tyro.conf.arg(
+        metavar="N",
+        help="Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The "
+        "same as torchrun --standalone --nproc-per-node N, which several machines need.",
+        help_behavior_hint="(default: 1)",
+    )
     plain: list[tuple[str, Any, Any]] = [
         ("config", Annotated[str, file], dataclasses.field(default=_UNSET)),
         ("debug", Annotated[str, debug], dataclasses.field(default=_UNSET)),
+        ("gpus", Annotated[str, gpus], dataclasses.field(default=_UNSET)),
     ]
     return dataclasses.make_dataclass("CommandLine", plain + sections)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, nearest, too_few_rows
 from offload.sections import (
     CheckpointSection,
     DataSection,
@@ -173,6 +173,11 @@ class Config(BaseModel):
             )
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
+        if self.train.batch_size < world_size:
+            raise ConfigError(too_few_rows(self.train.batch_size, world_size))
 
     def resolve(self, *, cuda: bool, max_positions: int | None) -> Config:
         """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The

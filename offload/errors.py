@@ -70,9 +70,30 @@ class InterruptedRun(OffloadError):
     exit_code = 130
 
 
+_TOLD = "another rank prints this"
+
+
+def leave_to_another_rank(error: BaseException) -> None:
+    """Note on an error that another rank of this machine prints it: this one leaves with its exit code alone."""
+    error.add_note(_TOLD)
+
+
+def is_left_to_another_rank(error: BaseException) -> bool:
+    """Tell whether another rank prints this error."""
+    return _TOLD in getattr(error, "__notes__", ())
+
+
 def errno_text(code: int) -> str:
     """Return what the system says of an error number, and its name."""
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
+
+
+def too_few_rows(batch_size: int, world_size: int) -> str:
+    """Return the message about more ranks than rows in a step."""
+    return (
+        f"train.batch_size is {batch_size}, and there are {world_size} ranks: every rank needs a row of its own; set "
+        f"--train.batch_size to {world_size} or more, or start {batch_size} ranks at most."
+    )
 
 
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:

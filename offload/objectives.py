@@ -19,8 +19,12 @@ class Objective(Protocol):
 
     name: str
 
-    def apply(self, batch: Batch, step: int, /) -> Batch:
-        """Return the model's batch for `step`; the same step gives the same batch."""
+    def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
+        """Return the model's batch for `step`; the same step gives the same batch.
+
+        The rows are those from first_row on of the num_rows of all ranks (None: there are no others); what becomes of
+        a row does not depend on which rank has it.
+        """
 
     def count(self, batch: Batch) -> int:
         """Return how many target tokens a batch of `apply` has."""
@@ -31,7 +35,7 @@ class NextToken:
 
     name = "next token"
 
-    def apply(self, batch: Batch, _step: int, /) -> Batch:
+    def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         return batch
 
     def count(self, batch: Batch) -> int:
@@ -48,16 +52,19 @@ class MaskedTokens:
     def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
         self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
 
-    def apply(self, batch: Batch, step: int, /) -> Batch:
+    def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
         ids = batch["input_ids"]
+        shape = (num_rows or len(ids), ids.shape[1])
+        own = slice(first_row, first_row + len(ids))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
-        draw = torch.rand(ids.shape, generator=generator)
+        draw = torch.rand(shape, generator=generator)[own]
+        random_ids = torch.randint(self._num_tokens, shape, generator=generator)[own]
         chosen = draw < 0.15
         if "attention_mask" in batch:
             chosen &= batch["attention_mask"].bool()
-        if not chosen.any():
+        chosen &= (batch["labels"] != IGNORED).any(1, keepdim=True)  # a row of a rank that has none
+        if not chosen.any() and len(ids) == shape[0]:
             chosen[:, 0] = True
-        random_ids = torch.randint(self._num_tokens, ids.shape, generator=generator)
         inputs = torch.where(chosen & (draw < 0.12), self._mask_id, ids)
         inputs = torch.where(chosen & (draw >= 0.135), random_ids, inputs)
         return {**batch, "input_ids": inputs, "labels": torch.where(chosen, ids, IGNORED)}
@@ -73,7 +80,7 @@ class Continuation:
 
     name = "second half of a row from the first"
 
-    def apply(self, batch: Batch, _step: int, /) -> Batch:
+    def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         half = batch["input_ids"].shape[1] // 2
         cut = {key: value[:, :half].contiguous() for key, value in batch.items() if key != "labels"}
         return {**cut, "labels": batch["labels"][:, half:].contiguous()}

@@ -8,17 +8,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from offload.partition.comm import Comm
+
 
 class StopSignals:
-    """`requested` turns true at the first signal; a second one raises KeyboardInterrupt wherever the program is.
+    """`requested` turns true at the first signal after `begin`; any before it, and a second one, raises
+    KeyboardInterrupt wherever the program is.
 
-    Signals can only be caught in the main thread; in another one this never turns true.
+    Signals can only be caught in the main thread; in another one this never turns true. `say` prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested = False
         self.name = ""
         self._say = say
+        self._waits = self._is_deaf = self._is_agreed = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -29,11 +33,41 @@ class StopSignals:
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A rank that leaves is told by torchrun to leave, too: that may come until its process is gone.
+            signal.signal(number, signal.SIG_IGN if self._is_deaf and number == signal.SIGTERM else handler)
+
+    def begin(self) -> None:
+        """From now on there is something to save, and the first signal asks for it."""
+        self._waits = True
+
+    def ignore(self) -> None:
+        """This process is on its way out, for another reason."""
+        self._is_deaf = True
+
+    def is_agreed(self, comm: Comm) -> bool:
+        """Tell, alike on all ranks, whether one of them was asked to stop. Collective; `name` is set on all."""
+        if not comm.any(self.requested, "requests to stop"):
+            return False
+        self.agree(comm)
+        return True
+
+    def agree(self, comm: Comm) -> None:
+        """One of the ranks was asked to stop, and so are all. Collective."""
+        if not self._is_agreed:
+            names = comm.gather_objects(self.name, "name of the signal")
+            self._is_agreed = True
+            rank, name = next((rank, name) for rank, name in enumerate(names) if name)
+            if not self.name:
+                self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
+            self.requested, self.name = True, name
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+        if self._is_deaf:
+            return
+        if not self._waits:
             raise KeyboardInterrupt
+        self._waits = False  # one that came to another rank does not count: the same one may be on its way to this
+        if not self.requested:
+            self._say(f"{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once.")
         self.requested = True
-        self.name = signal.Signals(number).name
-        self._say(f"{self.name}: finishing this step, then saving; once more to leave at once.")
+        self.name = self.name or signal.Signals(number).name

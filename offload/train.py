@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.cli import parse_config, run_command
+from offload.cli import parse_config, run_command, take_gpus
 
 DESCRIPTION = (
     "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
@@ -12,7 +12,13 @@ DESCRIPTION = (
 
 
 def main(words: list[str]) -> int:
+    num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
+    if num_ranks > 1:
+        from offload.launch import launch
+
+        config.check_ranks(num_ranks)
+        return launch("offload.train", words, num_ranks, debug=config.run.debug)
     from offload.trainer import Trainer  # torch is imported only once the configuration is known to be sound
 
     Trainer(config).run()

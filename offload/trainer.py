@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,34 +18,30 @@ import torch
 
 from offload.checkpoint import reload
 from offload.checkpoint.models import (
-    Kind,
     build_model,
     check_sequence_length,
     load_model_config,
-    locate,
     max_positions,
     model_kind,
     quiet_transformers,
     vocab_size,
 )
 from offload.config import Config
-from offload.data import build_dataset
-from offload.data.tokenizer import tokenizer_folder
+from offload.data.dataset import Dataset, share
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
 from offload.errors import ConfigError, InterruptedRun, format_bytes
 from offload.lanes.throttle import parse_throttle
-from offload.objectives import choose_objective
-from offload.optim.adamw import AdamW
+from offload.objectives import Batch, choose_objective
 from offload.optim.lr import learning_rate
-from offload.planning.environment import describe_environment
+from offload.partition.joining import open_comm
+from offload.parts import build_data, engine, placement, stages, trains_tokenizer, with_decisions
+from offload.records import NoRecords, Records, tiers
 from offload.run_folder import RunFolder
 from offload.signals import StopSignals
-from offload.telemetry.metrics import MetricsLog
-from offload.telemetry.progress import make_progress
-from offload.telemetry.trace import Trace
+from offload.telemetry.progress import NoProgress, Progress, make_progress
 from offload.tiers.directories import check_dirs
-from offload.tiers.placement import Placement
+from offload.together import Notes, Parting, agree, as_one, common, raise_first, rank_0_first, shared, tally
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
 
@@ -65,46 +60,72 @@ class TrainResult:
 class Trainer:
     """`Trainer(config).run()` does what `python -m offload.train` does.
 
-    Raises OffloadError; InterruptedRun after a signal.
+    Over several ranks (by torchrun's variables, or the process group that there is) it is collective. Rank 0 writes the
+    run folder and prints; the others print what is theirs alone.
+
+    Raises OffloadError, one on every rank; InterruptedRun after a signal.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._engine: Engine | None = None
-        self._metrics: MetricsLog | None = None
-        self._trace: Trace | None = None
+        self._folder: RunFolder | None = None
+        self._records = NoRecords()
         self._eval_loss: float | None = None
         self._loss = math.nan
         self._num_done = self._num_coarse = 0
 
     def run(self) -> TrainResult:
         self.config.check()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"the run was started as {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), which this version does not "
-                "train on yet; start one process, without torchrun."
-            )
-        placement = _placement(self.config)  # what cannot be placed or played is refused before any work
-        if placement.dirs:
-            check_dirs(placement.dirs)
-        parse_throttle(self.config.offload.throttle)
-        self._progress = make_progress(self.config.train.log_every)
-        self._folder = RunFolder.create(self.config)
+        self._comm = comm = open_comm()
+        parting = Parting(comm)
+        self._is_first = comm.rank == 0
+        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else NoProgress()
+        self._notes = Notes(comm, self._say if self._is_first else print)
+        with StopSignals(self._say) as self._stop:
+            if comm.size > 1:
+                comm.on_lost(lambda _error: self._stop.ignore())
+            try:
+                with _shown_warnings(self._notes.add):
+                    result = self._run()
+                comm.close()
+                return result
+            except BaseException as error:
+                if comm.size == 1:
+                    raise
+                self._stop.ignore()
+                left = parting.leave(error)  # before anything is closed here, which would wait for the others
+                if left is error:
+                    raise
+                raise left from error
+            finally:
+                self._progress.close()
+                self._records.close()
+                self._close_engine()
+                if self._is_first and self._folder is not None:
+                    self._folder.discard_if_empty()
+
+    def _run(self) -> TrainResult:
+        comm = self._comm
+        agree(comm, "the configuration", dict(self.config.items()))
+        with as_one(comm, "check of the settings"):  # what cannot be placed or played is refused before any work
+            self.config.check_ranks(comm.size)
+            dirs = placement(self.config).dirs
+            if dirs:
+                check_dirs(dirs)
+            parse_throttle(self.config.offload.throttle)
+            if self._is_first:
+                self._folder = RunFolder.create(self.config)
+                self._records = Records(self._folder)
+        path = shared(comm, self._folder.path if self._folder else None, "run folder")
+        self._folder = self._folder or RunFolder(path)
+        self._prepare()
+        self._stop.begin()
         try:
-            with _shown_warnings(self._say):
-                self._prepare()
-                with StopSignals(self._say) as stop:
-                    try:
-                        self._train(stop)
-                    finally:
-                        self._end_steps()
-                    return self._finish(stop)
+            self._train()
         finally:
-            self._progress.close()
-            if self._metrics is not None:
-                self._metrics.close()
-            self._close_engine()
-            self._folder.discard_if_empty()
+            self._end_steps()
+        return self._finish(self._folder)
 
     def _close_engine(self) -> None:
         """Free the states, before the export is loaded beside them."""
@@ -122,55 +143,64 @@ class Trainer:
         """Read the architecture, make the data, then the model and its engine; each checks what it can before the
         next.
         """
-        quiet_transformers()
-        torch.manual_seed(self.config.run.seed)
-        architecture = load_model_config(self.config.model)
-        self._kind = model_kind(architecture)
-        config = self.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
-        check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        comm = self._comm
+        with as_one(comm, "reading of the architecture"):
+            quiet_transformers()
+            torch.manual_seed(self.config.run.seed)
+            architecture = load_model_config(self.config.model)
+            self._kind = model_kind(architecture)
+            config = self.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
+            check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        vocabulary = vocab_size(architecture)
 
-        self._data = _build_data(config, self._kind, vocab_size(architecture), _stages(self._say))
-        self.config = config = config.resolve_steps(self._data.num_steps)
-        self._objective = choose_objective(
-            self._kind.name, tokenizer=self._data.tokenizer, vocab_size=vocab_size(architecture), seed=config.run.seed
-        )
-        for note in self._data.notes:
-            self._say(f"note: {note}")
-        self._say(
-            f"data: {self._data.num_train_rows:,} rows of {config.data.sequence_length} tokens to train on, "
-            f"{self._data.num_eval_rows:,} to evaluate; objective: {self._objective.name}"
-        )
+        def build(alive: Callable[[], object]) -> Dataset:
+            return build_data(config, self._kind, vocabulary, stages(self._say, alive))
 
-        if config.model.init == "random" and _trains_tokenizer(config):
-            architecture.bos_token_id = self._data.tokenizer.bos_token_id
-            architecture.eos_token_id = self._data.tokenizer.eos_token_id
-        built = build_model(
-            config.model,
-            seed=config.run.seed,
-            config=architecture,
-            sequence_length=int(config.data.sequence_length or 0),
-        )
-        built.model.train()
+        self._data = data = rank_0_first(comm, "preparation of the data", build)
+        agree(comm, "the training data", data.state_dict())
+        self.config = config = config.resolve_steps(data.num_steps)
+        with as_one(comm, "making of the model"):
+            self._objective = choose_objective(
+                self._kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed
+            )
+            for note in data.notes:
+                self._say(f"note: {note}")
+            self._say(
+                f"data: {data.num_train_rows:,} rows of {config.data.sequence_length} tokens to train on, "
+                f"{data.num_eval_rows:,} to evaluate; objective: {self._objective.name}"
+            )
+
+            if config.model.init == "random" and trains_tokenizer(config):
+                architecture.bos_token_id = data.tokenizer.bos_token_id
+                architecture.eos_token_id = data.tokenizer.eos_token_id
+            built = build_model(
+                config.model,
+                seed=config.run.seed,
+                config=architecture,
+                sequence_length=int(config.data.sequence_length or 0),
+            )
+            built.model.train()
         num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
         name = type(built.model).__name__
-        self._engine = _engine(config, built)
+        self._engine = engine(config, built, comm)
         self._say(
             f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
-            f"{self._engine.device}"
+            f"{self._engine.device}" + (f" and {comm.size - 1} more ranks" if comm.size > 1 else "")
         )
+        self._notes.exchange()
 
     # -- the steps ---------------------------------------------------------------------------------------------------
 
-    def _train(self, stop: StopSignals) -> None:
+    def _train(self) -> None:
         train, optimizer = self.config.train, self.config.optimizer
         assert self._engine is not None
         begun = time.monotonic()
         for step in itertools.count():
-            elapsed = time.monotonic() - begun
-            if stop.requested or step == train.steps:
+            if step == train.steps:
                 return
-            if train.max_seconds is not None and step and elapsed >= train.max_seconds:
-                self._say(f"train.max_seconds ({train.max_seconds:g}) are over after {step} steps.")
+            begin = time.perf_counter()
+            batch = self._next_batch(step, time.monotonic() - begun)
+            if batch is None:
                 return
             self._engine.lr = learning_rate(
                 step,
@@ -179,8 +209,7 @@ class Trainer:
                 warmup_steps=optimizer.warmup_steps or 0,
                 num_steps=train.steps,
             )
-            begin = time.perf_counter()
-            result = self._engine.step(self._objective.apply(self._data.batch(step), step))
+            result = self._engine.step(batch)
             end = time.perf_counter()
             if step == 0:
                 self._open_records(result)
@@ -188,15 +217,61 @@ class Trainer:
             self._num_done = step + 1
             self._num_coarse += result.coarse
             self._loss = fields["loss"]
-            assert self._trace is not None
-            self._trace.step(step + 1, begin, end, self._engine.spans)
-            if train.eval_every and (step + 1) % train.eval_every == 0 and not stop.requested:
+            self._records.step(fields, begin, end, self._engine)
+            is_eval_due = train.eval_every and (step + 1) % train.eval_every == 0
+            if is_eval_due and not self._stop.is_agreed(self._comm):
                 fields["eval_loss"] = self._evaluate()
-            assert self._metrics is not None
-            self._metrics.write(fields)
+            self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
             self._progress.step(fields, num_steps=train.steps, eta_s=self._eta(time.monotonic() - begun))
+
+    def _next_batch(self, step: int, elapsed: float) -> Batch | None:
+        """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
+        any more, or the time is over. One exchange.
+
+        elapsed: seconds since the first step began; rank 0's count.
+        """
+        comm, train = self._comm, self.config.train
+        batch, failure = None, None
+        try:
+            batch = self._apply(self._data.batch(step, comm.rank, comm.size), step, train.batch_size)
+        except StopIteration:
+            pass
+        except Exception as error:
+            if comm.size == 1:
+                raise
+            failure = error
+        is_late = step > 0 and train.max_seconds is not None and elapsed >= train.max_seconds
+        votes = tally(
+            comm,
+            "what comes after a step",
+            notes=self._notes.num_new,
+            failed=failure is not None,
+            stop=self._stop.requested,
+            late=self._is_first and is_late,
+            without=batch is None,
+        )
+        if votes["notes"]:
+            self._notes.exchange()
+        if votes["failed"]:
+            raise_first(comm, failure, "making of a batch")
+        if votes["stop"]:
+            self._stop.agree(comm)
+        elif votes["late"]:
+            self._say(f"train.max_seconds ({train.max_seconds:g}) are over after {step} steps.")
+        elif votes["without"] and not step:
+            raise common(ConfigError("data.source has no rows for a first step; give more data."))
+        elif votes["without"]:
+            self._say(f"the data are at their end after {step} steps.")
+        else:
+            return batch
+        return None
+
+    def _apply(self, rows: Batch, step: int, num_rows: int) -> Batch:
+        """Return the model's batch of this rank's share of `num_rows`."""
+        first = share(num_rows, self._comm.rank, self._comm.size).start
+        return self._objective.apply(rows, step, first, num_rows)
 
     def _fields(self, step: int, result: StepResult, seconds: float) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl.
@@ -230,30 +305,25 @@ class Trainer:
     def _open_records(self, result: StepResult) -> None:
         """Write what the run is, once its first step has shown that it can be done."""
         assert self._engine is not None
-        self.config = _decided(self.config, self._engine)
-        tiers = _tiers(self._engine, self.config)
-        self._folder.write_config(self.config)
-        self._folder.write_json("plan.json", {"fits": True, "tiers": tiers})
-        self._folder.write_json("env.json", describe_environment())
-        self._metrics = MetricsLog(self._folder.metrics)
-        is_serial = not self._engine.overlaps
-        self._trace = Trace(self._folder.path / "trace.json.gz", result.lanes, is_serial=is_serial)
+        assert self._folder is not None
+        self.config = with_decisions(self.config, self._engine)
+        self._records.open(self.config, self._engine, result, self._comm.size)
+        held = tiers(self._engine, self.config)
         shown = [
-            f"{tier} {format_bytes(held['bytes'])}"
-            + (f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else "")
-            for tier, held in tiers.items()
+            f"{tier} {format_bytes(each['bytes'])}"
+            + (f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else "")
+            for tier, each in held.items()
         ]
         self._say(f"tiers: {', '.join(shown)}; run folder: {self._folder.path}")
-        if self.config.offload.nvme_dir and "nvme" not in tiers:
+        if self.config.offload.nvme_dir and "nvme" not in held:
             self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
 
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""
-        if self._trace is not None:
-            try:
-                self._trace.write()
-            except OSError as error:
-                self._say(f"note: the trace could not be written: {error}")
+        try:
+            self._records.end_steps()
+        except OSError as error:
+            self._say(f"note: the trace could not be written: {error}")
         if self._num_coarse:
             self._say(
                 f"coarse: in {self._num_coarse} of {self._num_done} steps the gradients were clipped more than "
@@ -270,67 +340,75 @@ class Trainer:
         return max(0.0, min(ends)) if ends else None
 
     def _evaluate(self) -> float | None:
-        """Return the mean loss over the target tokens of the first eval rows; None without eval rows."""
+        """Return the mean loss over the target tokens of the first eval rows, of all ranks; None without eval rows."""
         assert self._engine is not None
-        total, num_tokens, begin = 0.0, 0, time.perf_counter()
-        for index, rows in enumerate(self._data.eval_batches(self.config.train.batch_size, NUM_EVAL_BATCHES)):
-            batch = self._objective.apply(rows, index)
-            count = self._objective.count(batch)
-            if count:
-                total += float(self._engine.evaluate(batch)) * count
-                num_tokens += count
+        comm, size, begin = self._comm, self.config.train.batch_size, time.perf_counter()
+        batches = [
+            self._apply(rows, index, min(size, self._data.num_eval_rows - index * size))
+            for index, rows in enumerate(self._data.eval_batches(size, NUM_EVAL_BATCHES, comm.rank, comm.size))
+        ]
+        counts = comm.sum_in_order([self._objective.count(batch) for batch in batches], "targets of the evaluation")
+        losses = [float(self._engine.evaluate(batch)) * n for batch, n in zip(batches, counts, strict=True) if n]
+        num_tokens = round(sum(counts))
         if not num_tokens:
             return None
-        self._eval_loss = total / num_tokens
-        if self._trace is not None:
-            self._trace.mark("evaluation", begin, time.perf_counter())
+        self._eval_loss = sum(losses) / num_tokens
+        self._records.mark("evaluation", begin, time.perf_counter())
         self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {num_tokens:,} tokens")
         return self._eval_loss
 
     # -- after the last step -----------------------------------------------------------------------------------------
 
-    def _finish(self, stop: StopSignals) -> TrainResult:
+    def _finish(self, folder: RunFolder) -> TrainResult:
         """Evaluate, export, and prove the export. After a signal only the export is made, and InterruptedRun raised."""
         assert self._engine is not None
         self._progress.close()
-        every = self.config.train.eval_every
-        if not stop.requested and (not every or self._num_done % every):
+        comm, stop, every = self._comm, self._stop, self.config.train.eval_every
+        if not stop.is_agreed(comm) and (not every or self._num_done % every):
             self._evaluate()
         probe = None
-        if self.config.checkpoint.export and not stop.requested:
+        if self.config.checkpoint.export and not stop.is_agreed(comm):
             rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
             probe = reload.take_probe(self._engine, self._objective.apply(rows, 0))
         exported = None
-        if self.config.checkpoint.export or stop.requested:
-            exported = self._export()
+        if stop.is_agreed(comm) or self.config.checkpoint.export:
+            exported = self._export(folder)
         self._close_engine()
-        if probe is not None and exported is not None and not stop.requested:
-            self._check_export(exported, probe)
-        if stop.requested:
-            raise InterruptedRun(
-                f"interrupted by {stop.name} after step {self._num_done}"
-                + (f" of {self.config.train.steps}" if self.config.train.steps is not None else "")
-                + (
-                    f"; the weights are saved in {exported} (load them with transformers, or train on with "
-                    f"--model.path {exported})."
-                    if exported
-                    else "."
+        if probe is not None and exported is not None and not stop.is_agreed(comm):
+            with as_one(comm, "check of the export"):
+                if self._is_first:
+                    self._check_export(exported, probe)
+        self._notes.exchange()
+        if stop.is_agreed(comm):
+            raise common(
+                InterruptedRun(
+                    f"interrupted by {stop.name} after step {self._num_done}"
+                    + (f" of {self.config.train.steps}" if self.config.train.steps is not None else "")
+                    + (
+                        f"; the weights are saved in {exported} (load them with transformers, or train on with "
+                        f"--model.path {exported})."
+                        if exported
+                        else "."
+                    )
                 )
             )
-        self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {self._folder.path}")
-        return TrainResult(self._folder.path, self._num_done, self._loss, self._eval_loss, exported)
+        self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {folder.path}")
+        return TrainResult(folder.path, self._num_done, self._loss, self._eval_loss, exported)
 
-    def _export(self) -> Path:
+    def _export(self, folder: RunFolder) -> Path:
         """Write the Hugging Face folder under another name first, so that hf/ is whole whenever it exists."""
         assert self._engine is not None
-        partial = self._folder.path / "hf.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = folder.path / "hf.partial"
+        if self._is_first:
+            shutil.rmtree(partial, ignore_errors=True)
         self._engine.export(partial)
-        if self._data.tokenizer is not None:
-            self._data.tokenizer.save_pretrained(partial)
-        partial.rename(self._folder.hf)
-        self._say(f"exported to {self._folder.hf}")
-        return self._folder.hf
+        with as_one(self._comm, "end of the export"):
+            if self._is_first:
+                if self._data.tokenizer is not None:
+                    self._data.tokenizer.save_pretrained(partial)
+                partial.rename(folder.hf)
+        self._say(f"exported to {folder.hf}")
+        return folder.hf
 
     def _check_export(self, folder: Path, probe: reload.Probe) -> None:
         reason = reload.reason_not_to_reload(folder)
@@ -347,118 +425,11 @@ class Trainer:
             self._say(f"sample: {prompt!r} -> {text!r}")
 
 
-def _placement(config: Config) -> Placement:
-    offload = config.offload
-    return Placement(
-        parameters=offload.parameters,
-        optimizer=offload.optimizer,
-        gradients=offload.gradients,
-        activations=offload.activations,
-        device_memory=offload.device_memory,
-        host_memory=offload.host_memory,
-        nvme_dir=offload.nvme_dir,
-        nvme_memory=offload.nvme_memory,
-    )
-
-
-def _engine(config: Config, built: Any) -> Engine:
-    train, optimizer = config.train, config.optimizer
-    return Engine(
-        built.model,
-        optimizer=AdamW(
-            lr=float(optimizer.lr or 0.0),
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            decay_1d=optimizer.decay_1d,
-            groups=optimizer.groups,
-        ),
-        placement=_placement(config),
-        precision=train.precision,
-        max_grad_norm=train.max_grad_norm,
-        clip=train.clip,
-        on_nonfinite=train.on_nonfinite,
-        micro_batch_size=train.micro_batch_size,
-        recompute=train.recompute,
-        head_chunk_bytes=train.head_chunk_bytes,
-        prefetch=config.offload.prefetch,
-        zero_stage=config.offload.zero_stage,
-        throttle=config.offload.throttle,
-        seed=config.run.seed,
-        debug=config.run.debug,
-        fill=built.fill,
-    )
-
-
-def _decided(config: Config, engine: Engine) -> Config:
-    """Return the configuration with what the engine decided by its first step, such that it can be run again."""
-    decided = config.with_resolved(train__clip=engine.clip)
-    if config.offload.prefetch != "auto":
-        return decided
-    has_budget = config.offload.device_memory is not None or torch.cuda.is_available()
-    if engine.overlaps and has_budget:  # as a number it would be all there is
-        return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
-    return decided.with_resolved(offload__prefetch=engine.prefetch)
-
-
-def _build_data(config: Config, kind: Kind, vocabulary: int, progress: Any) -> Any:
-    data = config.data
-    folder = locate(config.model)
-    # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
-    spare = 1 if kind.name == "masked" and _trains_tokenizer(config) else 0
-    return build_dataset(
-        source=list(data.source),
-        format=data.format,
-        tokenizer=data.tokenizer,
-        model_path=None if folder is None else str(folder),
-        vocab_size=vocabulary - spare,
-        sequence_length=int(data.sequence_length or 0),
-        packing=data.packing,
-        train_on_prompt=data.train_on_prompt,
-        eval_fraction=data.eval_fraction,
-        batch_size=config.train.batch_size,
-        seed=config.run.seed,
-        progress=progress,
-    )
-
-
-def _trains_tokenizer(config: Config) -> bool:
-    """Tell whether the tokenizer is made from the data: none was named, and the model has none."""
-    folder = locate(config.model)
-    return config.data.tokenizer is None and tokenizer_folder(None if folder is None else str(folder)) is None
-
-
-def _stages(say: Any) -> Any:
-    """Return a progress callback that names each stage once."""
-    seen: set[str] = set()
-
-    def progress(stage: str, _fraction: float) -> None:
-        if stage not in seen:
-            seen.add(stage)
-            say(f"data: {stage} ...")
-
-    return progress
-
-
-def _tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
-    budgets = {
-        "device": config.offload.device_memory,
-        "cpu": config.offload.host_memory,
-        "nvme": config.offload.nvme_memory,
-    }
-    tiers: dict[str, dict[str, Any]] = {}
-    for tier, name, num_bytes in engine.allocations:
-        held = tiers.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
-        held["bytes"] += num_bytes
-        held["allocations"].append({"name": name, "bytes": num_bytes})
-    return tiers
-
-
 @contextmanager
-def _shown_warnings(say: Any) -> Iterator[None]:
-    """Print what our own modules warn of as notes; other libraries' warnings are not the user's business."""
+def _shown_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Note what our own modules warn of; other libraries' warnings are not the user's business."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"offload\.")
-        warnings.showwarning = lambda message, *_rest, **_more: say(f"note: {message}")
+        warnings.showwarning = lambda message, *_rest, **_more: note(str(message))
         yield

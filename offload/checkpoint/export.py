@@ -14,20 +14,25 @@ from torch import nn
 from offload.tiers.store import Store
 
 
-def export_model(model: nn.Module, store: Store, indices: Mapping[int, int], folder: Path) -> None:
-    """Write configuration and safetensors into `folder`.
+def export_model(model: nn.Module, store: Store, indices: Mapping[int, int], folder: Path | None) -> None:
+    """Write configuration and safetensors into `folder`; None on a rank that only gives what it holds. Collective.
 
     `indices` maps the id of what hangs in the model for a parameter to its index in the store. transformers' own writer
     renames, splits and drops tied names; any other module becomes one `model.safetensors` under its own names.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     viewed: dict[int, torch.Tensor] = {}  # tied names have one tensor
     for name, tensor in model.state_dict(keep_vars=True).items():
         index = indices.get(id(tensor))
         if index is not None and index not in viewed:
             viewed[index] = _own_storage(store.view(index))
+            if folder is None:
+                viewed[index] = viewed[index][:0]
         tensors[name] = tensor.detach() if index is None else viewed[index]
+    if folder is None:
+        return
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
         save_pretrained(folder, state_dict=tensors)

@@ -15,7 +15,7 @@ from offload.data.packing import IGNORE, Rows
 from offload.data.prepare import Preparation, Prepared
 from offload.data.sources import hash_text
 from offload.data.tokenizer import UNKNOWN
-from offload.errors import ConfigError
+from offload.errors import ConfigError, too_few_rows
 
 if TYPE_CHECKING:
     import torch
@@ -61,31 +61,27 @@ class Dataset:
         return -int(-epochs * self.num_train_rows // self.batch_size)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """Return rank's contiguous slice of the batch of `step` (from 0).
+        """Return rank's contiguous share of the batch of `step` (from 0), see `share`.
 
-        `input_ids` and `labels` are int64 [batch_size / world_size, sequence_length], labels unshifted with -100 where
-        nothing is trained. `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all
-        ranks get the same keys.
+        `input_ids` and `labels` are int64 [rows, sequence_length], labels unshifted with -100 where nothing is trained.
+        `attention_mask`, alike, is there only when a row of the whole batch is padded, so that all ranks get the same
+        keys. Raises ConfigError where there are more ranks than rows.
         """
-        if self.batch_size % world_size:
-            raise ConfigError(
-                f"train.batch_size={self.batch_size} does not divide over {world_size} ranks; make it a multiple."
-            )
+        if self.batch_size < world_size:
+            raise ConfigError(too_few_rows(self.batch_size, world_size))
         rows = rows_at(step * self.batch_size, self.batch_size, self.num_train_rows, self.seed)
         return _batch(self.train, rows, rank, world_size)
 
     def eval_batches(
         self, batch_size: int, max_batches: int | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Batch]:
-        """Yield rank's slices of the eval rows, each row once, in an order that no seed changes.
+        """Yield rank's shares of the eval rows, each row once, in an order that no seed changes.
 
-        The last batch may be smaller. Where it does not divide over the ranks, rows without targets (labels -100) fill
-        it up.
+        The last batch may be smaller. A rank whose share of it is empty gets a row without targets (labels -100), so
+        that all ranks have the same number of batches.
         """
-        if batch_size < 1 or batch_size % world_size:
-            raise ConfigError(
-                f"An eval batch of {batch_size} rows does not divide over {world_size} ranks; make it a multiple."
-            )
+        if batch_size < 1:
+            raise ConfigError(f"An eval batch of {batch_size} rows is none; it must have at least 1.")
         num_batches = -(-self.num_eval_rows // batch_size)
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             positions = np.arange(index * batch_size, min((index + 1) * batch_size, self.num_eval_rows))
@@ -214,20 +210,25 @@ def _notes(prepared: Prepared, *parts: Rows) -> list[str]:
     return notes
 
 
+def share(num_rows: int, rank: int, world_size: int) -> slice:
+    """Return which of `num_rows` rows are rank's: shares are contiguous and differ by one row at most."""
+    return slice(num_rows * rank // world_size, num_rows * (rank + 1) // world_size)
+
+
 def _batch(rows: Rows, indices: np.ndarray, rank: int, world_size: int) -> Batch:
-    """Read rank's contiguous share of `indices`, filling up with rows without targets where they do not divide."""
+    """Read rank's share of `indices`, or a row without targets where it is empty."""
     import torch
 
-    num_fill = -len(indices) % world_size
-    share = (len(indices) + num_fill) // world_size
-    padded = np.concatenate([indices, np.repeat(indices[:1], num_fill)])
-    own = slice(rank * share, (rank + 1) * share)
-    lengths = rows.lengths(padded)
-    ids, labels = rows.read(padded[own])
-    labels[np.arange(len(padded))[own] >= len(indices)] = IGNORE
+    own = indices[share(len(indices), rank, world_size)]
+    is_filler = not len(own)
+    if is_filler:
+        own = indices[:1]
+    ids, labels = rows.read(own)
+    if is_filler:
+        labels[:] = IGNORE
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    if (lengths < rows.sequence_length).any():
-        mask = np.arange(rows.sequence_length) < lengths[own, None]
+    if (rows.lengths(indices) < rows.sequence_length).any():
+        mask = np.arange(rows.sequence_length) < rows.lengths(own)[:, None]
         batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
     return batch
 

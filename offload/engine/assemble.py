@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ from offload.engine.updates import Updates
 from offload.errors import format_bytes
 from offload.lanes.lanes import open_lanes
 from offload.lanes.throttle import Throttle
+from offload.partition.comm import Comm
 from offload.partition.layout import ParameterInfo, Region, build_regions
 from offload.planning.memory import (
+    SCRATCH,
+    SHARDS,
     SLOT,
     UnitPlan,
     staging_bytes,
@@ -58,8 +62,9 @@ class Assembly:
         regions: Sequence[Region],
         plan: Plan,
         counters: Counters,
+        comm: Comm,
     ) -> None:
-        self.model, self.infos, self.regions, self.plan = model, infos, regions, plan
+        self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self._throttle = settings.throttle
         self.closed = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
@@ -67,7 +72,8 @@ class Assembly:
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
         self.device = open_device(device_ledger, copies_aside=plan.overlap)
-        self.lanes = open_lanes(settings.throttle, settings.delay_seed, plan.overlap)
+        delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
+        self.lanes = open_lanes(settings.throttle, delay_seed, plan.overlap, has_peers=comm.size > 1)
         weakref.finalize(self, self.lanes.abandon)  # dropped without close(): its threads end as well
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
@@ -84,6 +90,8 @@ class Assembly:
             lanes=self.lanes,
             layout=plan.layout,
             nvme=self._nvme,
+            comm=comm,
+            counters=counters,
         )
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
@@ -106,6 +114,8 @@ class Assembly:
             self.lanes,
             counters,
             buffer_bytes=buffer.num_bytes,
+            shards_bytes=plan.of("device", SHARDS).num_bytes,
+            scratch_bytes=plan.of("device", SCRATCH).num_bytes,
             staging=self._stage(
                 [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
             ),
@@ -132,6 +142,7 @@ class Assembly:
             debug=debug,
         )
         self.leftover = Leftover(
+            comm,
             self.device,
             self.slots,
             self.gradients,
@@ -148,6 +159,8 @@ class Assembly:
             Keeping(settings.recompute, device_ledger, self._is_weight),
             self._checkpoints(placement.activations, counters),
             seed=settings.seed,
+            rank=comm.rank,
+            has_peers=comm.size > 1,
         )
         self.units: list[Unit] = []
         self.standing: dict[int, nn.Parameter] = {}
@@ -207,15 +220,16 @@ class Assembly:
     def _take(self, fill: Callable[[str, nn.Module], None] | None) -> None:
         """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
         # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
-        # was taken.
-        for unit in sorted(self.units, key=lambda unit: not unit.whole):
-            if fill is not None:
+        # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
+        for number, unit in enumerate(sorted(self.units, key=lambda unit: not unit.whole)):
+            source = number % self.comm.size if fill is not None else 0
+            if fill is not None and source == self.comm.rank:
                 fill(unit.name, unit.module)
             for place in unit.places:
                 parameter = place.module._parameters[place.key]
                 assert parameter is not None
                 if place.parameter not in self.standing:
-                    self.store.write(place.parameter, parameter)
+                    self.store.write(place.parameter, parameter, source)
                     self.standing[place.parameter] = resting_parameter(
                         self.infos[place.parameter], self.device.torch_device
                     )
@@ -274,11 +288,12 @@ class Assembly:
                     stacklevel=2,
                 )
             self.store.hold_gradients(accumulates=True)
-            self.gradients.accumulate(self._stage(self.regions))
+            self.gradients.accumulate(self._stage(self.regions, accumulates=True))
 
-    def _stage(self, regions: Sequence[Region]) -> torch.Tensor:
+    def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory beside the states for the gradients of these regions on their way."""
-        num_bytes = staging_bytes(regions, 2 if self.lanes.overlap else 1)
+        neighbours = 2 if self.lanes.overlap else 1
+        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates)
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
         self.host.reserve("gradient staging", num_bytes - self.host.allocations.get("gradient staging", 0))
@@ -286,7 +301,8 @@ class Assembly:
 
     def update_seconds(self) -> float:
         """Estimate what AdamW over all states takes."""
-        num_bytes = sum(region.update_bytes(region.numel) for region in self.regions if region.trainable)
+        ranges = self.plan.layout.sharding.num_ranges
+        num_bytes = sum(region.update_bytes(region.numel // ranges) for region in self.regions if region.trainable)
         throttle = self._throttle.get("update", Throttle())
         return max(num_bytes / update_bytes_per_second(), throttle.seconds(num_bytes))
 
@@ -296,7 +312,7 @@ class Assembly:
         dtype = torch.bfloat16 if any(info.compute == "bf16" for info in self.infos) else torch.float32
         products = 2 * numel * tokens / flops_per_second(self.device.torch_device, dtype)
         products += _DISPATCH_S * len(self.units)
-        fetched = sum(region.weight_bytes for region in self.regions)
+        fetched = sum(self.plan.layout.sharding.share("weights", region.weight_bytes) for region in self.regions)
         return max(products, self._throttle.get("h2d", Throttle()).seconds(fetched))
 
     @contextmanager
@@ -341,20 +357,43 @@ def assemble(
     settings: Settings,
     counters: Counters,
     fill: Callable[[str, nn.Module], None] | None,
+    comm: Comm,
 ) -> Assembly:
-    """Find the units, plan, check the budgets, and only then allocate."""
+    """Find the units, plan, check the budgets, and only then allocate. Collective."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # Units recompute already; the second name is what transformers called it before 5.23.
         disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
-    regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates})
+    regions = build_regions(infos, {unit.name: unit.parameters for unit in candidates}, comm.size)
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
-    plan = make_plan(settings, units, regions)
-    assembly = Assembly(model, settings, infos, candidates, regions, plan, counters)
+    comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug")))
+    comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
+    plan = make_plan(settings, units, regions, comm)
+    comm.agree("the plan", _shown(plan, ignored=("layout",)) | {"layout": repr(plan.layout.planes)})
+    _share_buffers(model, comm)
+    assembly = Assembly(model, settings, infos, candidates, regions, plan, counters, comm)
     assembly.begin(fill)
     return assembly
+
+
+def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
+    """Return the fields of a dataclass as text that is the same wherever they are the same."""
+    shown = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
+    placement = shown.get("placement")
+    if isinstance(placement, Placement):
+        shown["placement"] = replace(placement, nvme_dir=None if placement.nvme_dir is None else "given")
+    return {name: repr(found) for name, found in shown.items()}
+
+
+def _share_buffers(model: nn.Module, comm: Comm) -> None:
+    """Give all ranks the buffers of rank 0, as they get its weights."""
+    for name, buffer in model.named_buffers() if comm.size > 1 else ():
+        if buffer.numel():
+            value = buffer.detach().cpu().contiguous().reshape(-1)
+            comm.broadcast(value, 0, f"buffer {name}")
+            buffer.copy_(value.view(buffer.shape))
 
 
 def _put_buffers(model: nn.Module, device: torch.device) -> None:

@@ -144,7 +144,9 @@ class Call:
             self._save_inputs(tensors)
         stream.enter(unit)
         results: list[Arguments] = []
-        ambient = stream.device.random_state() if len(rows) > 1 and learned.random else None
+        # Ranks start from the same seed, and must not draw the same.
+        draws_own = learned.random and (len(rows) > 1 or stream.has_peers)
+        ambient = stream.device.random_state() if draws_own else None
         try:
             for number, span in enumerate(rows):
                 if ambient is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,24 +15,19 @@ from torch import nn
 
 from offload.checkpoint.export import export_model
 from offload.engine.assemble import Assembly, assemble
-from offload.engine.head import ChunkedHead
 from offload.engine.learned import DepartedError
-from offload.engine.loss import (
-    IGNORED,
-    Batch,
-    LossFunction,
-    LossRule,
-    check_batch,
-    run_loss,
-    select_inputs,
-    split_rows,
-)
+from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
+from offload.engine.losses import Losses
+from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
 from offload.engine.rehearse import Rehearsal, in_eval_mode
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
 from offload.optim.adamw import AdamW
+from offload.partition.comm import Alone, Comm
+from offload.partition.joining import open_comm
 from offload.partition.layout import Region
+from offload.planning.cores import use_share_of_cores
 from offload.sections import parse_size
 from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import LaneTime, Span
@@ -67,7 +62,10 @@ class Engine:
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
     called right before a unit's parameters are taken, and may write them (so that a model need never be whole in
-    memory).
+    memory); over several ranks it is called on one of them for each unit. Without it all ranks get rank 0's weights.
+
+    Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
+    all ranks make the same calls in the same order, each on its own rows.
     """
 
     def __init__(
@@ -88,6 +86,7 @@ class Engine:
         debug: bool | int = False,
         head_chunk_bytes: int | str | None = "256MiB",
         fill: Callable[[str, nn.Module], None] | None = None,
+        comm: Comm | None = None,
     ) -> None:
         _check(precision, ("fp32", "bf16"), "train.precision")
         _check(clip, ("auto", "deferred", "speculative"), "train.clip")
@@ -100,18 +99,18 @@ class Engine:
             raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {max_grad_norm!r}; a positive number, or none for no clipping.")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and this version trains on one rank: leave torchrun out."
-            )
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.lr = self.optimizer.lr
         self.counters = Counters()
         self._micro_batch_size = micro_batch_size
+        self._owned_comm = open_comm() if comm is None else None
+        self.comm = comm or self._owned_comm or Alone()
+        use_share_of_cores(self.comm.local_rank, self.comm.local_size)
+        placement = (placement or Placement()).share(self.comm.local_size)
         settings = Settings(
             optimizer=self.optimizer,
-            placement=placement or Placement(),
+            placement=placement,
             precision=precision,
             max_grad_norm=max_grad_norm or None,
             clip="deferred" if on_nonfinite == "skip" or not max_grad_norm else clip,
@@ -120,16 +119,22 @@ class Engine:
             recompute=recompute,
             prefetch=prefetch,
             throttle=parse_throttle(throttle),
+            zero_stage=zero_stage,
             seed=seed,
             debug=debug,
         )
-        self._parts: Assembly = assemble(model, settings, self.counters, fill)
+        try:
+            self._parts: Assembly = assemble(model, settings, self.counters, fill, self.comm)
+        except BaseException as error:
+            if self._owned_comm is not None:
+                self._owned_comm.close(error)
+            raise
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._updates = self._parts.updates
-        self._head_chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
-        self._head: ChunkedHead | None = None
-        self._losses: list[torch.Tensor] = []
+        chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
+        self._losses = Losses(model, self._parts, self._as_ours, micro_batch_size, chunk_bytes)
+        self._own_losses: list[torch.Tensor] = []
         self._is_open = False  # a step of an own loop has begun
         self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
         self.spans: list[Span] = []
@@ -145,59 +150,59 @@ class Engine:
         forward, backward, update.
         """
         self._check_usable()
-        if self._losses:
+        if self._own_losses:
             raise ConfigError(
                 "engine.step was called in the middle of an own loop's step, whose gradients it would lose: call "
                 "engine.update() first."
             )
         self._is_open = False  # a forward of an own loop that had no backward is dropped
+        known = self._meet("step", batch, loss_fn)
         batch = self._bring(batch)
         self._rehearsal.forget_other_modes()
-        return self._twice(lambda whole: self._step_on(batch, loss_fn, whole))
+        return self._twice(lambda whole: self._step_on(batch, known, loss_fn, whole))
 
-    def _step_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> StepResult:
+    def _step_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> StepResult:
         rule = self._rehearsed(batch, loss_fn, whole)
-        tokens = rule.targets(batch)
+        tokens = known.num_targets(rule)
         if not tokens and loss_fn is None:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
-        num_elements = max(value.numel() for value in batch.values())
-        self.resolve_clip(num_elements)
-        self._parts.leftover.begin_step(num_elements)
-        kind = ("step", self._shape(batch), loss_fn is None)
+        self.resolve_clip(known.num_elements)
+        self._parts.leftover.begin_step(known.num_elements)
         with self._ending():
-            self._begin_step(kind)
+            self._begin_step(known.kind)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-            for part_loss in self._losses_of(batch, rule, tokens, loss_fn):
+            for part_loss in self._losses.parts(batch, known, rule, loss_fn):
                 if part_loss.requires_grad:
                     part_loss.backward()
                 loss += part_loss.detach().to(torch.float32)
-            return self._end_step(loss, tokens, kind)
+            return self._end_step(loss, tokens, known.kind)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
         generators untouched.
         """
         self._check_usable()
+        known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
-        return self._twice(lambda whole: self._evaluate_on(batch, loss_fn, whole))
+        return self._twice(lambda whole: self._evaluate_on(batch, known, loss_fn, whole))
 
-    def _evaluate_on(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
+    def _evaluate_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
         rule = self._rehearsed(batch, loss_fn, whole)
         random = self._parts.device.random_state()
         executor = self._parts.executor
         try:
             with self.counters.unchanged(), in_eval_mode(self.model), torch.no_grad(), self._ending():
                 self._parts.slots.settle()
-                executor.begin(("evaluate", self._shape(batch), loss_fn is None))
+                executor.begin(known.kind)
                 total = torch.zeros((), dtype=torch.float32, device=self.device)
-                for part_loss in self._losses_of(batch, rule, rule.targets(batch), loss_fn):
+                for part_loss in self._losses.parts(batch, known, rule, loss_fn):
                     total += part_loss.to(torch.float32)
                 executor.end()
                 self._parts.lanes.timeline.discount("h2d", "nvme_read")
                 executor.expect(*self._expected)
-                return total.cpu()
+                return self._sum(total)
         finally:
             self._parts.device.set_random_state(random)
 
@@ -207,20 +212,21 @@ class Engine:
         with self._ending():
             self._open_own_step()  # the units may have been called one by one
             loss.backward()
-        self._losses.append(loss.detach())
+        self._own_losses.append(loss.detach())
 
     def update(self) -> StepResult:
-        """Own loops: clip, update, and return the mean of the losses since the last update."""
+        """Own loops: clip, update, and return the mean of the losses since the last update, over all ranks."""
         self._check_usable()
-        if not self._losses:
+        if not self._own_losses:
             raise ConfigError(
                 "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
             )
-        loss = torch.stack([value.to(torch.float32) for value in self._losses]).mean()
+        meet(self.comm, "update")
+        loss = torch.stack([value.to(torch.float32) for value in self._own_losses]).mean() / self.comm.size
         self._updates.lr = self.lr
         with self._ending():
             result = self._end_step(loss, None, "own loop")
-        self._losses.clear()
+        self._own_losses.clear()
         self._is_open = False
         return result
 
@@ -228,6 +234,16 @@ class Engine:
     def clip(self) -> str:
         """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""
         return self._updates.clip
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.comm.size
 
     @property
     def prefetch(self) -> int:
@@ -249,17 +265,19 @@ class Engine:
             parts = self._parts
             # On disk a correction is a second pass over the states, which costs more than the first one hides.
             waits = not parts.lanes.overlap or bool(parts.plan.layout.planes)
-            fits = waits or parts.update_seconds() <= parts.forward_seconds(tokens)
-            self._updates.clip = "deferred" if fits else "speculative"
+            hides = waits or parts.update_seconds() <= parts.forward_seconds(tokens)
+            # Each rank has measured for itself.
+            is_late = self.comm.any(not hides, "choice of train.clip")
+            self._updates.clip = "speculative" if is_late else "deferred"
         return self._updates.clip
 
     # -- states ----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
-        once.
+        once. Collective: all ranks ask for all of them.
         """
-        self._settle()
+        self._settle("named_parameters")
         for info in self._parts.infos:
             with self.counters.unchanged():
                 value = self._parts.store.read(info.index)
@@ -273,11 +291,13 @@ class Engine:
 
     def export(self, path: str | Path) -> None:
         """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the
-        device uses each weight.
+        device uses each weight. Collective; rank 0 writes.
         """
-        self._settle()
+        self._settle("export")
+        folder = Path(path) if self.comm.rank == 0 else None
         with self._parts.unchanged_config(), self.counters.unchanged():
-            export_model(self.model, self._parts.store, self._parts.indices(), Path(path))
+            export_model(self.model, self._parts.store, self._parts.indices(), folder)
+        self.comm.barrier("end of the export")
 
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model is left without weights, or gets them back in their original dtype with
@@ -285,10 +305,16 @@ class Engine:
         """
         if self._parts.closed:
             return
-        if restore and not self._torn:
-            self._settle()
+        error = sys.exc_info()[1]  # of the block that this call cleans up after
+        is_sound = error is None and not self._torn and self._updates.failure() is None
+        if is_sound and (restore or self.comm.size > 1):
+            self._settle(f"close(restore={restore})")
+        if self._owned_comm is not None and not is_sound:
+            self._owned_comm.close(error)
         self._hook.remove()
-        self._parts.close(restore)
+        self._parts.close(restore and (is_sound or self.comm.size == 1))
+        if self._owned_comm is not None:
+            self._owned_comm.close()
 
     # -- within a step ---------------------------------------------------------------------------------------
 
@@ -308,7 +334,7 @@ class Engine:
             for unit in self._parts.units:
                 unit.drop_gradients()
             self._is_open = False
-            self._losses.clear()
+            self._own_losses.clear()
             raise
 
     def _begin_step(self, kind: Hashable, waits: bool = False) -> None:
@@ -337,7 +363,7 @@ class Engine:
 
         self._expected = kind, self._updates.is_immediate
         applied = self._updates.apply(rank, go_on)
-        loss = loss.cpu()
+        loss = self._sum(loss)
         seconds, lanes, self.spans = parts.lanes.end_step()
         return StepResult(
             loss,
@@ -350,14 +376,23 @@ class Engine:
             lanes=lanes,
         )
 
-    @staticmethod
-    def _shape(batch: Batch) -> Hashable:
-        return tuple((key, tuple(value.shape)) for key, value in sorted(batch.items()))
+    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None) -> Pass:
+        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None)
 
-    def _settle(self) -> None:
-        """Let every update that is on its way arrive, before the host reads the states."""
+    def _sum(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what each rank has of a loss, on the CPU."""
+        loss = loss.cpu()
+        if self.comm.size > 1:
+            loss = torch.tensor(self.comm.sum_in_order([float(loss)], "loss")[0], dtype=torch.float32)
+        return loss
+
+    def _settle(self, operation: str = "read the states") -> None:
+        """Let every update that is on its way arrive, before the host reads the states. Collective."""
         self._check_usable()
+        meet(self.comm, operation)
         self._parts.lanes.drain_updates()
+        if self.comm.size > 1:
+            self._parts.lanes.finish()
 
     @contextmanager
     def _as_ours(self) -> Iterator[None]:
@@ -367,72 +402,6 @@ class Engine:
             yield
         finally:
             self._is_ours = before
-
-    def _losses_of(
-        self, batch: Batch, rule: LossRule, tokens: int, loss_fn: LossFunction | None
-    ) -> Iterator[torch.Tensor]:
-        """Yield the loss in parts that add up to the mean over the batch's target tokens.
-
-        The units cut the batch themselves where they can (the model is called once, and its weights stream once);
-        otherwise the model is called on one micro-batch after the other.
-        """
-        rows = check_batch(batch)
-        micro = min(self._micro_batch_size or rows, rows)
-        if micro == rows or self._splits:
-            with self._as_ours(), self._parts.stream.micro_batches(rows, micro):
-                columns = self._head_columns(batch, loss_fn)
-                if columns is not None:
-                    yield self._chunked_loss(batch, columns, tokens)
-                    return
-                yield run_loss(self.model, batch, loss_fn)
-            return
-        for part in split_rows(batch, micro):
-            share, extra = 1.0, {}
-            if loss_fn is None and rule.takes_count:
-                extra["num_items_in_batch"] = tokens
-            else:
-                share = rule.targets(part) / tokens
-                if not share:
-                    continue
-            with self._as_ours():
-                loss = run_loss(self.model, part, loss_fn, **extra)
-            yield loss * share if share != 1.0 else loss
-
-    def _head_columns(self, batch: Batch, loss_fn: LossFunction | None) -> int | None:
-        """Return how many columns of the batch a chunk of the head takes, or None where the logits are made whole."""
-        if self._head is None or loss_fn is not None or self._head_chunk_bytes is None:
-            return None
-        rows, length = batch["labels"].shape
-        columns = max(1, self._head_chunk_bytes // (rows * self._head.vocabulary * 4))
-        return columns if columns < length else None
-
-    def _chunked_loss(self, batch: Batch, columns: int, tokens: int) -> torch.Tensor:
-        """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
-
-        The backward of the units below runs here too: the loss that comes back has nothing left to do.
-        """
-        assert self._head is not None
-        stream = self._parts.stream
-        output = self._head.base_output(lambda: self.model(**select_inputs(self.model, batch, False)))
-        hidden = output["last_hidden_state"]
-        gradient = torch.zeros_like(hidden, requires_grad=False) if hidden.requires_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        with stream.whole_batch(), self._flow.repeated(self._parts.regions):
-            for loss, leaf, span in self._head.losses(output, batch, columns, tokens):
-                if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
-                    loss.backward()
-                if gradient is not None and leaf.grad is not None:
-                    gradient[:, span] = leaf.grad
-                total += loss.detach().to(torch.float32)
-        if gradient is not None:
-            hidden.backward(gradient)
-        return total
-
-    @property
-    def _splits(self) -> bool:
-        """True where every unit gives the same when the batch is cut in rows."""
-        pages = [page for unit in self._parts.units if not unit.resident for page in unit.known.values()]
-        return all(page.splits for page in pages)
 
     def _check_usable(self) -> None:
         if self._parts.closed:
@@ -444,15 +413,14 @@ class Engine:
     # -- before the first step -------------------------------------------------------------------------------
 
     def _bring(self, batch: Batch) -> Batch:
-        check_batch(batch)
         return {key: value.to(self.device) for key, value in batch.items()}
 
     def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._ending():
             self._parts.slots.settle()
-            rule, self._head = self._rehearsal.on_batch(batch, loss_fn, whole)
-        if self._micro_batch_size is not None and not self._splits:
+            rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, whole)
+        if self._micro_batch_size is not None and not self._losses.splits:
             self._parts.accumulate()
         return rule
 
@@ -474,8 +442,10 @@ class Engine:
                         "it cannot be cut in micro-batches. Leave --train.micro_batch_size out."
                     ) from None
                 whole = True
+                self.comm.barrier("recording anew, as a batch makes the model call its units in another way")
             except (DoesNotFitError, torch.OutOfMemoryError):
-                if self._torn or not self._parts.leftover.give_back():
+                # The other ranks had room, and are further by now.
+                if self._torn or self.comm.size > 1 or not self._parts.leftover.give_back():
                     raise
             self._parts.device.set_random_state(random)
             with torch.no_grad():
@@ -492,6 +462,8 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         self._check_usable()
+        if not self._is_open:
+            meet(self.comm, "own loop")
         self._rehearsal.forget_other_modes()
         self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
         self._open_own_step()

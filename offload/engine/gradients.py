@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from offload import native
+from offload.engine.measures import Measures
+from offload.engine.reduction import Reduction
 from offload.errors import ConfigError, OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
@@ -22,7 +25,7 @@ from offload.partition.layout import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, Stretch
-from offload.tiers.store import Store
+from offload.tiers.store import Store, plane_dtype
 
 _CHUNK = 1 << 24
 _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
@@ -31,10 +34,9 @@ _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is 
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat`, or to disk (None).
-    `touched[region.index][position]` tells which parameters received one; `squares[parameter]` is the fp64 sum of
-    squares of its fp32 gradient, there once `measured` was called for its region (on a GPU it comes down with the
-    gradients).
+    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat` (over the elements that
+    this rank updates), or to disk (None). Over several ranks they are summed on the way, and every trained region lands
+    that was opened, as another rank may have what this one lacks. `measures` has what is known of all of them.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class GradientFlow:
         *,
         buffer_bytes: int,
         staging: torch.Tensor,
+        shards_bytes: int = 0,
+        scratch_bytes: int = 0,
         debug: bool = False,
     ) -> None:
+        """`shards_bytes`, `scratch_bytes`: of the device, for sums over several ranks."""
         self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
         self._lanes, self._debug = lanes, debug
         on_host = store.tier == "cpu"
@@ -65,8 +70,19 @@ class GradientFlow:
             index: (region, position) for region in regions for position, index in enumerate(region.parameters)
         }
         self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
-        self._pending: dict[int, torch.Tensor] = {}
         self._tickets: list[Ticket] = []
+        self.measures = Measures(store, infos, regions, device, lanes)
+        self._reduction = None
+        if store.comm.size > 1:
+            self._reduction = Reduction(
+                store,
+                self.measures,
+                lanes,
+                counters,
+                shards=device.allocate("gradient shards", shards_bytes),
+                scratch=device.allocate("reduction scratch", scratch_bytes),
+                debug=debug,
+            )
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
@@ -77,18 +93,15 @@ class GradientFlow:
             ]
             for region in regions
         }
-        self.touched: dict[int, list[bool]] = {}
-        self.squares: list[float] = []
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
-        self.squares = [0.0] * len(self._infos)
+        self.measures.begin_step()
         self._landed: set[int] = set()
-        self._measured: set[int] = set()  # parameters whose squares are known
-        self._pending.clear()
         self._tickets.clear()
+        if self._reduction is not None:
+            self._reduction.begin_step()
         self._open.clear()
         self._buffer.reset()
         self._staging.reset()
@@ -172,18 +185,19 @@ class GradientFlow:
             )
         gradient, parameter.grad = parameter.grad.reshape(-1), None
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
-        touched = self.touched[region.index]
+        touched = self.measures.touched[region.index]
         flat = self._lasting.get(region.index)
+        is_all = flat is None and not self._sums_up and self._reduction is None
         if flat is None:
             flat = self._open[region.index][0]
         if touched[position]:
-            self._measured.discard(index)
+            self.measures.know(index, None)
             flat[span].add_(gradient)
-        elif self._sums_up or region.index in self._lasting or not flat.is_cpu or flat.dtype != gradient.dtype:
+        elif is_all and flat.is_cpu and flat.dtype == gradient.dtype:
+            # Measure what autograd has just written, while it is in the cache.
+            self.measures.know(index, native.copy_sum_squares(gradient, flat[span]))
+        else:
             flat[span].copy_(gradient)
-        else:  # this is all of it: measure what autograd has just written, while it is in the cache
-            self.squares[index] = native.copy_sum_squares(gradient, flat[span])
-            self._measured.add(index)
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
@@ -195,7 +209,7 @@ class GradientFlow:
             if found is None:
                 continue
             flat, stretch = found
-            if any(self.touched[region.index]):
+            if self._lands(region):
                 self._land(region, flat, stretch.fence)
             stretch.is_open = False
 
@@ -203,6 +217,8 @@ class GradientFlow:
         """Let go of every buffer."""
         empty = torch.empty(0, dtype=torch.uint8)
         self._buffer, self._staging = Ring(empty, ""), Ring(empty, "")
+        if self._reduction is not None:
+            self._reduction.free()
         self._lasting.clear()
         self._open.clear()
 
@@ -210,30 +226,61 @@ class GradientFlow:
         """The backward is over: land what waited on the device."""
         for index, flat in self._lasting.items():
             region = self._store.states[index].region
-            if any(self.touched[index]):
+            if self._lands(region):
                 self._land(region, flat, Fence("lasting gradients"))
 
     def finish(self) -> None:
-        """Wait until everything has landed, sum and round what was accumulated: afterwards `squares` and the planes are
-        final. The one wait of the host in a step.
+        """Wait until everything has landed, sum and round what was accumulated: afterwards the measures and the planes
+        are final. The one wait of the host in a step.
         """
         self._lanes.wait(self._tickets)
         if self.accumulates:
             for state in self._store.states:
-                if state.gradients is not None and any(self.touched[state.region.index]):
-                    self._measure(state.region, state.gradients)
-                    if state.region.is_split:
-                        native.round_bf16_(state.gradients)
+                if state.gradients is not None and state.region.index in self._landed:
+                    self._finish_sum(state.region, state.gradients)
             self._lanes.wait(self._tickets)
-        for index in list(self._pending):
-            self.measured(self._store.states[index].region)
+        self.measures.finish()
 
-    def measured(self, region: Region) -> None:
-        """A region's gradients have landed: from now on `squares` has theirs."""
-        squares = self._pending.get(region.index)
-        if squares is not None:  # on the update lane and here at once, if need be: both note the same
-            self._note(region, squares.tolist())
-            self._pending.pop(region.index, None)
+    def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:
+        """Measure what was summed over several passes, and round it."""
+        own = plane[self._summed_here(region)]
+        if self._reduction is not None:
+            self.measures.measure_shard(region, own, agrees=False)
+        else:
+            self._note(self.measures.measure(region, own))
+        if region.is_split:
+            native.round_bf16_(own)
+        if len(own) < len(plane):
+            what = f"all-gather of the gradients of {region.name}"
+            store = self._store
+            self._note(store.exchanges.submit(lambda: store.comm.all_gather(plane, own, what), name=what))
+            self._counters.all_gather_elements += region.numel
+
+    def _note(self, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            self._tickets.append(ticket)
+
+    def _lands(self, region: Region) -> bool:
+        return self._reduction is not None or any(self.measures.touched[region.index])
+
+    def _summed_here(self, region: Region) -> slice:
+        """Return which of the elements that this rank updates it sums up itself: in stage 0 not all."""
+        shard, begin = self._store.sharding.shard(region), self._store[region].begin
+        return slice(shard.start - begin, shard.stop - begin)
+
+    def _summed(
+        self, region: Region, flat: torch.Tensor, source: Fence
+    ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
+        """Return what is to come down of a region's gradients, the fence of its memory, and after what it is there."""
+        if self._reduction is None:
+            return flat, source, self._lanes.mark()
+        measure = None
+        if not self.accumulates:  # else when all passes are over
+            # Whoever updates in the backward needs the norm so far.
+            measure = partial(self.measures.measure_shard, region, agrees=self.landed is not None)
+        whole = not self.accumulates and self._store.sharding.num_ranges == 1
+        flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
+        return flat, source, (ticket,)
 
     def _land(self, region: Region, flat: torch.Tensor, source: Fence) -> None:
         if self.accumulates:
@@ -246,22 +293,24 @@ class GradientFlow:
                 "up any number of passes."
             )
         self._landed.add(region.index)
-        self._measure(region, flat)
+        if self._reduction is None:
+            self._note(self.measures.measure(region, flat))
+        flat, source, after = self._summed(region, flat, source)
         state = self._store[region]
         if state.lands_on_disk:
             for part in state.parts:
-                loan = part.land()
-                piece = flat[part.begin : part.end]
-                loan.changed(self._bring_down(region, loan.planes["gradients"], piece, source, loan.behind))
+                loan = part.land("gradients")
+                piece = flat[part.begin - state.begin : part.end - state.begin]
+                loan.changed(self._bring_down(region, loan.planes["gradients"], piece, source, after, loan.behind))
             if self.landed is not None:
                 self.landed(region, None, Fence("gradients on disk"))
             return
         target, fence, stretch = state.gradients, state.landing, None
         behind = fence.before_fill()
         if target is None:
-            target, stretch = self._staged(region)
+            target, stretch = self._staged(flat, plane_dtype(region, "gradients"))
             fence, behind = stretch.fence, stretch.after
-        fence.fill(self._bring_down(region, target, flat, source, behind))
+        fence.fill(self._bring_down(region, target, flat, source, after, behind))
         if self.landed is not None:
             self.landed(region, target, fence)
         if stretch is not None:
@@ -272,13 +321,18 @@ class GradientFlow:
         state = self._store[region]
         plane, fence = state.gradients, state.landing
         assert plane is not None
+        plane = plane[self._summed_here(region)]
         first = region.index not in self._landed
         self._landed.add(region.index)
-        if region.index in self._lasting:  # summed over the whole step already
-            fence.fill(self._bring_down(region, plane, flat, source, fence.before_fill()))
+        is_lasting = region.index in self._lasting  # summed over the whole step already
+        flat, source, after = self._summed(region, flat, source)
+        if is_lasting:
+            fence.fill(self._bring_down(region, plane, flat, source, after, fence.before_fill()))
             return
-        staged, stretch = self._staged(region)
-        stretch.fence.fill(self._bring_down(region, staged, flat, source, stretch.after))
+        # What ranks have added up is rounded once, when all passes are over.
+        dtype = plane_dtype(region, "gradients") if self._reduction is None else torch.float32
+        staged, stretch = self._staged(flat, dtype)
+        stretch.fence.fill(self._bring_down(region, staged, flat, source, after, stretch.after))
 
         def add() -> None:
             if first:
@@ -294,13 +348,19 @@ class GradientFlow:
         fence.fill(ticket)
         self._tickets.append(ticket)
 
-    def _staged(self, region: Region) -> tuple[torch.Tensor, Stretch]:
-        stretch = self._staging.take(region.weight_bytes)
+    def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Stretch]:
+        stretch = self._staging.take(flat.numel() * dtype.itemsize)
         assert stretch is not None, "staging has room for the largest region"
-        return stretch.flat.view(torch.bfloat16 if region.is_split else torch.float32), stretch
+        return stretch.flat.view(dtype), stretch
 
     def _bring_down(
-        self, region: Region, target: torch.Tensor, flat: torch.Tensor, source: Fence, behind: Sequence[Ticket]
+        self,
+        region: Region,
+        target: torch.Tensor,
+        flat: torch.Tensor,
+        source: Fence,
+        after: Sequence[Ticket],
+        behind: Sequence[Ticket],
     ) -> Ticket:
         """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole."""
 
@@ -311,32 +371,9 @@ class GradientFlow:
             if self._debug and source.kind == "gradient buffer":
                 flat.fill_(float("nan"))
 
-        ticket = self._down.submit(
-            copy, after=self._lanes.mark(), behind=behind, name=region.name, num_bytes=target.nbytes
-        )
+        ticket = self._down.submit(copy, after=after, behind=behind, name=region.name, num_bytes=target.nbytes)
         source.read(ticket)
         self._tickets.append(ticket)
         if self._store.tier == "cpu":
             self._counters.d2h_bytes += target.nbytes
         return ticket
-
-    def _measure(self, region: Region, flat: torch.Tensor) -> None:
-        """Take the sum of squares of every touched parameter; from a GPU it follows by the copy's stream."""
-        touched = self.touched[region.index]
-        if all(index in self._measured for index, has in zip(region.parameters, touched, strict=True) if has):
-            return
-        if flat.is_cpu:
-            self._note(region, native.sum_squares_segments(flat, region.offsets, region.sizes))
-            return
-        parts = [flat[offset : offset + size] for offset, size in zip(region.offsets, region.sizes, strict=True)]
-        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
-        host = torch.empty(squares.shape, dtype=torch.float64, pin_memory=True)
-        self._pending[region.index] = host
-        self._tickets.append(
-            self._lanes.d2h.submit(lambda: self._device.copy(host, squares), after=self._lanes.mark(), name="norm")
-        )
-
-    def _note(self, region: Region, squares: Sequence[float]) -> None:
-        for index, value, touched in zip(region.parameters, squares, self.touched[region.index], strict=True):
-            if touched:
-                self.squares[index] = float(value)

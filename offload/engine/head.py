@@ -49,15 +49,22 @@ class ChunkedHead:
         raise TypeError("the model did not call its base model")
 
     def losses(
-        self, output: Any, batch: Batch, columns: int, tokens: int
+        self, output: Any, batch: Batch, num_chunks: int, tokens: int, skips: bool = True
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-        """Yield each chunk's part of the loss, its leaf of hidden states [batch, columns, hidden], and its columns."""
+        """Yield each chunk's part of the loss, its leaf of hidden states [batch, columns, hidden], and its columns.
+
+        With `skips` only those with targets; else exactly `num_chunks`, of which some count for nothing.
+        """
         hidden = output["last_hidden_state"]
         shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        for start in range(0, hidden.shape[1], columns):
-            span = slice(start, start + columns)
+        columns = -(-hidden.shape[1] // num_chunks)
+        spans = [slice(start, start + columns) for start in range(0, hidden.shape[1], columns)]
+        missing = 0 if skips else num_chunks - len(spans)
+        for number, span in enumerate([*spans[:1] * missing, *spans]):  # what is overwritten comes first
             labels = shifted[:, span].contiguous()
-            if bool((labels == IGNORED).all()):
+            if number < missing:
+                labels.fill_(IGNORED)
+            elif skips and bool((labels == IGNORED).all()):
                 continue
             leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
@@ -108,7 +115,7 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         output = head.base_output(lambda: run(batch))
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
-        parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, labels.shape[1] // 2, tokens))
+        parts = sum(float(loss) for loss, _, _ in head.losses(output, batch, 2, tokens))
     except Exception:
         return None
     precise = next(iter(model.parameters())).dtype == torch.float32

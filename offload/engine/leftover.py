@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload.engine.gradients import GradientFlow
+from offload.partition.comm import Comm
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
@@ -23,6 +24,7 @@ class Leftover:
 
     def __init__(
         self,
+        comm: Comm,
         device: Device,
         slots: Slots,
         gradients: GradientFlow,
@@ -34,7 +36,7 @@ class Leftover:
         """`slots_bytes`, `buffer_bytes`: the least and the most that makes sense. `moved` is called when weights have
         no place any more.
         """
-        self._device, self._slots, self._gradients = device, slots, gradients
+        self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
         self._slots_bytes, self._buffer_bytes, self._moved = slots_bytes, buffer_bytes, moved
         self._others = -1
         self._most_elements = 0
@@ -53,7 +55,9 @@ class Leftover:
         if budget is None:
             return
         mine = self._slots.capacity_bytes + self._gradients.buffer_bytes
-        others = self._device.take_recent_peak() - mine
+        told = self._comm.gather_objects((self._device.take_recent_peak() - mine, -budget), "room on the device")
+        others, budget = (max(found) for found in zip(*told, strict=True))  # the same for all: so are their schedules
+        budget = -budget
         settled, self._others = others <= self._others, max(self._others, others)
         room = budget - self._others
         least, most = self._buffer_bytes

@@ -12,7 +12,8 @@ from offload.errors import format_bytes
 from offload.lanes.lanes import overlaps
 from offload.lanes.throttle import Throttle
 from offload.optim.adamw import AdamW
-from offload.partition.layout import DiskLayout, Region
+from offload.partition.comm import Alone, Comm
+from offload.partition.layout import DiskLayout, Region, Sharding
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes
 from offload.planning.environment import memory
 from offload.planning.memory import (
@@ -46,6 +47,7 @@ class Settings:
     recompute: str
     prefetch: int | str
     throttle: Mapping[str, Throttle]
+    zero_stage: int
     seed: int
     debug: bool | int
 
@@ -94,9 +96,32 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     return next(found, Allocation(tier, name, 0))
 
 
-def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region]) -> Plan:
-    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold."""
-    placement, layout, rings = settings.placement, DiskLayout(), dict[str, int]()
+@dataclass(frozen=True)
+class Free:
+    """Bytes that this rank may take: of a GPU's memory (None without one), and of the host's. The least of all ranks,
+    as their plans have to be the same.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+
+
+def find_free(comm: Comm) -> Free:
+    """Look what is free now, on all ranks."""
+    device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else -1
+    host = memory()["available_bytes"] // comm.local_size
+    found = comm.gather_objects((device, host), "free memory")
+    device, host = (min(values) for values in zip(*found, strict=True))
+    return Free(None if device < 0 else device, host)
+
+
+def make_plan(
+    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
+) -> Plan:
+    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold. Collective."""
+    comm = comm or Alone()
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm)
+    placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
     # Whoever reads from a disk has to wait, and does it beside compute.
     overlap = overlaps(settings.throttle, settings.delay_seed) or placement.nvme_dir is not None
 
@@ -115,12 +140,13 @@ def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[R
             stagings=2 if overlap else 1,
         )
 
-    tiers = _choose_tiers(placement, plan_for)
+    tiers = _choose_tiers(placement, free, plan_for)
     if placement.activations == "nvme":
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
-        staging = staging_bytes(regions, 2 if overlap else 1)
-        layout = _choose_layout(placement, regions, settings.keeps_gradients, staging, sum(rings.values()))
+        staging = staging_bytes(regions, 2 if overlap else 1, sharding)
+        reserved = staging, sum(rings.values())
+        layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
         rings |= ring_bytes(layout, regions)
     if not rings:
         overlap = overlaps(settings.throttle, settings.delay_seed)
@@ -142,12 +168,19 @@ def make_plan(settings: Settings, units: Sequence[UnitPlan], regions: Sequence[R
         "cpu": placement.host_memory,
         "nvme": placement.nvme_memory,
     }
-    check_budgets(allocations, {tier: budget_bytes(value) for tier, value in budgets.items()}, floor)
+    limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
+    check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
     return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)
 
 
 def _choose_layout(
-    placement: Placement, regions: Sequence[Region], keeps_gradients: bool, staging: int, reserved: int
+    placement: Placement,
+    free: Free,
+    regions: Sequence[Region],
+    keeps_gradients: bool,
+    sharding: Sharding,
+    staging: int,
+    reserved: int,
 ) -> DiskLayout:
     """Resolve what goes to disk; with `auto` and a folder for it, whatever the host's budget, or its free memory, does
     not hold beside what is `reserved`.
@@ -161,12 +194,21 @@ def _choose_layout(
     if placement.nvme_dir is None:
         tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
-        host_bytes = int(memory()["available_bytes"] * _SHARE_OF_FREE_MEMORY)
+        host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
-    return lay_out(regions, tiers, keeps_gradients=keeps_gradients, staging_bytes=staging, host_bytes=host_bytes)
+    return lay_out(
+        regions,
+        tiers,
+        keeps_gradients=keeps_gradients,
+        staging_bytes=staging,
+        host_bytes=host_bytes,
+        sharding=sharding,
+    )
 
 
-def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allocation]]) -> tuple[str, str]:
+def _choose_tiers(
+    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]]
+) -> tuple[str, str]:
     """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
     called cpu here.
     """
@@ -175,8 +217,8 @@ def _choose_tiers(placement: Placement, plan_for: Callable[[str, str], list[Allo
     if "auto" not in wants:
         return wants[0], wants[1]
     budget = budget_bytes(placement.device_memory)
-    if budget is None and torch.cuda.is_available():
-        budget = int(torch.cuda.mem_get_info()[0] * 0.6)  # the rest is for activations
+    if budget is None and free.device_bytes is not None:
+        budget = int(free.device_bytes * 0.6)  # the rest is for activations
     needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]

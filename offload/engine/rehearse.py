@@ -61,7 +61,7 @@ class Rehearsal:
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
-        samples = [self._sample(batch, rows, whole) for rows in _ROWS]
+        samples = self._shared([self._sample(batch, rows, whole) for rows in _ROWS], check_batch(batch))
         self._record(
             [
                 (rows, partial(run_loss, self._model, sample, loss_fn))
@@ -109,6 +109,22 @@ class Rehearsal:
         if not whole and hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
+
+    def _shared(self, samples: list[Batch], num_rows: int) -> list[Batch]:
+        """Return the same samples on all ranks, so that all learn the same: of the rank whose batch tells most, by its
+        different rows, and then by its padding.
+        """
+        comm = self._parts.comm
+        if comm.size == 1:
+            return samples
+        mask = samples[-1].get("attention_mask")
+        padding = 0 if mask is None else int((mask == 0).sum())
+        worth = min(num_rows, max(_ROWS)), padding, -comm.rank
+        host = [{key: value.cpu() for key, value in sample.items()} for sample in samples]
+        told = comm.gather_objects((worth, host), "samples to record on")
+        _, chosen = max(told, key=lambda found: found[0])
+        device = self._parts.device.torch_device
+        return [{key: value.to(device) for key, value in sample.items()} for sample in chosen]
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""

@@ -65,13 +65,16 @@ class Stream:
         checkpoints: Checkpoints[Any] | None,
         *,
         seed: int,
+        rank: int,
+        has_peers: bool,
     ) -> None:
         self.device, self.slots, self.gradients = device, slots, gradients
         self._lanes, self._executor = lanes, executor
         self.anchor = torch.zeros((), requires_grad=True)
         self.recording: Recording | None = None
         self.step_number = 0
-        self._keeping, self._checkpoints, self._seed = keeping, checkpoints, seed
+        self._keeping, self._checkpoints, self._seed, self._rank = keeping, checkpoints, seed, rank
+        self.has_peers = has_peers
         self._batch: tuple[int, int] | None = None
         self._inside: Unit | None = None
         self._uses: dict[str, int] = {}
@@ -147,10 +150,10 @@ class Stream:
     # -- micro-batches ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batches(self, batch_rows: int, rows: int) -> Iterator[None]:
-        """Within, every unit runs `rows` rows of the batch at a time."""
+    def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
+        """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
         self._batch = (batch_rows, rows) if rows < batch_rows else None
-        self.gradients.is_wide = self._batch is not None
+        self.gradients.is_wide = is_cut
         try:
             yield
         finally:
@@ -174,10 +177,11 @@ class Stream:
         return [(start, min(start + step, total)) for start in range(0, total, step)]
 
     def seed(self, unit: Unit, part: int) -> None:
-        """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch)."""
-        torch.manual_seed(
-            hash((self._seed, self.step_number, unit.number, self._num_calls[unit.name], part)) & 0x7FFFFFFFFFFFFFFF
-        )
+        """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
+        rank).
+        """
+        key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._rank)
+        torch.manual_seed(hash(key) & 0x7FFFFFFFFFFFFFFF)
 
     # -- what waits for the backward -------------------------------------------------------------------------
 

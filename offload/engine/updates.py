@@ -73,6 +73,7 @@ class Updates:
         debug: bool = False,
     ) -> None:
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
+        self._measures = flow.measures
         self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
         self._lane: Lane = lanes.update if store.tier == "cpu" else lanes.here
         self.clip = "deferred" if self._lane is lanes.here else clip  # on the device nothing hides behind anything
@@ -121,7 +122,7 @@ class Updates:
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
         self._flow.finish()
-        norm = total_norm(self._flow.squares)
+        norm = total_norm(self._measures.squares)
         if not math.isfinite(norm):
             if self._skips:
                 return Applied(norm, skipped=True)
@@ -132,7 +133,7 @@ class Updates:
         waiting = [state for state in self._store.states if state.keeps_gradients]
         for state in sorted(waiting, key=lambda state: rank(state.region)):
             landed = Landed(state.region, state.gradients, state.landing, scale)
-            self._submit(landed, self._flow.touched[state.region.index])
+            self._submit(landed, self._measures.touched[state.region.index])
         return Applied(norm)
 
     def give_up(self) -> str | None:
@@ -154,14 +155,14 @@ class Updates:
     def _update_at_once(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
-        touched, squares, so_far = self._flow.touched[region.index], self._flow.squares, self._so_far
+        touched, squares, so_far = self._measures.touched[region.index], self._measures.squares, self._so_far
         if not all(math.isfinite(squares[index]) for index in region.parameters):
             self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> None:
-            if self._max_norm is None and self._lane is self._lanes.here:
+            if self._max_norm is None and self._lane is self._lanes.here and self._store.comm.size == 1:
                 return  # compute does not wait for the norm, which `apply` judges
-            self._flow.measured(region)
+            self._measures.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
             landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
             landed.counts = math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
@@ -174,19 +175,21 @@ class Updates:
             return Applied(norm)
         total, worst, wrong = 0.0, 1.0, []
         for landed in self._updated:  # the same sums as on the lane, which may be behind
-            total += sum(self._flow.squares[index] for index in landed.region.parameters)
+            total += sum(self._measures.squares[index] for index in landed.region.parameters)
             applied = clip_coefficient(total_norm([total]), self._max_norm)
             if _as_float32(applied) != _as_float32(scale):
                 worst = max(worst, applied / scale if scale else math.inf)
                 wrong.append(landed)
         for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
-            self._submit_correction(landed, self._flow.touched[landed.region.index], scale)
+            self._submit_correction(landed, self._measures.touched[landed.region.index], scale)
+        for landed in sorted(self._updated, key=lambda landed: rank(landed.region)):
+            self._publish(landed.region)
         return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
 
     # -- the lane --------------------------------------------------------------------------------------------
 
     def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
-        if not any(touched):
+        if not any(touched) and self._store.comm.size == 1:
             return
         state, lr = self._store[landed.region], self.lr
         first, last = state.parts[0], state.parts[-1]
@@ -206,7 +209,7 @@ class Updates:
                 gradients.fill_(float("nan"))
             return num_wrong
 
-        self._enter(landed, update, "update")
+        self._enter(landed, update, "update", publishes=not may_correct)
 
     def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
         state, lr = self._store[landed.region], self.lr
@@ -225,13 +228,24 @@ class Updates:
                 scale=scale,
             )
 
-        self._enter(landed, correct, "correct")
+        self._enter(landed, correct, "correct", publishes=False)
+
+    def _publish(self, region: Region) -> None:
+        """Give the other ranks the weights that were updated speculatively, now that they are final."""
+        for number, part in enumerate(self._store[region].parts if self._store.sharding.publishes else ()):
+            loan = part.lend("weights")
+            self._store.publish(region, number, loan, loan.after)
 
     def _enter(
-        self, landed: Landed, work: Callable[[Part, Mapping[str, torch.Tensor], torch.Tensor], int], verb: str
+        self,
+        landed: Landed,
+        work: Callable[[Part, Mapping[str, torch.Tensor], torch.Tensor], int],
+        verb: str,
+        publishes: bool,
     ) -> None:
         """Submit work on a region's states, part by part: after its gradients, behind every fetch of what it
-        overwrites. The work returns how many weights are no longer finite.
+        overwrites. The work returns how many weights are no longer finite. `publishes`: they are final, and go to the
+        other ranks where these hold them too.
         """
         region, lr = landed.region, self.lr
         self.is_updating = True
@@ -241,12 +255,13 @@ class Updates:
             gradients = planes.get("gradients")
             if gradients is None:
                 assert landed.gradients is not None
-                gradients = landed.gradients[part.begin : part.end]
+                begin = self._store[region].begin
+                gradients = landed.gradients[part.begin - begin : part.end - begin]
             num_wrong = work(part, planes, gradients)
             if num_wrong:
                 raise _overflow(region, num_wrong, lr)
 
-        for part in self._store[region].parts:
+        for number, part in enumerate(self._store[region].parts):
             loan = part.lend(*(PLANES if landed.gradients is None else PLANES[:-1]))
             ticket: Ticket = self._lane.submit(
                 partial(run, part, loan.planes),
@@ -257,10 +272,14 @@ class Updates:
             )
             landed.fence.read(ticket)
             loan.changed(ticket)
+            if publishes and self._store.sharding.publishes:
+                self._store.publish(region, number, loan, (ticket,))
 
     def _refuse_gradients(self) -> None:
         order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
-        bad = [self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._flow.squares[i])]
+        bad = [
+            self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._measures.squares[i])
+        ]
         units: Mapping[int, str] = {
             index: state.region.name for state in self._store.states for index in state.region.parameters
         }

@@ -92,15 +92,15 @@ class CudaLane(ThreadLane):
 
 
 class CudaLanes(Lanes):
-    """h2d and d2h have streams; updates and the lanes of the disk run on the host, which waits for the events of what
-    they read or overwrite.
+    """h2d, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits for the
+    events of what they read or overwrite.
     """
 
-    def __init__(self, *, throttle: Mapping[str, Throttle], delay_seed: int | None) -> None:
+    def __init__(self, *, throttle: Mapping[str, Throttle], delay_seed: int | None, has_peers: bool = False) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.timed: deque[_Stretch] = deque()
         self._pool: list[torch.cuda.Event] = []
-        super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed)
+        super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else CudaLane(name, self)

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,29 +23,33 @@ class Lanes:
     """The lanes beside compute, which is the thread that calls:
 
     - `h2d`, `d2h`, `update`, each with a link of its own;
+    - `collective`, which alone exchanges with other ranks what does not rest on the device, in the order in which all
+      ranks submit it;
     - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
       `activation_write` over `nvme_write`: lanes of one link do not wait for each other's tickets;
     - `here`, which does work on compute itself, for states that are on the device.
 
-    `overlap` is False where h2d, d2h and update are compute: on a CPU without throttles, where a second busy thread
-    costs more than it hides. The lanes of the disk have threads of their own in any case (they block in C++), from
-    their first piece of work on.
+    `overlap` is False where h2d, d2h, collective and update are compute: on a CPU without throttles, where a second
+    busy thread costs more than it hides. The lanes of the disk have threads of their own in any case (they block in
+    C++), from their first piece of work on.
     """
 
-    def __init__(self, *, overlap: bool, throttle: Mapping[str, Throttle], delay_seed: int | None = None) -> None:
+    def __init__(
+        self, *, overlap: bool, throttle: Mapping[str, Throttle], delay_seed: int | None = None, has_peers: bool = False
+    ) -> None:
         self.timeline = Timeline(LANES)
-        self.overlap = overlap
+        self.overlap, self._has_peers = overlap, has_peers
         self.lock = threading.Lock()
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
-        self.h2d, self.d2h, self.update = map(self._open, ("h2d", "d2h", "update"))
+        self.h2d, self.d2h, self.collective, self.update = map(self._open, ("h2d", "d2h", "collective", "update"))
         reads = ("fetch_read", "update_read", "activation_read")
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
         self.here = self._inline("compute")
         self._updating = (self.update_read, self.update, self.update_write)  # the way of a failure
-        copying = (self.fetch_read, self.activation_read, self.h2d, self.d2h, self.activation_write)
+        copying = (self.fetch_read, self.activation_read, self.h2d, self.d2h, self.collective, self.activation_write)
         self._all = (*copying, *self._updating)
         self._settled = dict.fromkeys(self._all, 0)
 
@@ -55,8 +60,7 @@ class Lanes:
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), overtakes=name == "h2d")
 
     def _inline(self, name: str) -> Lane:
-        # This class's wait in any case: compute comes after a GPU's streams by their events.
-        return InlineLane(name, self.timeline, lambda after, behind: Lanes.wait(self, after, behind=behind))
+        return InlineLane(name, self.timeline, lambda after, behind: self.compute_after(after, behind=behind))
 
     def delays(self, name: str) -> random.Random | None:
         return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")
@@ -121,12 +125,22 @@ class Lanes:
         self.update.drain()
         self.update_write.drain()
 
+    def finish(self) -> None:
+        """Wait until every lane has done, or failed to do, what it was given."""
+        for lane in self._all:
+            with suppress(BaseException):
+                lane.drain()
+
     def settle(self) -> None:
         """What the lanes of updates were given so far belongs to a step that is over: `give_up` leaves it alone."""
         self._settled.update((lane, lane.position) for lane in self._updating)
 
     def give_up(self) -> None:
-        """Cancel all copies, and the updates that were submitted since `settle`."""
+        """Cancel all copies, and the updates that were submitted since `settle`. With other ranks all of it is done
+        instead: they wait for every exchange that they were told of, and it may wait for anything.
+        """
+        if self._has_peers:
+            self.finish()
         for lane, since in self._settled.items():
             lane.revoke(since)  # none begins anything while another ends
         for lane, since in self._settled.items():
@@ -149,12 +163,14 @@ def overlaps(throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
     return torch.cuda.is_available() or bool(throttle) or delay_seed is not None
 
 
-def open_lanes(throttle: Mapping[str, Throttle], delay_seed: int | None, overlap: bool) -> Lanes:
+def open_lanes(
+    throttle: Mapping[str, Throttle], delay_seed: int | None, overlap: bool, has_peers: bool = False
+) -> Lanes:
     """Return the lanes for the device that there is. `delay_seed`: wait at random, by this seed. `overlap`: beside
-    compute on a CPU too.
+    compute on a CPU too. `has_peers`: other ranks wait for this one's exchanges.
     """
     if torch.cuda.is_available():
         from offload.lanes.cuda import CudaLanes
 
-        return CudaLanes(throttle=throttle, delay_seed=delay_seed)
-    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed)
+        return CudaLanes(throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
+    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)

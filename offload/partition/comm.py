@@ -28,8 +28,6 @@ from offload.errors import ConfigError, RankLostError
 from offload.partition.agreement import difference, digest
 from offload.partition.watch import Place, Times, Watch, connect, left, moved
 
-SCRATCH_BYTES = 32 << 20
-"""Of the device, per rank, for pieces that are to be summed."""
 LOOK_S = 0.2
 """How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
 _CHUNK_MULTIPLE = 256  # elements
@@ -55,7 +53,8 @@ class Traffic:
 
 
 class Comm:
-    """The exchanges of a step. All ranks make the same calls in the same order, from one thread at a time.
+    """The exchanges of a step. All ranks make the same calls in the same order: of those that exchange tensors, and,
+    apart from these, of those that exchange values of the host (numbers, objects, flags).
 
     Tensors are flat and contiguous, on the device. On gloo a call returns when it is done; on CUDA it is enqueued on
     the current stream, but for those that return values of the host. `what` names unit and operation ("all-gather of
@@ -89,6 +88,10 @@ class Comm:
         """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
         a flat float64 tensor of the device a new one.
         """
+        raise NotImplementedError
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        """Fill a flat tensor, of the host or the device, of any dtype, with that of rank `source`."""
         raise NotImplementedError
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:
@@ -148,6 +151,9 @@ class Alone(Comm):
     def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
         return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
 
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        pass
+
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
         return [value]
 
@@ -164,8 +170,21 @@ class Alone(Comm):
         pass
 
 
+class _Row:
+    """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.lock = threading.Lock()
+        self.now = Place()
+
+
 class Ranks(Comm):
-    """Several ranks over gloo."""
+    """Several ranks over gloo.
+
+    Tensors are exchanged in one row, values of the host in another: whoever tells the others something does not wait
+    for tensors that are on their way.
+    """
 
     def __init__(self, device: torch.device, times: Times, scratch_bytes: int, owns_default: bool) -> None:
         super().__init__()
@@ -174,13 +193,11 @@ class Ranks(Comm):
         self._owns_default = owns_default
         # The watch ends what hangs; gloo and NCCL are not to do it before.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
-        self._lock = threading.Lock()
-        self._now = Place()
         self._scratch: torch.Tensor | None = None
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
-        self._gloo = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._tensors, self._values = _Row(self._timeout), _Row(self._timeout)
         self._open_device()
         try:
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
@@ -211,7 +228,7 @@ class Ranks(Comm):
         _check(full, shard, self.size, what)
         with self._exchange(what, full.numel()):
             _place(_pieces(full, self.size)[self.rank], shard)
-            self._gather(full)
+            self._gather(full, self._tensors)
         self.traffic.all_gather_elements += full.numel()
         self._count(full)
 
@@ -233,12 +250,12 @@ class Ranks(Comm):
     def _count(self, full: torch.Tensor) -> None:
         self.traffic.sent_bytes += full.numel() // self.size * (self.size - 1) * full.element_size()
 
-    def _gather(self, full: torch.Tensor) -> None:
+    def _gather(self, full: torch.Tensor, row: _Row) -> None:
         """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
         full, and takes thrice the time.)
         """
         pieces = enumerate(_pieces(full, self.size))
-        works = [dist.broadcast(piece, rank, group=self._gloo, async_op=True) for rank, piece in pieces]
+        works = [dist.broadcast(piece, rank, group=row.group, async_op=True) for rank, piece in pieces]
         self._wait(works)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
@@ -264,7 +281,9 @@ class Ranks(Comm):
         is; gloo's all-to-all wants them side by side.)
         """
         return [
-            dist.scatter(slot, pieces if rank == self.rank else None, src=rank, group=self._gloo, async_op=True)
+            dist.scatter(
+                slot, pieces if rank == self.rank else None, src=rank, group=self._tensors.group, async_op=True
+            )
             for rank, slot in enumerate(received)
         ]
 
@@ -288,16 +307,23 @@ class Ranks(Comm):
         full = own.new_empty(self.size * own.numel())
         with self._exchange(what, full.numel()):
             _pieces(full, self.size)[self.rank].copy_(own)
-            self._gather(full)
+            self._gather(full, self._tensors)
         return full.view(self.size, -1)
 
     def _collect(self, own: torch.Tensor, what: str) -> torch.Tensor:
         """Return every rank's `own` [n] of the host as [size, n], when it is there."""
         full = own.new_empty(self.size * own.numel())
-        with self._exchange(what, full.numel()):
+        with self._exchange(what, full.numel(), self._values):
             _pieces(full, self.size)[self.rank].copy_(own)
-            Ranks._gather(self, full)  # over gloo in any case
+            self._gather(full, self._values)
         return full.view(self.size, -1)
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        with self._exchange(what, flat.numel()):
+            self._send(flat.view(torch.uint8), source)
+
+    def _send(self, data: torch.Tensor, source: int) -> None:
+        self._wait([dist.broadcast(data, source, group=self._tensors.group, async_op=True)])
 
     def gather_objects(self, value: _Value, what: str) -> list[_Value]:
         data = pickle.dumps(value)
@@ -321,9 +347,9 @@ class Ranks(Comm):
 
     # -- waiting, and the end --------------------------------------------------------------------------------
 
-    def look(self) -> Place:
-        """Return where this rank is; any thread may ask."""
-        return self._now
+    def look(self) -> Sequence[Place]:
+        """Return where this rank is in both rows; any thread may ask."""
+        return self._tensors.now, self._values.now
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         self._watch.listeners.append(listener)
@@ -331,13 +357,16 @@ class Ranks(Comm):
             listener(self._watch.error)
 
     @contextmanager
-    def _exchange(self, what: str, numel: int) -> Iterator[None]:
-        """This rank is in an exchange; where it raises it stays there, for the message."""
-        with self._lock:
+    def _exchange(self, what: str, numel: int, row: _Row | None = None) -> Iterator[None]:
+        """This rank is in an exchange, of tensors unless another row is given; where it raises it stays there, for the
+        message.
+        """
+        row = row or self._tensors
+        with row.lock:
             self._check()
-            self._now = moved(self._now, what, numel)
+            row.now = moved(row.now, what, numel)
             yield
-            self._now = left(self._now)
+            row.now = left(row.now)
 
     def _wait(self, works: Iterable[Any]) -> None:
         """Block until work of gloo is done, or until a rank is lost: a rank that is stopped blocks gloo for ever. A
@@ -358,20 +387,26 @@ class Ranks(Comm):
 
     def _abandon(self, _error: RankLostError | None) -> None:
         """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
-        for group in (self._gloo, dist.group.WORLD) if self._owns_default else (self._gloo,):
+        groups = [self._tensors.group, self._values.group]
+        for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def close(self, error: BaseException | None = None) -> None:
+        self._watch.exit_code = getattr(error, "exit_code", self._watch.exit_code)
         if self._watch.is_over:
             return
         self._watch.end(error)
-        if self._now.inside:
+        if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
             self._destroy()
 
     def _destroy(self) -> None:
-        dist.destroy_process_group(None if self._owns_default else self._gloo)
+        if self._owns_default:
+            dist.destroy_process_group()
+            return
+        for row in (self._tensors, self._values):
+            dist.destroy_process_group(row.group)
 
 
 class NcclRanks(Ranks):
@@ -385,24 +420,35 @@ class NcclRanks(Ranks):
         self._looking = threading.Lock()
 
     @contextmanager
-    def _exchange(self, what: str, numel: int) -> Iterator[None]:
-        with super()._exchange(what, numel):
+    def _exchange(self, what: str, numel: int, row: _Row | None = None) -> Iterator[None]:
+        with super()._exchange(what, numel, row):
             yield
-            event = torch.cuda.Event()
-            event.record()
-            self._enqueued.append((self._now, event))
+            if row is None:
+                event = torch.cuda.Event()
+                event.record()
+                self._enqueued.append((self._tensors.now, event))
 
-    def look(self) -> Place:
+    def look(self) -> Sequence[Place]:
         """The oldest exchange that the device has not done is where this rank is."""
         with self._looking:  # not the lock of exchanges, which is held through them
             while self._enqueued:
                 place, event = self._enqueued[0]
                 if not event.query():
-                    return place
+                    return place, self._values.now
                 self._enqueued.popleft()
-        return self._now
+        return super().look()
 
-    def _gather(self, full: torch.Tensor) -> None:
+    def _send(self, data: torch.Tensor, source: int) -> None:
+        if data.is_cpu:
+            torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
+            super()._send(data, source)
+        else:
+            dist.broadcast(data, source, group=self._nccl)
+
+    def _gather(self, full: torch.Tensor, row: _Row) -> None:
+        if full.is_cpu:
+            super()._gather(full, row)
+            return
         self._all_gather(full, _pieces(full, self.size)[self.rank], group=self._nccl)
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import ConfigError, RankLostError
-from offload.partition.comm import SCRATCH_BYTES, Alone, Comm, NcclRanks, Ranks
+from offload.partition.comm import Alone, Comm, NcclRanks, Ranks
+from offload.partition.layout import SCRATCH_BYTES
 from offload.partition.watch import Times
 
 

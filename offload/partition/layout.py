@@ -17,6 +17,11 @@ PLANES = ("weights", "low", "exp_avg", "exp_avg_sq", "gradients")
 and what is read alone comes first.
 """
 
+SCRATCH_BYTES = 32 << 20
+"""Of the device, per rank, at most, for pieces of gradients that are to be summed."""
+_CUT_FROM = {"weights": 3, "gradients": 2, "low": 1, "exp_avg": 1, "exp_avg_sq": 1}
+"""The ZeRO stage from which on a plane is cut."""
+
 CHUNK_BYTES = 1 << 19
 """Of a file, before the next one's turn: small beside a tile, so that each disk has a share of it."""
 
@@ -146,30 +151,107 @@ def build_regions(
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How `size` ranks share a region, as `rank` sees it (ZeRO, arXiv:1910.02054, section 5). It is cut in a range of
+    equal length per rank, and each rank updates its own; stage 1 also cuts the optimizer states, stage 2 also the
+    gradients that wait, stage 3 also the weights. In stage 0 everyone holds and updates everything.
+
+    One rank is stage 0, whatever it was given.
+    """
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size == 1:
+            object.__setattr__(self, "stage", 0)
+
+    @property
+    def owner(self) -> int:
+        """Return which of `ranges` this rank updates."""
+        return self.rank if self.stage else 0
+
+    @property
+    def num_ranges(self) -> int:
+        """Return into how many ranges updates are cut."""
+        return self.size if self.stage else 1
+
+    @property
+    def gathers(self) -> bool:
+        """True where weights are put together from all ranks at every fetch."""
+        return self.is_cut("weights")
+
+    @property
+    def publishes(self) -> bool:
+        """True where each rank gives the weights that it has updated to the others."""
+        return self.stage in (1, 2)
+
+    def is_cut(self, plane: str) -> bool:
+        """True where each rank holds its own range of a plane alone."""
+        return self.stage >= _CUT_FROM[plane]
+
+    def shard(self, region: Region) -> slice:
+        """Return the elements over which this rank sums the gradients of all."""
+        step = region.numel // self.size
+        return slice(self.rank * step, (self.rank + 1) * step)
+
+    def ranges(self, region: Region) -> list[tuple[int, int]]:
+        """Return the elements from which to which each rank updates a region; in stage 0 all of it, once."""
+        step = region.numel // self.num_ranges
+        return [(number * step, (number + 1) * step) for number in range(self.num_ranges)]
+
+    def own(self, region: Region) -> slice:
+        """Return the elements that this rank updates."""
+        return slice(*self.ranges(region)[self.owner])
+
+    def held(self, region: Region, plane: str) -> slice:
+        """Return the elements of a plane that this rank holds."""
+        return self.own(region) if self.is_cut(plane) else slice(0, region.numel)
+
+    def share(self, plane: str, num_bytes: int) -> int:
+        """Return what this rank holds of so many bytes of a plane, over one region or several."""
+        return num_bytes // self.size if self.is_cut(plane) else num_bytes
+
+
+@dataclass(frozen=True)
 class DiskLayout:
     """What of each region (by index) is on disk, its planes in the order of `PLANES`, and the elements of a tile: a
-    region with planes on disk is read, updated and written back in tiles, each of which has its record.
+    region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
+    a rank's range ends.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     tile_numel: int = SHARD_MULTIPLE
+    sharding: Sharding = Sharding()
 
     def of(self, region: Region) -> tuple[str, ...]:
         """Return the planes of a region that are on disk."""
         return self.planes.get(region.index, ())
 
-    def tiles(self, region: Region) -> list[tuple[int, int]]:
-        """Return the elements from which to which a region is cut in tiles: all of it where nothing is on disk."""
-        step = self.tile_numel if self.of(region) else max(1, region.numel)
-        return [(begin, min(begin + step, region.numel)) for begin in range(0, max(1, region.numel), step)]
+    def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
+        """Return the planes on disk that this rank holds of its own range of a region, or of the others'."""
+        return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_cut(plane))
 
-    def record_bytes(self, region: Region, numel: int) -> int:
-        """Return the bytes of the record of a tile of so many elements."""
-        return numel * sum(region.width(plane) for plane in self.of(region))
+    def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
+        """Return the elements from which to which the range of a rank, or this rank's own, is cut in tiles: all of it
+        where nothing is on disk.
+        """
+        begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
+        step = self.tile_numel if self.of(region) else max(1, end - begin)
+        return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
+
+    def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
+        """Return the bytes of the record of a tile of so many elements, of this rank's range or of another's."""
+        return numel * sum(region.width(plane) for plane in self.on_disk(region, is_own))
 
     def num_bytes(self, regions: Iterable[Region]) -> int:
         """Return the bytes of all records."""
-        return sum(self.record_bytes(region, region.numel) for region in regions)
+        total = 0
+        for region in regions:
+            own = region.numel // self.sharding.num_ranges
+            total += self.record_bytes(region, own) + self.record_bytes(region, region.numel - own, is_own=False)
+        return total
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:

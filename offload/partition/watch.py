@@ -75,7 +75,7 @@ class _Peer:
     rank: int
     connection: socket.socket
     heard: float = field(default_factory=time.monotonic)
-    place: Place = field(default_factory=Place)
+    places: Sequence[Place] = (Place(), Place())
     unread: bytes = b""
     unsent: bytes = b""
     ended: bool = False  # cleanly: nothing more is expected of it
@@ -104,15 +104,16 @@ class _Peer:
 class Watch:
     """This rank's ear for the others.
 
-    `look` returns where this rank is. `listeners` are called with the error, by a thread of the watch, when a rank is
-    lost: they wake whoever waits.
+    `look` returns where this rank is, in each of the two rows of exchanges. `listeners` are called with the error, by a
+    thread of the watch, when a rank is lost: they wake whoever waits.
     """
 
     def __init__(
-        self, rank: int, connections: Mapping[int, socket.socket], look: Callable[[], Place], times: Times
+        self, rank: int, connections: Mapping[int, socket.socket], look: Callable[[], Sequence[Place]], times: Times
     ) -> None:
         self.rank = rank
         self.error: RankLostError | None = None
+        self.exit_code = 1  # of a process that ends for a loss, unless it had failed by itself before
         self.listeners: list[Callable[[RankLostError], None]] = []
         self._look, self._times = look, times
         self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
@@ -156,9 +157,9 @@ class Watch:
             if self.is_over:
                 return
             self._ending = True
-            place = self._place()
+            places = self._places()
             for peer in self._peers.values():
-                peer.send({"kind": "end", "error": error and f"{type(error).__name__}: {error}", **place})
+                peer.send({"kind": "end", "error": error and f"{type(error).__name__}: {error}", **places})
         self._rope.send(b".")
         if self._thread is not threading.current_thread():
             self._thread.join(1)
@@ -177,7 +178,7 @@ class Watch:
                 with self._lock:
                     for peer in self._peers.values():
                         if not peer.ended:
-                            peer.send({"kind": "beat", **self._place()})
+                            peer.send({"kind": "beat", **self._places()})
                 next_beat = now + beat_s
             ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
             now, before, looked = time.monotonic(), looked, time.monotonic()
@@ -197,12 +198,13 @@ class Watch:
             if message["kind"] == "lost":
                 self._learn(peer, message)
                 continue
-            words = {name: message[name] for name in ("number", "what", "numel", "inside")}
-            peer.place = Place(**words, since=now - message["age"])
+            peer.places = [
+                Place(number, what, numel, inside, now - age) for number, what, numel, inside, age in message["places"]
+            ]
             if message["kind"] == "end":
                 peer.ended = True
                 if message["error"]:
-                    doing = peer.place.describe(now)
+                    doing = describe(peer.places, now)
                     self._lose(peer.rank, f"Rank {peer.rank} ended with: {message['error']} (it was {doing})")
         if not stands:
             self._selector.unregister(peer.connection)
@@ -219,37 +221,43 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         """Find who is silent, who is missing, and who went another way."""
-        here, stall_s = self._look(), self._times.stall_s
-        waited = now - here.since if here.inside else 0.0
         for peer in self._peers.values():
-            there = peer.place
-            if peer.ended:
-                if waited and there.number < here.number:
-                    self._lose(peer.rank, f"Rank {peer.rank} ended cleanly, after {there.what or 'no exchange'}")
-            elif now - peer.heard > self._times.silence_s:
+            if not peer.ended and now - peer.heard > self._times.silence_s:
                 silent = f"it has not been heard of for {now - peer.heard:.1f} s: it was stopped, its machine is gone, "
                 self._lose(peer.rank, self._describe(peer, silent + "or something holds its Python lock"))
+        for row, here in enumerate(self._look()):
+            self._compare(row, here, now)
+
+    def _compare(self, row: int, here: Place, now: float) -> None:
+        """Compare where this rank is in a row of exchanges with where the others are."""
+        stall_s = self._times.stall_s
+        waited = now - here.since if here.inside else 0.0
+        for peer in self._peers.values():
+            there = peer.places[row]
+            if peer.ended:
+                if waited and there.number < here.number:
+                    ended = max(peer.places, key=lambda place: place.since).what
+                    self._lose(peer.rank, f"Rank {peer.rank} ended cleanly, after {ended or 'no exchange'}")
             elif there.number == here.number and (there.what, there.numel) != (here.what, here.numel):
                 other = f"{there.what} ({there.numel} elements)"
                 mine = f"rank {self.rank} is at {here.what} ({here.numel} elements)"
                 self._lose(peer.rank, f"Ranks went different ways: rank {peer.rank} is at {other}, {mine}")
         present = [peer for peer in self._peers.values() if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
-            last = min(present, key=lambda peer: peer.place.number)
+            last = min(present, key=lambda peer: peer.places[row].number)
             missing = f"others have waited for it for {stall_s:g} s, though it is alive"
-            if last.place.number == here.number:
+            if last.places[row].number == here.number:
                 missing = f"all ranks have been in {here.what} for {stall_s:g} s"
             self._lose(last.rank, self._describe(last, missing))
 
     def _describe(self, peer: _Peer, why: str) -> str:
         now = time.monotonic()
-        doing = peer.place.describe(peer.heard)
+        doing = describe(peer.places, peer.heard)
         return f"Rank {peer.rank} is lost: {why}. When last heard, {now - peer.heard:.1f} s ago, it was {doing}"
 
-    def _place(self) -> dict[str, Any]:
-        here = self._look()
-        age = time.monotonic() - here.since
-        return {"number": here.number, "what": here.what, "numel": here.numel, "inside": here.inside, "age": age}
+    def _places(self) -> dict[str, Any]:
+        now = time.monotonic()
+        return {"places": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
 
     # -- the end of a rank that lost another -----------------------------------------------------------------
 
@@ -258,9 +266,9 @@ class Watch:
         with self._lock:
             if self.is_over:
                 return
-            here = self._look()
+            doing = describe(self._look())
             self._deadline = time.monotonic() + self._times.grace_s + CLEANUP_S
-            self.error = error = RankLostError(f"{why}. Rank {self.rank} was {here.describe()}.", rank)
+            self.error = error = RankLostError(f"{why}. Rank {self.rank} was {doing}.", rank)
             for peer in self._peers.values():
                 peer.send({"kind": "lost", "rank": rank, "why": why})
         threading.Thread(target=self._end_by_force, args=(error,), name="offload end", daemon=True).start()
@@ -278,7 +286,7 @@ class Watch:
         cleanup = threading.Thread(target=_clean_up, name="offload cleanup", daemon=True)
         cleanup.start()
         cleanup.join(CLEANUP_S)
-        os._exit(1)
+        os._exit(self.exit_code)
 
     def _at_exit(self) -> None:
         if self.error is None:
@@ -290,7 +298,7 @@ class Watch:
             signal.setitimer(signal.ITIMER_REAL, max(0.1, self._deadline - time.monotonic()))
             atexit.unregister(self._at_exit)
             _clean_up()
-            os._exit(1)
+            os._exit(self.exit_code)
 
 
 def _clean_up() -> None:
@@ -336,6 +344,12 @@ def connect(
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def describe(places: Sequence[Place], now: float | None = None) -> str:
+    """Return what a rank is doing: what it has waited for longest, or what it has done last."""
+    waits = [place for place in places if place.inside]
+    return (min(waits, key=lambda p: p.since) if waits else max(places, key=lambda p: p.since)).describe(now)
 
 
 def moved(place: Place, what: str, numel: int) -> Place:

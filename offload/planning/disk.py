@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, align
+from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
@@ -29,23 +29,23 @@ def lay_out(
     keeps_gradients: bool,
     staging_bytes: int,
     host_bytes: int | None,
+    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
 ) -> DiskLayout:
     """Return what goes to disk. `tiers` says of parameters, optimizer and gradients: "cpu", "nvme", or "auto" for
-    memory as far as `host_bytes` reach (None: without end). `staging_bytes`: what gradients that do not wait need
-    in memory.
+    memory as far as `host_bytes`, of this rank, reach (None: without end). `staging_bytes`: what gradients that do not
+    wait need in memory.
     """
-    left = _left(regions, tiers, keeps_gradients, staging_bytes, host_bytes)
+    left = _left(regions, tiers, keeps_gradients, staging_bytes, host_bytes, sharding)
     if "nvme" not in tiers.values() and (left is None or left >= 0):
-        return DiskLayout()
-    tile_numel = _tile_numel(regions, host_bytes)
-    everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel)
+        return DiskLayout(sharding=sharding)
+    tile_numel = _tile_numel(regions, host_bytes, sharding)
+    everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel, sharding)
     decided = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
-    left = _left(regions, decided, keeps_gradients, staging_bytes, host_bytes)
+    left = _left(regions, decided, keeps_gradients, staging_bytes, host_bytes, sharding)
 
     def beside(rings: int) -> DiskLayout:
-        return _give_out(
-            regions, tiers, keeps_gradients, staging_bytes, None if left is None else left - rings, tile_numel
-        )
+        room = None if left is None else left - rings
+        return _give_out(regions, tiers, keeps_gradients, staging_bytes, room, tile_numel, sharding)
 
     found = beside(sum(ring_bytes(everything, regions).values()))
     # What is on disk may need less than all of it would; what that leaves is given out as well.
@@ -61,13 +61,14 @@ def _give_out(
     staging_bytes: int,
     left: int | None,
     tile_numel: int,
+    sharding: Sharding,
 ) -> DiskLayout:
     """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
     on_disk: dict[int, set[str]] = {region.index: set() for region in regions}
     for kind, planes in _KINDS.items():
         if tiers[kind] == "cpu":
             continue
-        sizes = {region: _bytes(region, planes, keeps_gradients=True) for region in regions}
+        sizes = {region: _bytes(region, planes, True, sharding) for region in regions}
         if kind == "gradients" and not keeps_gradients:
             kept = set(regions) if tiers[kind] == "auto" and (left is None or left >= staging_bytes) else set()
             used = staging_bytes if kept else 0
@@ -81,14 +82,14 @@ def _give_out(
     layout = {
         region.index: tuple(plane for plane in _planes(region) if plane in on_disk[region.index]) for region in regions
     }
-    return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel)
+    return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel, sharding)
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     """Return the bytes of the rings through which tiles of states move, by name; none where nothing is on disk."""
     fetch = update = 0
     for region in regions:
-        numel = min(layout.tile_numel, region.numel)
+        numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):
@@ -111,9 +112,9 @@ def _planes(region: Region) -> dict[str, int]:
     return region.planes(keeps_gradients=True, accumulates=False)
 
 
-def _bytes(region: Region, planes: Sequence[str], keeps_gradients: bool) -> int:
+def _bytes(region: Region, planes: Sequence[str], keeps_gradients: bool, sharding: Sharding) -> int:
     found = region.planes(keeps_gradients, accumulates=False)
-    return sum(found.get(plane, 0) for plane in planes)
+    return sum(sharding.share(plane, found.get(plane, 0)) for plane in planes)
 
 
 def _left(
@@ -122,13 +123,14 @@ def _left(
     keeps_gradients: bool,
     staging_bytes: int,
     host_bytes: int | None,
+    sharding: Sharding,
 ) -> int | None:
     """Return what of the host's memory is left once all is there that does not go to disk."""
     if host_bytes is None:
         return None
     in_memory = [plane for kind, planes in _KINDS.items() if tiers[kind] != "nvme" for plane in planes]
     staging = 0 if keeps_gradients or tiers["gradients"] == "nvme" else staging_bytes
-    return host_bytes - staging - sum(_bytes(region, in_memory, keeps_gradients) for region in regions)
+    return host_bytes - staging - sum(_bytes(region, in_memory, keeps_gradients, sharding) for region in regions)
 
 
 def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:
@@ -148,12 +150,12 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
     return kept
 
 
-def _tile_numel(regions: Sequence[Region], host_bytes: int | None) -> int:
+def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
     everything = {region.index: PLANES for region in regions}
     tile = _LARGEST_TILE
     while host_bytes is not None and tile > _SMALLEST_TILE:
-        if sum(ring_bytes(DiskLayout(everything, tile), regions).values()) * _RINGS_SHARE <= host_bytes:
+        if sum(ring_bytes(DiskLayout(everything, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
             break
         tile //= 2
-    largest = max((region.numel for region in regions), default=0)
+    largest = max((region.numel // sharding.num_ranges for region in regions), default=0)
     return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))

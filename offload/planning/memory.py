@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
-from offload.partition.layout import DiskLayout, Region
+from offload.partition.layout import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.schedule.build import window_bytes
 
 SLOT = "unit slot"
+SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,35 @@ def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
     return {region.index for unit in units if unit.resident for region in unit.regions}
 
 
-def staging_bytes(regions: Iterable[Region], stagings: int) -> int:
-    """Bytes through which the gradients of `stagings` neighbours pass that do not wait."""
-    return window_bytes([region.weight_bytes for region in regions if region.trainable], stagings)
+def staging_bytes(
+    regions: Iterable[Region],
+    stagings: int,
+    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    accumulates: bool = False,
+) -> int:
+    """Bytes through which the gradients of `stagings` neighbours pass that do not wait, or are added to what waits:
+    those that ranks have summed in fp32.
+    """
+    wide = accumulates and sharding.size > 1
+    own = sharding.size if wide else sharding.num_ranges
+    sizes = [r.numel * (4 if wide else r.width("gradients")) // own for r in regions if r.trainable]
+    return window_bytes(sizes, stagings)
+
+
+def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> int:
+    """Bytes of the device in which `shards` neighbours' bf16 gradients are summed over ranks, in fp32. (Those in fp32
+    are summed where they are.)
+    """
+    split = [4 * region.numel // sharding.size for region in regions if region.trainable and region.is_split]
+    return window_bytes(split, shards) if sharding.size > 1 else 0
+
+
+def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
+    """Bytes of the device for pieces of gradients that come from other ranks: two sets of one per rank, a sum and a
+    term, in fp32, for whole shards where they are small.
+    """
+    largest = max((region.numel // sharding.size for region in regions if region.trainable), default=0)
+    return min(SCRATCH_BYTES, (2 * sharding.size + 2) * 4 * largest) if sharding.size > 1 else 0
 
 
 def plan_memory(
@@ -74,23 +101,25 @@ def plan_memory(
     `rings`: the bytes of the buffers through which it moves.
     """
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
+    sharding = layout.sharding
     totals: dict[tuple[str, str], int] = {}
     for region in regions:
         on_disk = layout.of(region)
         for plane, num_bytes in region.planes(keeps_gradients or "gradients" in on_disk, accumulates=False).items():
             key = "nvme" if plane in on_disk else states_tier, plane
-            totals[key] = totals.get(key, 0) + num_bytes
+            totals[key] = totals.get(key, 0) + sharding.share(plane, num_bytes)
     plan = [Allocation(tier, plane.replace("_", " "), num_bytes) for (tier, plane), num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
-        plan.append(Allocation("cpu", "gradient staging", staging_bytes(staged, stagings)))
+        plan.append(Allocation("cpu", "gradient staging", staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
 
     resident = resident_regions(units)
-    if states_tier == "cpu":
+    if states_tier == "cpu" or sharding.gathers:
         kept = sum(region.weight_bytes for region in regions if region.index in resident)
         plan.append(Allocation("device", "resident weights", kept))
-        plan.append(_slots(units, resident, parameters_tier == "device", ahead))
+        stay = parameters_tier == "device" and states_tier == "cpu"
+        plan.append(_slots(units, resident, stay, ahead))
     lasting = [region for region in regions if region.trainable and _gradient_lasts(region, units)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
     passing = [
@@ -99,6 +128,8 @@ def plan_memory(
         if not unit.resident
     ]
     plan.append(Allocation("device", "gradient buffer", window_bytes(passing, buffers)))
+    plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
+    plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
@@ -119,10 +150,11 @@ def _gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:
     return len(region.units) > 1 or any(unit.resident and region in unit.regions for unit in units)
 
 
-def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], floor: str) -> None:
-    """Refuse a plan that a tier's budget cannot hold: DoesNotFitError with every allocation and the shortfall.
+def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], floor: str, num_sharing: int = 1) -> None:
+    """Refuse a rank's plan that a tier's budget cannot hold: DoesNotFitError with every allocation and the shortfall.
 
-    `floor` says which unit is the largest and what it needs at least, for the device's message.
+    `floor` says which unit is the largest and what it needs at least, for the device's message. `num_sharing` ranks
+    share what the machine has: the budgets are of one of them.
     """
     flags = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
     for tier, budget in budgets.items():
@@ -131,10 +163,12 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         if budget is None or total <= budget:
             continue
         table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
+        ranks = num_sharing if tier != "device" else 1
+        share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         raise DoesNotFitError(
-            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes) and the plan needs {format_bytes(total)} "
+            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total}, "
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}, "
             f"{_fix(tier, plan)}."
         )
 

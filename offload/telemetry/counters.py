@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class Counters:
-    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), and the peaks so
-    far.
+    """The bytes that moved for the last step (parameters, gradients, optimizer states, activations), the elements that
+    ranks exchanged for it, and the peaks so far.
+
+    Elements are counted as in ZeRO (arXiv:1910.02054, section 7): an all-gather or a reduce-scatter over P elements is
+    P; weights that each rank gives to the others are an all-gather.
 
     What comes up ahead of a step belongs to it: weights that it needs first, and those that stay on the device, right
     after their update.
@@ -22,6 +25,9 @@ class Counters:
     nvme_write_bytes: int = 0
     next_h2d_bytes: int = 0
     next_nvme_read_bytes: int = 0
+    all_gather_elements: int = 0
+    reduce_scatter_elements: int = 0
+    next_all_gather_elements: int = 0
     peaks: Callable[[], tuple[int, int, int]] = field(default=lambda: (0, 0, 0), repr=False)
 
     @property
@@ -47,6 +53,7 @@ class Counters:
     def clear(self) -> None:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
+        self.all_gather_elements = self.reduce_scatter_elements = 0
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -63,3 +70,4 @@ class Counters:
         self.clear()
         self.h2d_bytes, self.next_h2d_bytes = self.next_h2d_bytes, 0
         self.nvme_read_bytes, self.next_nvme_read_bytes = self.next_nvme_read_bytes, 0
+        self.all_gather_elements, self.next_all_gather_elements = self.next_all_gather_elements, 0

@@ -67,6 +67,19 @@ class PlainProgress:
         pass
 
 
+class NoProgress:
+    """Of the ranks other than 0, whose run is the same."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class LiveProgress:
     """A rich line that every step redraws; every `log_every` steps it is also printed to stay."""
 

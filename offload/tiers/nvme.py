@@ -196,16 +196,16 @@ class Record:
         planes = loan.planes | self._views(names, stretch)
         return Loan(planes, (*loan.after, reading), loan.behind, read, changed)
 
-    def land(self) -> Loan:
-        """Lend memory for the gradients, which are written to disk once they are there."""
-        first, last = self._span(["gradients"])
+    def land(self, plane: str) -> Loan:
+        """Lend memory for a plane, which is written to disk once it is there."""
+        first, last = self._span([plane])
         stretch = self.updates.take(last - first)
 
         def changed(ticket: Ticket) -> None:
             stretch.fence.fill(ticket)
-            self._write_back(["gradients"], self.updates, stretch, ticket)
+            self._write_back([plane], self.updates, stretch, ticket)
 
-        return Loan(self._views(["gradients"], stretch), (), stretch.after, changed, changed)
+        return Loan(self._views([plane], stretch), (), stretch.after, changed, changed)
 
     def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
         if names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import ConfigError, nearest
 
@@ -63,6 +63,11 @@ class Placement:
                 f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait "
                 "beside the optimizer states. Set --offload.gradients auto."
             )
+
+    def share(self, num_ranks: int) -> Placement:
+        """Return what one of so many ranks of a machine has: an equal part of the budgets that are the machine's."""
+        host, disk = (None if size is None else int(size) // num_ranks for size in (self.host_memory, self.nvme_memory))
+        return replace(self, host_memory=host, nvme_memory=disk)
 
     @property
     def dirs(self) -> Sequence[str]:

@@ -35,7 +35,8 @@ class Slots:
     """Where the weights of a unit are while it computes.
 
     The regions of a unit that stream together are its cargo (by number, 0 for none). `fetch` brings a cargo to an
-    offset, one copy a region, on the h2d lane; `wait` lets compute come after it; `used` notes compute as a reader.
+    offset, on the h2d lane; where the weights are cut over ranks each brings its own range up over its own link, and
+    the collective lane puts them together. `wait` lets compute come after it; `used` notes compute as a reader.
     `parameters` are Parameters that view the weights where they lie now.
     """
 
@@ -54,11 +55,11 @@ class Slots:
         self._store, self._infos, self._device, self._lanes, self._counters = store, infos, device, lanes, counters
         self._debug, self._name = debug, slot_name
         self._resident: dict[int, tuple[torch.Tensor, Fence]] = {}
-        self._on_device = store.tier == "device"
+        self._gathers = store.sharding.gathers
+        self._on_device = store.tier == "device" and not self._gathers
         self._storages: set[int] = set()
         if self._on_device:
-            planes = (part.planes["weights"] for state in store.states for part in state.parts)
-            self._storages.update(plane.untyped_storage().data_ptr() for plane in planes)
+            self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
         self._slots: list[Slot] = []
@@ -118,10 +119,6 @@ class Slots:
             offset += region.weight_bytes
             tickets += self._bring_up(region, flat, behind, is_ahead)
         slot.fence.fill(*tickets)
-        if is_ahead:
-            self._counters.next_h2d_bytes += self.cargo_bytes(cargo)
-        else:
-            self._counters.h2d_bytes += self.cargo_bytes(cargo)
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
         """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
@@ -163,7 +160,7 @@ class Slots:
         placed, end = {}, self.offset(cargo)
         for region in regions:
             if self._on_device:
-                placed[region] = self._store[region].parts[0].planes["weights"]
+                placed[region] = self._store[region].planes["weights"]
             elif region.index in self._resident:
                 placed[region] = self._resident[region.index][0]
             else:
@@ -234,7 +231,6 @@ class Slots:
             region = self._store.states[index].region
             if (chosen is None or index in chosen) and (always or region.trainable):
                 fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
-                self._counters.next_h2d_bytes += region.weight_bytes
 
     def settle(self) -> None:
         """Let compute come after every fetch of what stays: its modules run without asking."""
@@ -278,9 +274,11 @@ class Slots:
         return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)
 
     def _bring_up(self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Copy a region's weights to `flat`, part by part."""
+        """Bring a region's weights to `flat`, part by part, and what other ranks hold of them."""
+        if self._store.tier == "device":
+            return self._put_together(region, flat, behind, is_ahead)
         tickets = []
-        for part in self._store[region].parts:
+        for part in self._store[region].held:
             loan, target = part.fetch(is_ahead), flat[part.begin : part.end]
             ticket = self._lanes.h2d.submit(
                 partial(self._device.copy, target, loan.planes["weights"]),
@@ -291,7 +289,28 @@ class Slots:
             )
             loan.read(ticket)
             tickets.append(ticket)
-        return tickets
+            if is_ahead:
+                self._counters.next_h2d_bytes += target.nbytes
+            else:
+                self._counters.h2d_bytes += target.nbytes
+        return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
+
+    def _put_together(
+        self, region: Region, flat: torch.Tensor, after: Sequence[Ticket], is_ahead: bool
+    ) -> list[Ticket]:
+        """All-gather `flat` from the ranks' ranges: this one's has come up, or rests on the device."""
+        store, full = self._store, flat.data  # see Device.copy
+        own = store[region].planes["weights"] if store.tier == "device" else full[store.sharding.own(region)]
+        what = f"all-gather of {region.name}"
+        if is_ahead:
+            self._counters.next_all_gather_elements += region.numel
+        else:
+            self._counters.all_gather_elements += region.numel
+        return [
+            store.exchanges.submit(
+                partial(store.comm.all_gather, full, own, what), after=after, name=what, num_bytes=own.nbytes
+            )
+        ]
 
     def _poison(self, gone: Sequence[Slot], behind: Sequence[Ticket]) -> Ticket:
         """Fill what lies in slots with NaN."""

@@ -1,25 +1,32 @@
 """The one owner of "where is it": every region's planes, on the tier that the placement says.
 
 A plane is a flat tensor over a region: `weights` (what travels: the bf16 high half, or the fp32 master), `low` (the low
-half of a split master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wait for the norm.
+half of a split master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wait for the norm. Over several ranks each
+holds what its sharding says of a plane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from offload import native
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
+from offload.partition.comm import Alone, Comm
 from offload.partition.layout import DiskLayout, ParameterInfo, Region
+from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.loan import Loan
 from offload.tiers.nvme import Nvme, Record
+
+_PIECE = 1 << 24
+"""Elements that travel at once when weights come from another rank."""
 
 
 def plane_dtype(region: Region, plane: str) -> torch.dtype:
@@ -47,10 +54,11 @@ class Part:
         """Lend the weights to the device. `is_ahead`: for the next step."""
         return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
 
-    def land(self) -> Loan:
-        """Lend memory for gradients that wait on disk."""
-        assert self.record is not None
-        return self.record.land()
+    def land(self, name: str) -> Loan:
+        """Lend memory for a plane that comes from the device or from another rank, whatever it was before."""
+        if self.record is not None and name in self.record.planes:
+            return self.record.land(name)
+        return self._lend((name,))
 
     def lend(self, *names: str) -> Loan:
         """Lend these planes to the host; such as there are of them."""
@@ -68,14 +76,29 @@ class Part:
 @dataclass
 class RegionState:
     """The planes of one region, and how often each of its parameters was updated (torch counts steps by parameter).
-    `gradients` are those that wait in memory, behind the `landing` fence.
+
+    `planes` are those in memory, over what this rank holds of each. `parts` are those that this rank updates, `others`
+    the parts that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
+    this rank updates, behind the `landing` fence.
     """
 
     region: Region
+    planes: dict[str, torch.Tensor]
     parts: list[Part]
+    others: dict[int, list[Part]]
     steps: list[int]
     gradients: torch.Tensor | None = None
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+
+    @property
+    def begin(self) -> int:
+        """The first element that this rank updates."""
+        return self.parts[0].begin
+
+    @property
+    def held(self) -> list[Part]:
+        """The parts with weights that this rank holds."""
+        return [part for parts in ([*self.parts], *self.others.values()) for part in parts]
 
     @property
     def keeps_gradients(self) -> bool:
@@ -112,8 +135,12 @@ class Store:
         lanes: Lanes,
         layout: DiskLayout | None = None,
         nvme: Nvme | None = None,
+        comm: Comm | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        """`tier`: of what `layout` does not put on disk, for which there is `nvme`."""
+        """`tier`: of what `layout` does not put on disk, for which there is `nvme`. `comm`: of the ranks of its
+        sharding.
+        """
         self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
         self._home = {
             parameter: (region.index, position)
@@ -121,6 +148,10 @@ class Store:
             for position, parameter in enumerate(region.parameters)
         }
         self._infos, self._layout, self._nvme = infos, layout or DiskLayout(), nvme
+        self.comm, self.sharding = comm or Alone(), self._layout.sharding
+        self._counters = counters or Counters()
+        # What is on the device is exchanged by compute itself: nothing else would have to wait for it there.
+        self.exchanges = lanes.collective if tier == "cpu" else lanes.here
         self._arenas: dict[str, Arena] = {}
         wanted = {
             region: {
@@ -134,15 +165,27 @@ class Store:
         self.states = [self._state(region, {n: made[region, n] for n in names}) for region, names in wanted.items()]
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
-        dtypes = {name: plane_dtype(region, name) for name in self._layout.of(region)}
-        parts = []
-        for begin, end in self._layout.tiles(region):
+        owner, publishes = self.sharding.owner, self.sharding.publishes
+        others = {rank: self._parts(region, planes, rank) for rank in range(self.sharding.num_ranges) if rank != owner}
+        parts = self._parts(region, planes, owner)
+        return RegionState(region, planes, parts, others if publishes else {}, [0] * len(region.parameters))
+
+    def _parts(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Part]:
+        """Return the parts of a rank's range, with what this rank holds of them."""
+        is_own, parts = owner == self.sharding.owner, []
+        dtypes = {name: plane_dtype(region, name) for name in self._layout.on_disk(region, is_own)}
+        for begin, end in self._layout.tiles(region, owner):
             record = None
             if dtypes:
                 assert self._nvme is not None
                 record = self._nvme.record(region.name, end - begin, dtypes)
-            parts.append(Part(begin, end, {name: flat[begin:end] for name, flat in planes.items()}, record))
-        return RegionState(region, parts, [0] * len(region.parameters))
+            mine = {}
+            for name, flat in planes.items():
+                start = self.sharding.held(region, name).start
+                if is_own or not self.sharding.is_cut(name):
+                    mine[name] = flat[begin - start : end - start]
+            parts.append(Part(begin, end, mine, record))
+        return parts
 
     def hold_gradients(self, accumulates: bool) -> None:
         """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several
@@ -167,25 +210,30 @@ class Store:
                 state.gradients = None
         self._arenas.pop("gradients", None)
         for (region, _), flat in self._allocate("gradients", wanted).items():
-            self.states[region.index].gradients = flat
+            state, start = self.states[region.index], self.sharding.held(region, "gradients").start
+            own = self.sharding.own(region)
+            # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
+            state.gradients = flat[own.start - start : own.stop - start]
 
     def _allocate(
         self, kind: str, wanted: dict[Region, dict[str, torch.dtype]]
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Make planes: by one arena on the host, one by one on the device."""
-        planes = [(region, name, dtype) for region, names in wanted.items() for name, dtype in names.items()]
+        planes = [
+            (region, name, dtype, self.sharding.share(name, region.numel))
+            for region, names in wanted.items()
+            for name, dtype in names.items()
+        ]
         if self.tier == "device":
             return {
-                (region, name): self._device.allocate(name.replace("_", " "), region.numel * dtype.itemsize).view(dtype)
-                for region, name, dtype in planes
+                (region, name): self._device.allocate(name.replace("_", " "), numel * dtype.itemsize).view(dtype)
+                for region, name, dtype, numel in planes
             }
-        for region, name, dtype in planes:
-            self._host.reserve(name.replace("_", " "), region.numel * dtype.itemsize)
-        arena = Arena(
-            sum(region.numel * dtype.itemsize for region, _, dtype in planes), pin=self._device.pins_host_memory
-        )
-        self._arenas[kind] = arena
-        return {(region, name): arena.take(region.numel, dtype) for region, name, dtype in planes}
+        for _, name, dtype, numel in planes:
+            self._host.reserve(name.replace("_", " "), numel * dtype.itemsize)
+        num_bytes = sum(numel * dtype.itemsize for _, _, dtype, numel in planes)
+        arena = self._arenas[kind] = Arena(num_bytes, pin=self._device.pins_host_memory)
+        return {(region, name): arena.take(numel, dtype) for region, name, dtype, numel in planes}
 
     def __getitem__(self, region: Region) -> RegionState:
         return self.states[region.index]
@@ -196,64 +244,107 @@ class Store:
         rings = self._nvme.pinned_bytes if self._nvme is not None else 0
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
-    def write(self, parameter: int, value: torch.Tensor) -> None:
-        """Set the master weights of one parameter from a tensor of any float dtype and shape."""
-        flat = value.detach().reshape(-1)
-        for planes, mine, its in self.opened(parameter, "weights", "low", changes=True):
-            part = flat[its]
-            if "low" not in planes:
-                planes["weights"][mine].copy_(part)
-            elif part.dtype == torch.bfloat16:
-                planes["weights"][mine].copy_(part)
-                planes["low"][mine].zero_()
-            else:
-                hi, lo = native.split(part.float().to(planes["weights"].device))
-                planes["weights"][mine].copy_(hi)
-                planes["low"][mine].copy_(lo)
+    def write(self, parameter: int, value: torch.Tensor, source: int | None = None) -> None:
+        """Set the master weights of one parameter from a tensor of any float dtype and shape. Collective with `source`:
+        of that rank's tensor, whatever the others give.
+        """
+        region, position = self._home[parameter]
+        state, flat = self.states[region], value.detach().reshape(-1)
+        if source is not None and self.comm.size > 1:
+            what = f"first weights of {self._infos[parameter].name}"
+            flat = flat.cpu() if source == self.comm.rank else torch.empty(flat.shape, dtype=flat.dtype)
+            for start in range(0, len(flat), _PIECE):
+                self.comm.broadcast(flat[start : start + _PIECE], source, what)
+        for part in state.held:
+            for planes, mine, its in self._opened(state, position, part, ("weights", "low"), changes=True):
+                piece = flat[its]
+                if not state.region.has_low:
+                    planes["weights"][mine].copy_(piece)
+                    continue
+                low: torch.Tensor | int = 0
+                if piece.dtype != torch.bfloat16:
+                    piece, low = native.split(piece.float().to(planes["weights"].device))
+                planes["weights"][mine].copy_(piece)
+                if "low" in planes:
+                    planes["low"][mine] = low
 
     def read(self, parameter: int) -> torch.Tensor:
-        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape."""
+        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape. Collective."""
         found = torch.empty(self._infos[parameter].shape, dtype=torch.float32)
         for planes, mine, its in self.opened(parameter, "weights", "low"):
             weights = planes["weights"][mine].cpu()
             found.view(-1)[its] = native.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
-        return found
+        return self._completed(parameter, found)
 
     def view(self, parameter: int) -> torch.Tensor:
         """Return the travelling weights of one parameter (bf16, or fp32), in its shape: without a copy where they are
-        in memory, in one piece.
+        in memory, in one piece. Collective.
         """
         region, position = self._home[parameter]
         state, info = self.states[region], self._infos[parameter]
-        if len(state.parts) == 1 and "weights" in state.parts[0].planes:
-            return state.parts[0].planes["weights"][state.span(position)].view(info.shape)
+        if "weights" in state.planes and not self.sharding.gathers:
+            return state.planes["weights"][state.span(position)].view(info.shape)
         found = torch.empty(info.shape, dtype=plane_dtype(state.region, "weights"))
         for planes, mine, its in self.opened(parameter, "weights"):
             found.view(-1)[its] = planes["weights"][mine]
+        return self._completed(parameter, found)
+
+    def _completed(self, parameter: int, found: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a parameter in which each rank has filled what it updates, with what the others have."""
+        region, position = self._home[parameter]
+        state, what = self.states[region], f"weights of {self._infos[parameter].name}"
+        if self.sharding.num_ranges > 1:
+            span = state.span(position)
+            for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
+                begin, end = max(span.start, first), min(span.stop, last)
+                if begin < end:
+                    self.comm.broadcast(found.view(-1)[begin - span.start : end - span.start], rank, what)
         return found
 
     def opened(
         self, parameter: int, *names: str, changes: bool = False
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
         """Yield (planes of a part, the parameter's elements in them, those in the parameter) of every part with a share
-        of a parameter, for this thread to read or, with `changes`, to write.
+        of a parameter that this rank updates, for this thread to read or, with `changes`, to write.
         """
         region, position = self._home[parameter]
         state = self.states[region]
-        span = state.span(position)
         for part in state.parts:
-            begin, end = max(span.start, part.begin), min(span.stop, part.end)
-            if begin >= end:
-                continue
-            loan = part.lend(*names)
-            give_back = loan.read
-            try:
-                self._lanes.wait(loan.after, behind=loan.behind if changes else ())
-                mine, its = (slice(begin - start, end - start) for start in (part.begin, span.start))
-                yield loan.planes, mine, its
-                give_back = loan.changed if changes else loan.read
-            finally:
-                give_back(Ticket("compute", is_done=True))
+            yield from self._opened(state, position, part, names, changes)
+
+    def _opened(
+        self, state: RegionState, position: int, part: Part, names: Sequence[str], changes: bool
+    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
+        span = state.span(position)
+        begin, end = max(span.start, part.begin), min(span.stop, part.end)
+        if begin >= end:
+            return
+        loan = part.lend(*names)
+        give_back = loan.read
+        try:
+            self._lanes.wait(loan.after, behind=loan.behind if changes else ())
+            mine, its = (slice(begin - start, end - start) for start in (part.begin, span.start))
+            yield loan.planes, mine, its
+            give_back = loan.changed if changes else loan.read
+        finally:
+            give_back(Ticket("compute", is_done=True))
+
+    def publish(self, region: Region, number: int, own: Loan, after: Sequence[Ticket]) -> None:
+        """Give the new weights of part `number` of this rank's range, `own`, to all ranks once these tickets are done,
+        and take theirs.
+        """
+        state, what = self[region], f"new weights of {region.name}"
+        self._counters.all_gather_elements += own.planes["weights"].numel() * self.sharding.num_ranges
+        for rank in range(self.sharding.num_ranges):
+            is_own = rank == self.sharding.owner
+            loan = own if is_own else state.others[rank][number].land("weights")
+            ticket = self.exchanges.submit(
+                partial(self.comm.broadcast, loan.planes["weights"], rank, what),
+                after=after if is_own else (),
+                behind=() if is_own else loan.behind,
+                name=what,
+            )
+            (loan.read if is_own else loan.changed)(ticket)
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""

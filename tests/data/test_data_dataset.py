@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.data import Dataset, build_dataset
 from offload.data.cache import cached, default_cache_dir
+from offload.data.dataset import share
 from offload.errors import ConfigError
 
 Build = Callable[..., Dataset]
@@ -98,13 +101,23 @@ def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
     dataset = build(packing=packing, sequence_length=70)
     for step in range(4):
         whole = dataset.batch(step)
-        for world_size in (1, 2, 3, 6):
+        for world_size in (1, 2, 3, 4, 5, 6):
             slices = [dataset.batch(step, rank, world_size) for rank in range(world_size)]
             for key in whole:
                 assert torch.equal(torch.cat([part[key] for part in slices]), whole[key])
             assert all(set(part) == set(whole) for part in slices)
-    with pytest.raises(ConfigError, match=r"train\.batch_size=6 does not divide over 4 ranks"):
-        dataset.batch(0, 0, 4)
+            sizes = [len(part["labels"]) for part in slices]
+            assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, and there are 7 ranks.*--train\.batch_size to 7"):
+        dataset.batch(0, 0, 7)
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_shares_are_contiguous_and_differ_by_one_row_at_most(num_rows: int, world_size: int) -> None:
+    parts = [share(num_rows, rank, world_size) for rank in range(world_size)]
+    assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_all_ranks_get_a_mask_when_one_of_them_needs_it(
@@ -171,22 +184,22 @@ def test_eval_batches_are_every_row_once_for_any_seed(build: Build) -> None:
     assert seen != list(map(tuple, ids.tolist())), "mixed, so that the first batches are a fair sample"
 
 
-def test_eval_batches_over_ranks(build: Build) -> None:
+@pytest.mark.parametrize(("batch_size", "world_size"), [(8, 4), (5, 4), (3, 8)])
+def test_eval_batches_over_ranks(build: Build, batch_size: int, world_size: int) -> None:
     dataset = build()
-    world_size = 4
-    alone = list(dataset.eval_batches(8))
-    ranks = [list(dataset.eval_batches(8, None, rank, world_size)) for rank in range(world_size)]
-    assert {len(batches) for batches in ranks} == {len(alone)}
-    assert len(alone[-1]["labels"]) % world_size, "the last batch is one that does not divide"
+    alone = list(dataset.eval_batches(batch_size))
+    ranks = [list(dataset.eval_batches(batch_size, None, rank, world_size)) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {len(alone)}, "ranks keep step"
     for index, whole in enumerate(alone):
-        parts = [batches[index] for batches in ranks]
-        assert len({part["input_ids"].shape for part in parts}) == 1, "ranks keep step"
-        labels = torch.cat([part["labels"] for part in parts])
         num_rows = len(whole["labels"])
-        assert torch.equal(labels[:num_rows], whole["labels"])
-        assert (labels[num_rows:] == -100).all()
-    with pytest.raises(ConfigError, match="6 rows does not divide over 4 ranks"):
-        next(dataset.eval_batches(6, None, 0, 4))
+        parts = [batches[index] for batches in ranks]
+        assert all(len(part["labels"]) for part in parts), "an engine is never without rows"
+        filled = [part for rank, part in enumerate(parts) if not range(num_rows)[share(num_rows, rank, world_size)]]
+        assert all((part["labels"] == -100).all() and len(part["labels"]) == 1 for part in filled)
+        for key in whole:
+            kept = torch.cat([part[key] for part in parts if not any(part is other for other in filled)])
+            assert torch.equal(kept, whole[key])
+    assert any(len(whole["labels"]) % world_size for whole in alone), "a batch that does not divide"
 
 
 def test_num_steps(build: Build) -> None:

@@ -102,7 +102,7 @@ def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> 
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
-    assert engine._splits
+    assert engine._losses.splits
     assert all(unit.learned.grows for unit in engine._parts.units if not unit.resident and "wpe" not in unit.name)
 
 
@@ -131,7 +131,7 @@ def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> N
     settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}
     batch_list = [words(s) for s in range(2)]
     engine, _ = train_both(build(BatchSizeAsArgument), batch_list, loss_fn=cross_entropy, **settings)
-    assert engine._splits
+    assert engine._losses.splits
 
 
 class CentresTheBatch(Block):
@@ -153,7 +153,7 @@ def test_a_model_that_mixes_rows_is_called_for_every_micro_batch(rows: int, reco
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute, "within": ROUNDING}
     batch_list = [words(s) for s in range(3)]
     engine, _ = train_both(build(Centring), batch_list, loss_fn=cross_entropy, **settings)
-    assert not engine._splits
+    assert not engine._losses.splits
     split = Engine(build(Stack), micro_batch_size=rows)
     for seed in range(2):
         split.step(words(seed), loss_fn=cross_entropy)

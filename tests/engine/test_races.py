@@ -426,7 +426,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
         parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
         parts.updates._submit(landed, [True] * len(region.parameters))
         parts.gradients.begin_step()
-        parts.gradients.touched[region.index] = [True] * len(region.parameters)
+        parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
         parts.gradients._land(region, torch.ones(region.numel), Fence("gradient buffer"))
     settle(engine)
     exp_avg = state.parts[0].planes["exp_avg"]
@@ -443,7 +443,9 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
     with computing(engine):
         if broken:
             parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        parts.gradients._bring_down(region, state.gradients, source, Fence("gradient buffer"), ())
+        parts.gradients._bring_down(
+            region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ()
+        )
         time.sleep(0.02)
         source.fill_(2.0)
     assert bool((state.gradients == 2).all()) == (not broken)
@@ -496,7 +498,7 @@ def land(engine: Engine, state: Any, value: float) -> None:
     """Let gradients of one value land in a new step."""
     flow, region = engine._parts.gradients, state.region
     flow.begin_step()
-    flow.touched[region.index] = [True] * len(region.parameters)
+    flow.measures.touched[region.index] = [True] * len(region.parameters)
     flow._land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
 
 
@@ -649,7 +651,7 @@ def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
 ) -> None:
     _, state = of_one_tile(on_disk)
     without_events(broken, monkeypatch)
-    loan, copy = state.parts[0].land(), Copy()
+    loan, copy = state.parts[0].land("gradients"), Copy()
     loan.planes["gradients"].fill_(0.0)
     loan.changed(Ticket("d2h", is_done=True, event=copy))
     time.sleep(0.02)

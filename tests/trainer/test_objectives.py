@@ -50,6 +50,20 @@ def test_masked_batches_keep_mask_and_scramble_as_bert_does() -> None:
     assert not torch.equal(other["labels"], made["labels"])
 
 
+def test_what_is_masked_does_not_depend_on_the_number_of_ranks() -> None:
+    objective = choose_objective("masked", tokenizer=Tokens(90), vocab_size=100, seed=0)
+    whole = objective.apply(batch(5), 3)
+    parts = []
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        own = {key: value[rows] for key, value in batch(5).items()}
+        parts.append(objective.apply(own, 3, rows.start, 5))
+    for key, value in whole.items():
+        assert torch.equal(torch.cat([part[key] for part in parts]), value)
+    filler = {key: value[:1] for key, value in batch(5).items()}
+    filler["labels"] = torch.full_like(filler["labels"], IGNORED)
+    assert objective.count(objective.apply(filler, 3, 4, 5)) == 0, "a row of a rank that has none"
+
+
 def test_a_masked_model_needs_a_mask() -> None:
     assert choose_objective("masked", tokenizer=Tokens(90, 4), vocab_size=90, seed=0)
     with pytest.raises(ConfigError, match="mask token"):

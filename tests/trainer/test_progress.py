@@ -79,6 +79,9 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
     said: list[str] = []
     before = signal.getsignal(number)
     with StopSignals(said.append) as stop:
+        with pytest.raises(KeyboardInterrupt):  # nothing to save yet
+            signal.raise_signal(number)
+        stop.begin()
         assert not stop.requested
         signal.raise_signal(number)
         assert stop.requested
@@ -86,3 +89,18 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
+
+
+def test_on_the_way_out_signals_are_ignored() -> None:
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals(said.append) as stop:
+            stop.ignore()
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # until the process is gone
+        assert not stop.requested
+        assert not said
+    finally:
+        signal.signal(signal.SIGTERM, before)

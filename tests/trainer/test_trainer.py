@@ -282,9 +282,3 @@ def test_settings_that_contradict_each_other_are_refused_before_any_work(run: An
     with pytest.raises(ConfigError, match=r"offload\.optimizer"):
         run("never", offload__parameters="cpu", offload__optimizer="device", model__path="nowhere")
     assert not (tmp_path / "never").exists()
-
-
-def test_several_ranks_are_refused_rather_than_trained_apart(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 ranks"):
-        run("ranks")

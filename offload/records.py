@@ -1,0 +1,87 @@
+"""The files of a run that say what it was and how it went: configuration, plan, environment, metrics, trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offload.config import Config
+from offload.engine.engine import Engine, StepResult
+from offload.planning.environment import describe_environment
+from offload.run_folder import RunFolder
+from offload.telemetry.metrics import MetricsLog
+from offload.telemetry.trace import Trace
+
+
+class NoRecords:
+    """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
+
+    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int) -> None:
+        """Write what the run is, once its first step has shown that it can be done."""
+
+    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
+        """Note a step for the trace, in seconds of `time.perf_counter`."""
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        """Note what was done between two steps."""
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+
+    def end_steps(self) -> None:
+        """Write the trace of what was kept of the steps, however they ended. Raises OSError."""
+
+    def close(self) -> None:
+        """No line follows."""
+
+
+class Records(NoRecords):
+    """Of rank 0, in the run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._metrics: MetricsLog | None = None
+        self._trace: Trace | None = None
+
+    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int) -> None:
+        self._folder.write_config(config)
+        self._folder.write_json("plan.json", {"fits": True, "tiers": tiers(engine, config)})
+        self._folder.write_json("env.json", {**describe_environment(), "world_size": world_size})
+        self._metrics = MetricsLog(self._folder.metrics)
+        path = self._folder.path / "trace.json.gz"
+        self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
+
+    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
+        assert self._trace is not None
+        self._trace.step(fields["step"], begin, end, engine.spans)
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        if self._trace is not None:
+            self._trace.mark(name, begin, end)
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(fields)
+
+    def end_steps(self) -> None:
+        if self._trace is not None:
+            self._trace.write()
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
+    """Return what plan.json says of each tier: bytes, budget and allocations by name, of this rank."""
+    budgets = {
+        "device": config.offload.device_memory,
+        "cpu": config.offload.host_memory,
+        "nvme": config.offload.nvme_memory,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for tier, name, num_bytes in engine.allocations:
+        held = found.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
+        held["bytes"] += num_bytes
+        held["allocations"].append({"name": name, "bytes": num_bytes})
+    return found

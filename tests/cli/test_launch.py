@@ -1,0 +1,240 @@
+"""`train --gpus N`: what it refuses, the exit code of several ranks, and runs of two of them from start to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from offload.cli import parse_config, take_gpus
+from offload.errors import ConfigError, RankLostError
+from offload.launch import exit_code, launch
+from offload.trainer import Trainer
+
+Train = Callable[..., "subprocess.CompletedProcess[str]"]
+NOTE = "note: no GPU is found here; the 2 ranks share the CPU."
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], (1, [])),
+        (["--gpus", "2", "--train.steps", "3"], (2, ["--train.steps", "3"])),
+        (["--train.steps", "3", "--gpus=8"], (8, ["--train.steps", "3"])),
+        (["--gpus", "2", "--gpus", "1"], (1, [])),
+    ],
+)
+def test_the_number_of_ranks_is_taken_from_the_words(words: list[str], found: tuple[int, list[str]]) -> None:
+    assert take_gpus(words) == found
+
+
+@pytest.mark.parametrize("words", [["--gpus", "0"], ["--gpus", "two"], ["--gpus"], ["--gpus=-1"], ["--gpus", "1.5"]])
+def test_a_number_of_ranks_is_whole_and_at_least_1(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--gpus is .*whole number of ranks, at least 1"):
+        take_gpus(words)
+
+
+def test_ranks_within_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="RANK is 1 of WORLD_SIZE 4.*leave out --gpus, or torchrun"):
+        take_gpus(["--gpus", "2"])
+    assert take_gpus(["--train.steps", "3"]) == (1, ["--train.steps", "3"])
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--gpus is 3, and this machine has 2"):
+        launch("offload.train", [], 3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_interrupted", "expected"),
+    [
+        ({}, False, 0),
+        ({}, True, 0),
+        ({0: 2, 1: 2}, False, 2),
+        ({0: 1, 1: 3}, False, 3),  # rank 0 ended for rank 1's sake
+        ({0: 2, 1: -15}, True, 2),
+        ({0: 1, 1: -9}, False, 1),
+        ({0: 130, 1: 130}, False, 130),  # a rank was told to stop, and all of them did
+        ({0: 130, 1: -9}, False, 1),
+        ({0: 130, 1: 1}, True, 130),
+        ({0: -2, 1: -9}, True, 130),
+        ({0: 1, 1: 1}, True, 1),  # the export failed
+    ],
+)
+def test_the_exit_code_that_says_most_is_taken(codes: dict[int, int], is_interrupted: bool, expected: int) -> None:
+    assert exit_code(codes, is_interrupted=is_interrupted) == expected
+
+
+def test_where_no_rank_is_left_to_say_why_the_launcher_does() -> None:
+    with pytest.raises(RankLostError, match="rank 0 by SIGKILL, rank 1 by SIGSEGV"):
+        exit_code({1: -11, 0: -9}, is_interrupted=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--train.stpes", "5"], ["train.stpes", "did you mean train.steps?"]),
+        (["--train.batch_size", "1"], ["train.batch_size is 1", "2 ranks", "--train.batch_size to 2"]),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_any_rank_starts(
+    train: Train, arguments: list[str], words: list[str]
+) -> None:
+    result = train("--gpus", "2", *arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert not [word for word in words if word not in result.stderr], result.stderr
+
+
+@no_gpu
+def test_two_ranks_train_one_model(
+    train: Train, folder: Path, environment: dict[str, str], tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "two"
+    more = ["--train.batch_size", "3", "--data.eval_fraction", "0.1", "--train.eval_every", "2"]
+    result = train("--gpus", "2", *tiny, *more, "--run.dir", str(run))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == NOTE
+    assert len(lines) == len(set(lines)), "every line once"
+    assert "logits bit-equal" in result.stdout
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in metrics] == [3 * 31] * 4
+    assert json.loads((run / "env.json").read_text())["world_size"] == 2
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+    Trainer(parse_config([*tiny, *more, "--run.dir", "one"], prog="", description="")).run()
+    single = [json.loads(line) for line in (folder / "one/metrics.jsonl").read_text().splitlines()]
+    for key in ("loss", "grad_norm", "eval_loss"):
+        found, expected = ([line[key] for line in each if key in line] for each in (metrics, single))
+        assert found == pytest.approx(expected, rel=1e-4), key
+    assert {file.name for file in run.iterdir()} == {file.name for file in (folder / "one").iterdir()}
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--model.path", "nowhere"], 2, ["model.path is nowhere"]),
+        (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes"]),
+    ],
+)
+def test_ranks_that_cannot_train_say_so_once(
+    train: Train, folder: Path, tiny: list[str], arguments: list[str], code: int, words: list[str]
+) -> None:
+    result = train("--gpus", "2", *tiny, "--run.dir", "refused-ranks", *arguments)
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("offload: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert not [word for word in words if word not in result.stderr], result.stderr
+    assert not (folder / "refused-ranks").exists()
+
+
+@contextmanager
+def training(folder: Path, environment: dict[str, str], tiny: list[str], name: str) -> Iterator[Any]:
+    """Yield (the launcher in the midst of training with two ranks, those); none of them stays behind."""
+    command = [sys.executable, "-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", name]
+    process = subprocess.Popen(
+        [*command, "--gpus", "2"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 10/"):
+                break
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: int(rank.environ()["RANK"]))
+        assert len(ranks) == 2
+        yield process, ranks
+    finally:
+        for each in (*ranks, process):
+            if isinstance(each, psutil.Process) and not each.is_running():
+                continue
+            each.kill()
+        process.communicate()
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("number", "to"), [(signal.SIGINT, "launcher"), (signal.SIGTERM, "launcher"), (signal.SIGTERM, "rank 1")]
+)
+def test_a_signal_ends_all_ranks_after_the_step(
+    folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals, to: str
+) -> None:
+    name = f"ranks-{number.name}-{to.replace(' ', '-')}"
+    with training(folder, environment, tiny, name) as (process, ranks):
+        (process if to == "launcher" else ranks[1]).send_signal(number)
+        output, error = process.communicate(timeout=60)
+        assert process.returncode == 130, error
+        assert not [rank for rank in ranks if rank.is_running()]
+    assert output.count("once more to leave at once") == 1, output  # one rank says that it heard
+    assert error.count("\n") == 1, error
+    steps = len((folder / name / "metrics.jsonl").read_text().splitlines())
+    assert f"interrupted by {number.name} after step {steps} of 1000000" in error
+    assert (folder / name / "hf/config.json").exists()
+    assert not (folder / name / "hf.partial").exists()
+
+
+@no_gpu
+def test_a_second_signal_leaves_at_once(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
+    with training(folder, environment, tiny, "ranks-twice") as (process, ranks):
+        for rank in ranks:
+            rank.suspend()  # so that both signals come within one step
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        for rank in ranks:
+            rank.resume()
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 130, error
+    assert error == "offload: interrupted; nothing was saved.\n"
+    assert not (folder / "ranks-twice/hf").exists()
+
+
+@no_gpu
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_with_one_message(
+    folder: Path, environment: dict[str, str], tiny: list[str], victim: int
+) -> None:
+    with training(folder, environment, tiny, f"killed-{victim}") as (process, ranks):
+        begin = time.monotonic()
+        ranks[victim].kill()
+        output, error = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 30
+        assert process.returncode == 1, error
+        assert not [rank for rank in ranks if rank.is_running()]
+    assert error.count("\n") == 1, error
+    assert re.search(rf"Rank {victim} is lost: .* it was killed", error)
+    assert "SIGTERM" not in output, "what torchrun tells the others is not the user's wish"

@@ -1,0 +1,180 @@
+"""Ranks for the tests of the engine: a pool of processes that are started once and given one job after another, and
+processes of their own for tests in which one of them dies."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from itertools import combinations
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from tests.partition.ranks import ROOT, Rank, free_port
+
+TIMEOUT_S = 120
+"""For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""
+_POOL_SIZE = 4
+
+
+class JobError(AssertionError):
+    """A job failed on some ranks: what each of them said."""
+
+
+def run(size: int, job: Callable[..., Any], *, timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
+    """Call `job(**arguments)`, a function of a module, in `size` processes that have torchrun's variables; return the
+    results by rank.
+
+    The processes come from a pool that lives as long as the tests. Where a job fails, those that ran it are replaced.
+
+    Raises:
+        JobError: on a rank the job raised, its process ended, or it had not returned after `timeout_s`.
+    """
+    return _pool().run(size, job, timeout_s, arguments)
+
+
+@contextmanager
+def processes(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
+    """Start `python -m tests.engine.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
+    port = free_port()
+    with ExitStack() as stack:
+        started = []
+        for rank in range(size):
+            variables = _torchrun(rank, size, port) | environment
+            started.append(_start(arguments, variables, folder / f"rank-{rank}"))
+            stack.callback(_kill, started[-1])
+        yield started
+
+
+class _Worker:
+    """A process of the pool."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.rank = _start(["serve", str(theirs.fileno())], {}, path, pass_fds=[theirs.fileno()])
+
+    def give(self, work: Any) -> None:
+        with suppress(OSError):  # that it is gone is seen when its reply is waited for
+            self.connection.send_bytes(pickle.dumps(work))
+
+    def take(self, deadline: float) -> tuple[Any, str | None]:
+        """Return what the job returned, or what went wrong."""
+        try:
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                self.rank.process.send_signal(signal.SIGUSR1)  # it shows where its threads are
+                time.sleep(0.5)
+                return None, f"has not returned in time:\n{self.rank.output[-4000:]}"
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            code = self.rank.end()
+            return None, f"its process ended with {code}:\n{self.rank.output[-4000:]}"
+
+    def end(self) -> None:
+        self.connection.close()
+        _kill(self.rank)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="offload-ranks-")
+        self._workers: list[_Worker] = []
+        self._num_started = 0
+
+    def run(self, size: int, job: Callable[..., Any], timeout_s: float, arguments: Mapping[str, Any]) -> list[Any]:
+        while len(self._workers) < max(size, _POOL_SIZE):  # those that this job does not need import meanwhile
+            self._num_started += 1
+            self._workers.append(_Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
+        working, port, deadline = self._workers[:size], free_port(), time.monotonic() + timeout_s
+        for rank, worker in enumerate(working):
+            worker.give((_torchrun(rank, size, port), job, arguments))
+        replies = [worker.take(deadline) for worker in working]
+        wrong = {rank: error for rank, (_, error) in enumerate(replies) if error is not None}
+        if wrong:
+            for worker in working:  # a rank that has lost another is about to end
+                worker.end()
+            del self._workers[:size]
+            told = "\n".join(f"-- rank {rank} of {size} {error}" for rank, error in wrong.items())
+            raise JobError(f"{job.__name__} failed:\n{told}")
+        return [result for result, _ in replies]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._folder.cleanup()
+
+
+@cache
+def _pool() -> _Pool:
+    pool = _Pool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets."""
+    local = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {name: str(value) for name, value in local.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def _start(arguments: Sequence[str], variables: Mapping[str, str], path: Path, pass_fds: Sequence[int] = ()) -> Rank:
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    common["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with path.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.engine.ranks_child", *arguments],
+            env={**common, **variables},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            pass_fds=pass_fds,
+        )
+    return Rank(process, path)
+
+
+def _kill(rank: Rank) -> None:
+    if rank.process.poll() is None:
+        rank.process.send_signal(signal.SIGKILL)  # a stopped one, too
+        rank.process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """What a process of the pool does: job after job, until nobody gives it any."""
+    import traceback
+
+    while True:
+        try:
+            variables, job, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        os.environ.update(variables)
+        try:
+            reply = job(**arguments), None
+        except BaseException as error:
+            reply = None, "".join(traceback.format_exception(error))
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def all_pairs(axes: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
+    """Return few combinations in which any two values of two axes come together at least once: greedily, the best of
+    some random ones at a time, and the same ones every time."""
+    dice = random.Random(seed)
+    missing = {((one, x), (other, y)) for one, other in combinations(axes, 2) for x in axes[one] for y in axes[other]}
+    found: list[dict[str, str]] = []
+    while missing:
+        first = min(missing)  # so that each round finds one at least
+        drawn = [{name: dice.choice(values) for name, values in axes.items()} | dict(first) for _ in range(100)]
+        best = max(drawn, key=lambda one: len(missing.intersection(combinations(one.items(), 2))))
+        missing.difference_update(combinations(best.items(), 2))
+        found.append(best)
+    return found

@@ -1,0 +1,520 @@
+"""What a rank does: the jobs of the pool, and processes of their own that end in some way.
+
+python -m tests.engine.ranks_child serve DESCRIPTOR | steps WAY STAGE FOLDER
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as t
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import AdamW, Engine, Placement
+from offload.errors import OffloadError, RankLostError
+from offload.lanes.ticket import Fence
+from offload.partition.comm import Comm
+from offload.partition.joining import open_comm
+from offload.partition.watch import Times
+from offload.planning import disk
+from tests.engine.families import SPECIAL, build, gpt2, tokens
+from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.ranks import serve
+from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted
+from tests.engine.test_clipping import Spiking
+from tests.engine.test_micro_batches import Centring
+from tests.engine.test_parameters import freeze, mixed
+
+JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=20, start_s=60)
+"""For jobs: patient with a busy machine, and a rank for which others wait in vain is named well before the timeout."""
+QUICK = Times(beat_s=0.1, silence_s=1.5, grace_s=2, stall_s=1000)
+
+SMOOTH = AdamW(
+    lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=[("up|q_proj", {"lr_scale": 0.5}), ("norm", {})]
+)
+"""An update that is as precise as its gradients, and still has a memory. AdamW proper divides by the gradient's own
+size, so that the rounding of a gradient near zero, which another order of a sum changes, becomes a full step. With eps
+far above all gradients the step is m / (sqrt(v) + 1), in which a change of a gradient grows by no more than lr; and
+sqrt(v), a norm of the gradients so far, changes by no more than they do. Two learning rates, and no decay of what has
+one dimension, cut regions into segments that end anywhere in a shard."""
+
+
+# -- what is trained -------------------------------------------------------------------------------------------------
+
+ODD = {
+    "hidden_size": 40,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+    "max_position_embeddings": 32,
+}
+"""Nothing that 2, 3 or 4 ranks could share evenly. Shards end within parameters; of the small regions some ranks have
+padding alone."""
+
+
+def odd_llama(**settings: Any) -> nn.Module:
+    return t.LlamaForCausalLM(t.LlamaConfig(**ODD | SPECIAL | settings))
+
+
+def deep_llama() -> nn.Module:
+    return odd_llama(num_hidden_layers=5)
+
+
+def tied_llama() -> nn.Module:
+    return odd_llama(tie_word_embeddings=True)
+
+
+def frozen_llama() -> nn.Module:
+    """Whole units are frozen, at the front, and parts of one."""
+    return freeze(odd_llama(), "embed_tokens", "layers.0.", "q_proj")
+
+
+class Routed(nn.Module):
+    """Three experts; a row's first token says which of them it takes. One that no row takes gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.norm = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        normed = self.norm(h)
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0] % 3 == number)[:, None, None]
+            if rows.any():
+                h = h + torch.tanh(expert(normed)) * rows
+        return h
+
+
+class Mixture(Stack):
+    def __init__(self) -> None:
+        super().__init__(Routed, depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, x)
+        return self.head(h)
+
+
+def routed(seed: int, rows: int) -> dict[str, Tensor]:
+    """Return words of which nearly all rows take expert 0; one rank only has the last row, which takes expert 1 in
+    every second batch. Expert 2 is taken from the fourth on."""
+    batch = words(seed, rows)
+    batch["x"][:, 0] = 0
+    batch["x"][-1, 0] = seed % 2
+    if seed >= 3:
+        batch["x"][0, 0] = 2
+    return batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batches, of which `batch(seed, rows)` returns one of all ranks together. `within`: how far from
+    plain PyTorch results may be, as a share of the layer's scale; in bf16 another order of a sum may round to the next
+    value."""
+
+    make: Callable[[], nn.Module] = odd_llama
+    batch: Callable[[int, int], dict[str, Tensor]] = tokens
+    loss_fn: LossFunction | None = None
+    precision: str = "fp32"
+    kept: Callable[[str], bool] = lambda name: False
+
+    @property
+    def within(self) -> float:
+        return 1e-6 if self.precision == "fp32" else 4e-3
+
+    @property
+    def count(self) -> Callable[[Batch], int]:
+        return count_labels if self.loss_fn else count_shifted
+
+
+def plain_dropout() -> nn.Module:
+    return gpt2(n_layer=1)
+
+
+CASES = {
+    "plain": Case(),
+    "tied": Case(tied_llama),
+    "frozen in bf16": Case(frozen_llama, precision="bf16"),
+    "experts": Case(Mixture, routed, cross_entropy),
+    "two dtypes": Case(mixed, words, cross_entropy, "bf16", lambda name: "norm" in name),
+    "mixes rows": Case(Centring, words, cross_entropy),
+    "spiking": Case(Spiking, words, cross_entropy),
+}
+
+
+COUNTED = (
+    "h2d_bytes",
+    "d2h_bytes",
+    "nvme_read_bytes",
+    "nvme_write_bytes",
+    "all_gather_elements",
+    "reduce_scatter_elements",
+)
+
+
+def share(batch: Mapping[str, Tensor], rows: Sequence[int], rank: int) -> dict[str, Tensor]:
+    """Return a rank's rows of a batch, of which `rows` says how many each rank has."""
+    begin = sum(rows[:rank])
+    return {key: value[begin : begin + rows[rank]] for key, value in batch.items()}
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """What a run gave on one rank.
+
+    steps: loss, norm, tokens and whether it was skipped, of each; moved: `COUNTED` after each; seconds: of each;
+    local: this rank's own losses; kinds: the kinds of fences that were made.
+    """
+
+    steps: list[tuple[float, float, int | None, bool]] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    allocations: list[tuple[str, str, int]] = field(default_factory=list)
+    moved: list[dict[str, int]] = field(default_factory=list)
+    peak_host_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    error: tuple[str, str] | None = None
+
+    @property
+    def results(self) -> str:
+        """All numbers, of which NaN equals NaN."""
+        return f"{self.steps} {self.evaluated}"
+
+
+def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
+    """Return an engine. placement: keyword arguments of a Placement; delays: a seed, from which each rank makes its
+    own; by_rank: settings of some ranks alone."""
+    settings = {"precision": case.precision, "optimizer": SMOOTH} | settings
+    settings |= settings.pop("by_rank", {}).get(comm.rank, {})
+    placement = dict(settings.pop("placement", {}))
+    if "nvme" in placement.values():
+        placement["nvme_dir"] = folder
+    if delays is not None:
+        settings["debug"] = 10 * delays + comm.rank + 1
+    seed = settings.pop("model_seed", 0)
+    return Engine(build(settings.pop("make", case.make), seed), placement=Placement(**placement), comm=comm, **settings)
+
+
+def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
+    """Train on this rank's `rows[rank]` rows of every batch.
+
+    seeds: of the batches, of which each step takes one; skipping: leave a step out; evaluate: after that step;
+    spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target; timed: nothing but
+    steps is of interest, and each is to take as long as it takes.
+    """
+    known, found = CASES[case], Found()
+    seeds = settings.pop("seeds", range(num_steps))
+    evaluate, spike = settings.pop("evaluate", None), settings.pop("spike", (None, None, 1.0))
+    unlabelled, timed = settings.pop("unlabelled", None), settings.pop("timed", False)
+    engine = opened(comm, known, **settings)
+    assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
+    for step, seed in enumerate(seeds):
+        whole = known.batch(seed, sum(rows))
+        if unlabelled is not None:
+            whole = without_targets(whole, rows, unlabelled)
+        if spike[0] is not None:
+            engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
+        torch.manual_seed(step)
+        begin = time.perf_counter()
+        result = engine.step(share(whole, rows, comm.rank), loss_fn=known.loss_fn)
+        found.seconds.append(time.perf_counter() - begin)
+        found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+        found.moved.append(numbers(engine.counters))
+        if evaluate == step:
+            before = numbers(engine.counters)
+            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, comm.rank), known.loss_fn)
+            assert (loss.dtype, loss.dim(), loss.device.type) == (torch.float32, 0, "cpu")
+            assert numbers(engine.counters) == before, "evaluation leaves the counters alone"
+            found.evaluated.append(loss.item())
+    if not timed:
+        found.weights = dict(engine.named_parameters())
+        assert numbers(engine.counters) == found.moved[-1], "reading weights leaves the counters alone"
+        found.allocations, found.peak_host_bytes = list(engine.allocations), engine.counters.peak_host_bytes
+    engine.close()
+    return found
+
+
+def numbers(counters: Any) -> dict[str, int]:
+    return {name: getattr(counters, name) for name in COUNTED}
+
+
+def without_targets(batch: Batch, rows: Sequence[int], rank: int) -> dict[str, Tensor]:
+    """Return a batch of which one rank's rows have no target."""
+    labels = batch["labels"].clone()
+    labels[sum(rows[:rank]) : sum(rows[: rank + 1])] = -100
+    return {**batch, "labels": labels}
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Within, even tiny regions and activations go around the rings of the disk many times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_LARGEST_TILE", 2048)
+        yield
+
+
+def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """Train one after another, over one comm."""
+    with open_comm(times=JOB) as comm, small_tiles():
+        return [train(comm, **run) for run in runs]
+
+
+def opened_by_itself(**run: Any) -> Found:
+    """The engine makes the process group, and ends it."""
+    assert not dist.is_initialized()
+    known = CASES[run["case"]]
+    engine = Engine(build(known.make), optimizer=SMOOTH, precision=known.precision, zero_stage=run["zero_stage"])
+    found = Found()
+    for step in range(run["num_steps"]):
+        batch = share(known.batch(step, sum(run["rows"])), run["rows"], engine.rank)
+        result = engine.step(batch, loss_fn=known.loss_fn)
+        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
+        found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+    found.weights = dict(engine.named_parameters())
+    engine.close()
+    assert not dist.is_initialized(), "the group that the engine made is gone with it"
+    return found
+
+
+def own_loop(case: str, num_steps: int, **settings: Any) -> Found:
+    """Two losses a step on each rank, which get gradients as they are; the ranks' rows are their own."""
+    known, found = CASES[case], Found()
+    with open_comm(times=JOB) as comm, small_tiles():
+        engine = opened(comm, known, **settings)
+        for step in range(num_steps):
+            for part in range(2):
+                engine.backward(own_loss(engine.model, known, own_seed(step, part, comm.rank)))
+            result = engine.update()
+            found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+        found.weights = dict(engine.named_parameters())
+        engine.close()
+    return found
+
+
+def own_seed(step: int, part: int, rank: int) -> int:
+    return 100 * step + 10 * part + rank
+
+
+def own_loss(model: nn.Module, case: Case, seed: int) -> Tensor:
+    batch = case.batch(seed, 2 + seed % 2)
+    if case.loss_fn is None:
+        return model(**batch).loss
+    return case.loss_fn(model(batch["x"]), batch)
+
+
+def dropped_out(stages: Sequence[int], num_steps: int) -> list[Found]:
+    """Train on the same rows on every rank, from the same state of the global generator; note this rank's own losses,
+    and one of an evaluation."""
+    runs = []
+    with open_comm(times=JOB) as comm:
+        for stage in stages:
+            engine, found = Engine(build(plain_dropout), zero_stage=stage, comm=comm), Found()
+            seen: list[float] = []
+
+            def loss_fn(outputs: Any, batch: Batch, seen: list[float] = seen) -> Tensor:
+                loss = functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+                seen.append(loss.item())
+                return loss
+
+            for step in range(num_steps):
+                torch.manual_seed(step)
+                result = engine.step(tokens(step), loss_fn=loss_fn)
+                found.local.append(seen[-1])
+                found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+            engine.evaluate(tokens(0), loss_fn)
+            found.evaluated.append(seen[-1])
+            found.weights = dict(engine.named_parameters())
+            engine.close()
+            runs.append(found)
+    return runs
+
+
+def stopped_by_inf(spike: tuple[int, int, float], **run: Any) -> tuple[tuple[str, str], Found]:
+    """One rank's gradients are not finite in one step; return the error that it raised, and a run that went on."""
+    known, found, error = CASES["spiking"], Found(), ("", "")
+    with open_comm(times=JOB) as comm:
+        engine = opened(comm, known, clip="deferred", zero_stage=run["zero_stage"])
+        for step in range(run["num_steps"]):
+            engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
+            batch = share(known.batch(step, sum(run["rows"])), run["rows"], comm.rank)
+            try:
+                result = engine.step(batch, loss_fn=known.loss_fn)
+            except OffloadError as caught:
+                assert step == spike[0]
+                error = type(caught).__name__, str(caught)
+                continue
+            found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
+        found.weights = dict(engine.named_parameters())
+        engine.close()
+    return error, found
+
+
+def refused(way: str, zero_stage: int = 3) -> tuple[str, str]:
+    """Rank 1 goes another way; return the error that this rank got. What is refused on all ranks ends none of them:
+    afterwards they train."""
+    with open_comm(times=JOB) as comm:
+        other = comm.rank == 1
+        settings: dict[str, Any] = {"zero_stage": zero_stage}
+        if other:
+            settings |= OTHER_SETTINGS.get(way, {})
+        case = CASES["plain"]
+        error: tuple[str, str] | None = None
+        try:
+            engine = opened(comm, case, **settings)
+        except OffloadError as caught:
+            error = type(caught).__name__, str(caught)
+            engine = opened(comm, case, zero_stage=zero_stage)
+        if error is None:
+            engine.step(tokens(0))
+            try:
+                if way == "evaluates" and other:
+                    engine.evaluate(tokens(1))
+                elif way == "updates" and other:
+                    engine.backward(engine.model(**tokens(1)).loss)
+                else:
+                    engine.step(OTHER_BATCHES[way](tokens(1)) if other and way in OTHER_BATCHES else tokens(1))
+            except OffloadError as caught:
+                error = type(caught).__name__, str(caught)
+        assert error is not None, "it was not refused"
+        assert math.isfinite(engine.step(tokens(2)).loss.item())
+        engine.close()
+    return error
+
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "lr": {"optimizer": replace(SMOOTH, lr=0.06)},
+    "stage": {"zero_stage": 2},
+    "precision": {"precision": "bf16"},
+    "clipping": {"max_grad_norm": 0.5},
+    "frozen": {"make": frozen_llama},
+    "layers": {"make": lambda: odd_llama(num_hidden_layers=3)},
+    "width": {"make": lambda: odd_llama(intermediate_size=54)},
+}
+OTHER_BATCHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "keys": lambda batch: batch | {"attention_mask": torch.ones_like(batch["labels"])},
+    "no rows": lambda batch: {key: value[:0] for key, value in batch.items()},
+    "misspelt": lambda batch: {"input_idz": batch["input_ids"], "labels": batch["labels"]},
+}
+
+
+def unlabelled_everywhere() -> tuple[str, str]:
+    """No rank has a target; return the error, after which they train on."""
+    with open_comm(times=JOB) as comm:
+        engine, batch = opened(comm, CASES["plain"]), tokens(1)
+        engine.step(tokens(0))
+        with pytest.raises(OffloadError) as caught:
+            engine.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
+        engine.step(tokens(2))
+        engine.close()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
+    """Return the error of an engine that may not fit; the others of the machine count against its budget as well."""
+    settings["placement"] = {**settings.get("placement", {}), **budget}
+    with open_comm(times=JOB) as comm, small_tiles():
+        try:
+            opened(comm, CASES["plain"], folder=folder, **settings).close()
+        except OffloadError as caught:
+            return type(caught).__name__, str(caught)
+    return None
+
+
+# -- races -----------------------------------------------------------------------------------------------------------
+
+Wait = tuple[str, ...]
+"""The name of a function of test_races that takes a wait away, and its arguments."""
+
+
+def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
+    """As `trained`, without a wait if one is named; what goes wrong is a result, too. Stops at the first run that
+    does."""
+    from tests.engine import test_races
+
+    found, made, kinds = [], Fence.__init__, set()
+    # A wait that is gone may leave one rank behind: the others then give up soon.
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, small_tiles():
+        patch.setattr(Fence, "__init__", lambda self, kind: (kinds.add(kind), made(self, kind))[1])
+        if wait:
+            getattr(test_races, wait[0])(*wait[1:])(patch)
+        comm = stack.enter_context(open_comm(times=replace(JOB, stall_s=8)))
+        for run in runs:
+            try:
+                found.append(train(comm, **run))
+            except RankLostError:  # the others have another result
+                raise
+            except OffloadError as error:  # such as a gradient that is not finite, which all ranks raise
+                found.append(Found(error=(type(error).__name__, str(error))))
+            found[-1].kinds = set(kinds)
+            if found[-1].error:
+                break
+    return found
+
+
+# -- processes that end ----------------------------------------------------------------------------------------------
+
+
+def steps(way: str, stage: int, folder: str) -> None:
+    """Train for ever on disk; from the fourth step on, in the middle of it, rank 1 goes its `way`, if it has one."""
+    comm = {"comm": open_comm(times=QUICK)} if os.environ.get("QUICK") else {}
+    placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
+    engine = Engine(build(odd_llama), zero_stage=stage, placement=placement, **comm)
+    number = 0
+
+    def loss_fn(outputs: Any, batch: Batch) -> Tensor:
+        if number == 3 and outputs.logits.requires_grad:
+            print("steady", flush=True)
+            if engine.rank == 1:
+                leave(way)
+        return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    for number in range(10**9):
+        if way == "closes" and number == 3 and engine.rank == 1:
+            engine.close()
+            return
+        engine.step(tokens(number), loss_fn=loss_fn)
+
+
+def leave(way: str) -> None:
+    if way == "exception":
+        raise ValueError("these data are bad")
+    if way == "exit":
+        sys.exit(3)
+    while way == "waits":  # with its Python lock free: it is heard
+        time.sleep(0.1)
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    mode, *arguments = sys.argv[1:]
+    if mode == "serve":
+        serve(Connection(int(arguments[0])))
+    else:
+        steps(arguments[0], int(arguments[1]), arguments[2])
+
+
+if __name__ == "__main__":
+    main()

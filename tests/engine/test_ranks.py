@@ -1,0 +1,425 @@
+"""ZeRO over ranks: what one process gives on the whole batch, and the same bits at every stage, on every tier, in any
+timing.
+
+What each group is to catch, by a break that was, or is to be, tried, is in its docstring after "Break:".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.compare import assert_same, same_bits
+from tests.engine.families import build
+from tests.engine.ranks import JobError, all_pairs, run
+from tests.engine.ranks_child import (
+    CASES,
+    SMOOTH,
+    Found,
+    dropped_out,
+    odd_llama,
+    opened_by_itself,
+    own_loop,
+    own_loss,
+    own_seed,
+    stopped_by_inf,
+    trained,
+    unlabelled_everywhere,
+    without_targets,
+)
+from tests.engine.reference import Reference
+from tests.engine.test_overlap import SLOW
+
+STAGES = (0, 1, 2, 3)
+ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
+"""How many rows each rank has. In the last, with micro-batches of one row, rank 0 has three of them and rank 1 one."""
+MODES: dict[str, dict[str, Any]] = {
+    "no clipping": {"max_grad_norm": None},
+    "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
+    "speculative": {"max_grad_norm": 0.2, "clip": "speculative"},
+}
+
+
+# -- harness -----------------------------------------------------------------------------------------------------------
+
+
+def settings_of(rows: str, mode: str) -> dict[str, Any]:
+    return MODES[mode] | ({"micro_batch_size": 1} if rows == "micro-batches" else {})
+
+
+def train(size: int, *runs: Mapping[str, Any]) -> list[Found]:
+    """Train one run after another on `size` ranks; return what rank 0 found, once all have the same."""
+    by_rank = run(size, trained, runs=runs)
+    for one in by_rank[1:]:
+        for other, first in zip(one, by_rank[0], strict=True):
+            assert_equal(other, first, "another rank")
+    return by_rank[0]
+
+
+def assert_equal(found: Found, wanted: Found, when: str = "") -> None:
+    """The same bits of every loss, norm, count and weight."""
+    assert found.results == wanted.results, when
+    assert_same(found.weights, wanted.weights, when=when)
+
+
+@cache
+def plain(case: str, num_rows: int, num_steps: int, mode: str, unlabelled: tuple[Any, ...] = ()) -> Found:
+    """What plain PyTorch gives on the whole batch, in this process, with an evaluation after the second step."""
+    known, found = CASES[case], Found()
+    model = build(known.make)
+    precision, max_grad_norm = known.precision, MODES[mode]["max_grad_norm"]
+    reference = Reference(model, SMOOTH, precision, max_grad_norm, kept=known.kept)
+    for step in range(num_steps):
+        batch = known.batch(step, num_rows)
+        if unlabelled:
+            batch = without_targets(batch, *unlabelled)
+        torch.manual_seed(step)
+        loss, norm = reference.step(batch, known.loss_fn, known.count)
+        found.steps.append((loss.item(), norm, known.count(batch), False))
+        if step == 1:
+            found.evaluated.append(evaluated(reference, case, num_rows))
+    found.weights = {name: value.clone() for name, value in reference.masters.items()}
+    return found
+
+
+def evaluated(reference: Reference, case: str, num_rows: int) -> float:
+    known, model = CASES[case], reference.model
+    batch = known.batch(99, num_rows)
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch).loss if known.loss_fn is None else known.loss_fn(model(batch["x"]), batch)
+    model.train()
+    return float(loss)
+
+
+def assert_near(found: Found, wanted: Found, within: float) -> None:
+    """The numbers of every step, and the weights on the scale of their layer."""
+    assert [(one[2], one[3]) for one in found.steps] == [(one[2], one[3]) for one in wanted.steps]
+    for step, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
+        assert one[0] == pytest.approx(other[0], rel=within), f"loss of step {step}"
+        assert one[1] == pytest.approx(other[1], rel=within), f"norm of step {step}"
+    assert found.evaluated == pytest.approx(wanted.evaluated, rel=within), "evaluation"
+    assert_same(found.weights, wanted.weights, within)
+
+
+# -- as one process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> None:
+    """Within 1e-6, and the four stages among themselves to the bit; on one rank to the bit of plain PyTorch.
+
+    Break: weight ranks alike in place of by their targets; take the norm of this rank's gradients; sum in another order
+    in one stage; update a shard with its neighbour's moments or segment.
+    """
+    rows = ROWS["uneven"][:size]
+    common = {"case": "plain", "rows": rows, "num_steps": 10, "evaluate": 1, **MODES["deferred"]}
+    first, *others = train(size, *({**common, "zero_stage": stage} for stage in STAGES))
+    for stage, other in enumerate(others, 1):
+        assert_equal(other, first, f"stage {stage}")
+    wanted = plain("plain", sum(rows), 10, "deferred")
+    if size == 1:
+        assert_equal(first, wanted)
+    assert_near(first, wanted, 1e-6)
+    moved = max((first.weights[name] - p).abs().max().item() for name, p in build(odd_llama).named_parameters())
+    assert moved > 1e-2, "a comparison that says something"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
+    """Break: do not close it with the engine."""
+    rows = (2, 2)
+    found = run(2, opened_by_itself, case="plain", rows=rows, num_steps=2, zero_stage=stage)
+    (wanted,) = train(2, {"case": "plain", "rows": rows, "num_steps": 2, "zero_stage": stage})
+    for one in found:
+        assert_equal(one, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_weights_at_the_start_are_those_of_rank_0(stage: int) -> None:
+    """Break: let every rank take its own shard, or all, from its own model."""
+    common = {"case": "plain", "rows": (2, 2, 2), "num_steps": 2, "zero_stage": stage}
+    same, other = train(3, common, {**common, "by_rank": {1: {"model_seed": 5}, 2: {"model_seed": 6}}})
+    assert_equal(other, same)
+
+
+# -- the same bits, whatever does not change numbers -----------------------------------------------------------------
+
+PLACEMENTS: dict[str, dict[str, str]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "activations on the cpu": {"activations": "cpu"},
+    "states on nvme": {"parameters": "cpu", "optimizer": "nvme", "activations": "cpu"},
+    "all on nvme": dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme"),
+    "weights on the device": {"parameters": "device", "optimizer": "cpu", "device_memory": "8MiB"},
+}
+TIMINGS: dict[str, dict[str, Any]] = {
+    "at once": {"prefetch": 0},
+    "throttled": {"prefetch": 2, "throttle": SLOW},
+    "delayed": {"prefetch": 0, "delays": 1},
+    "delayed, ahead": {"prefetch": 2, "delays": 2},
+}
+COVER = all_pairs(
+    {
+        "case": ("plain", "tied", "frozen in bf16", "experts", "two dtypes"),
+        "rows": tuple(ROWS),
+        "size": ("2", "3", "4"),
+        "stage": ("0", "1", "2", "3"),
+        "placement": tuple(PLACEMENTS),
+        "timing": tuple(TIMINGS),
+        "mode": tuple(MODES),
+    }
+)
+
+
+@pytest.mark.parametrize("chosen", COVER, ids=lambda chosen: ", ".join(chosen.values()))
+def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path: Path) -> None:
+    """Every two of these settings meet. The other run is stage 0 in memory, one thing after another; and both are near
+    plain PyTorch.
+
+    Break: fetch a shard with its neighbour's offset on disk; skip an expert's update where this rank did not use it;
+    round gradients before they are summed; add a tied weight's uses on each rank after the reduction in one stage; let
+    the order of collectives follow the number of micro-batches.
+    """
+    case, size, mode = chosen["case"], int(chosen["size"]), chosen["mode"]
+    placement = PLACEMENTS[chosen["placement"]]
+    if placement.get("optimizer") == "device" and mode == "speculative":
+        mode = "deferred"  # there nothing hides behind anything
+    rows = ROWS[chosen["rows"]][:size]
+    common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, **settings_of(chosen["rows"], mode)}
+    variant = {"placement": placement, "zero_stage": int(chosen["stage"]), "folder": str(tmp_path)}
+    serial, found = train(
+        size, {**common, "zero_stage": 0, "prefetch": 0}, common | variant | TIMINGS[chosen["timing"]]
+    )
+    assert_equal(found, serial)
+    within = CASES[case].within * (20 if mode == "speculative" else 2 if chosen["rows"] == "micro-batches" else 1)
+    assert_near(found, plain(case, sum(rows), 3, mode), within)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_clipped_is_the_same_in_every_mode(stage: int) -> None:
+    """Break: speculate with the norm of this rank's shards alone, which needs corrections that others do not."""
+    common = {"case": "tied", "rows": (1, 2), "num_steps": 4, "zero_stage": stage}
+    first, *others = train(
+        2,
+        {**common, "max_grad_norm": None},
+        {**common, "max_grad_norm": 1e9, "clip": "deferred"},
+        {**common, "max_grad_norm": 1e9, "clip": "speculative"},
+    )
+    for other in others:
+        assert_equal(other, first)
+
+
+@pytest.mark.parametrize("recompute", ["never", "auto"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_kept_graphs_change_no_bit(stage: int, recompute: str) -> None:
+    """Break: gather a unit for its backward into another place than the one its graph looks at."""
+    common = {"case": "plain", "rows": (1, 2), "num_steps": 3, "zero_stage": stage}
+    always, kept = train(2, common, {**common, "recompute": recompute, "delays": 3})
+    assert_equal(kept, always)
+
+
+# -- what ranks may do differently -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
+    """One that no rank used keeps its bits, though weights decay; see `routed`.
+
+    Break: decide by what this rank touched.
+    """
+    rows = ROWS["even"][:size]
+    common = {"case": "experts", "rows": rows, **MODES["deferred"]}
+    runs = [{**common, "num_steps": n, "zero_stage": stage} for stage in STAGES for n in (1, 2, 4)]
+    found = train(size, *runs)
+    start = {name: value.detach() for name, value in build(CASES["experts"].make).named_parameters()}
+    names = [f"blocks.0.experts.{number}.weight" for number in range(3)]
+    for one, two, four in zip(found[::3], found[1::3], found[2::3], strict=True):
+        changed = [[not same_bits(after.weights[name], start[name]) for name in names] for after in (one, two, four)]
+        assert changed == [[True, False, False], [True, True, False], [True, True, True]]
+        assert_equal(four, found[2])
+    wanted = plain("experts", sum(rows), 4, "deferred")
+    assert_near(found[2], replace(wanted, evaluated=[]), 1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "chunk"), [("plain", None), ("plain", 3000), ("spiking", None)], ids=["whole", "in chunks", "loss_fn"]
+)
+def test_a_rank_without_any_target_takes_part(case: str, rank: int, chunk: int | None) -> None:
+    """Its loss would be a division by zero, and a chunk without targets is not even run.
+
+    Break: weight its NaN with 0; leave its head, and with it the head's collectives, out.
+    """
+    rows = (2, 2)
+    common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, "unlabelled": rank, "head_chunk_bytes": chunk}
+    first, *others = train(2, *({**common, **MODES["deferred"], "zero_stage": stage} for stage in STAGES))
+    for other in others:
+        assert_equal(other, first)
+    assert_near(first, plain(case, sum(rows), 3, "deferred", unlabelled=(rows, rank)), 2e-6)
+
+
+def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
+    """Break: look at this rank's labels alone."""
+    errors = run(2, unlabelled_everywhere)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "target" in errors[0][1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("rows", [(4, 1), (1, 3)])
+def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
+    """The rank of one row has room for its whole logits, or for twice the columns.
+
+    Break: reduce the head's gradients after every chunk.
+    """
+    common = {"case": "plain", "rows": rows, "num_steps": 3, "evaluate": 1, "zero_stage": stage, **MODES["deferred"]}
+    for chunk in (10 * 67 * 4, 3000):  # ten columns of a row of logits: all
+        (found,) = train(2, {**common, "head_chunk_bytes": chunk, "delays": 4})
+        assert_near(found, plain("plain", sum(rows), 3, "deferred"), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batches(stage: int) -> None:
+    """It is called again for each of them, three times on rank 0 and once on rank 1: a rank that has none left is
+    still needed for the others' weights.
+
+    Break: leave it out.
+    """
+    common = {"case": "mixes rows", "rows": (3, 1), "num_steps": 3, "micro_batch_size": 1}
+    found = train(2, {**common, "zero_stage": 0}, {**common, "zero_stage": stage, "delays": 5})
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
+    """All ranks have the same rows and began with the same generator: only their masks can differ.
+
+    Break: leave the rank out of the masks' seed; draw a mask from a generator that timing moves.
+    """
+    one = run(3, dropped_out, stages=(stage,), num_steps=2)
+    two = run(3, dropped_out, stages=(0, stage), num_steps=2)
+    local = [found[0].local for found in one]
+    assert all(len({losses[step] for losses in local}) == 3 for step in range(2)), "masks differ"
+    assert len({found[0].evaluated[0] for found in one}) == 1, "without masks nothing does"
+    for first, (serial, again) in zip(one, two, strict=True):
+        assert first[0].local == again.local == serial.local
+        assert_equal(again, first[0])
+        assert_equal(serial, first[0])
+
+
+# -- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
+    """As if it had not been: the weights are those of a run without this batch.
+
+    Break: judge by this rank's gradients; count the skipped step.
+    """
+    common = {"case": "spiking", "rows": (1, 2, 1), "zero_stage": stage, "on_nonfinite": "skip"}
+    skipped, left_out = train(
+        3,
+        {**common, "num_steps": 4, "seeds": (0, 1, 2, 3), "spike": (2, 1, factor)},
+        {**common, "num_steps": 3, "seeds": (0, 1, 3)},
+    )
+    assert [one[3] for one in skipped.steps] == [False, False, True, False]
+    assert skipped.steps[:2] + skipped.steps[3:] == left_out.steps
+    assert_same(skipped.weights, left_out.weights)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) -> None:
+    """Break: raise on this rank alone."""
+    settings = {"rows": (1, 2), "num_steps": 3, "zero_stage": stage}
+    told = run(2, stopped_by_inf, spike=(1, 1, float("inf")), **settings)
+    errors = [error for error, _ in told]
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "NonFiniteError"
+    assert "embedding" in errors[0][1]
+    assert_equal(told[1][1], told[0][1])
+    (wanted,) = train(2, {"case": "spiking", "seeds": (0, 2), **settings, "num_steps": 2, "clip": "deferred"})
+    assert_same(told[0][1].weights, wanted.weights)
+
+
+# -- own loops -------------------------------------------------------------------------------------------------------
+
+
+def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
+    """The gradients of all ranks' losses, summed in rank order, and the mean of the losses."""
+    known, found = CASES[case], Found()
+    reference = Reference(build(known.make), SMOOTH, known.precision, kept=known.kept)
+    for step in range(num_steps):
+        losses = []
+        for rank in range(size):
+            for part in range(2):
+                loss = own_loss(reference.model, known, own_seed(step, part, rank))
+                loss.backward()
+                reference.collect()
+                losses.append(loss.detach().float())
+        found.steps.append((torch.stack(losses).mean().item(), reference.update(), None, False))
+    found.weights = dict(reference.masters)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("case", ["plain", "tied", "experts", "two dtypes"])
+def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:
+    """Break: divide by the number of ranks; return this rank's mean of losses; reduce at every backward what is to be
+    rounded once."""
+    wanted = plain_own_loop(case, size, 3)
+    placements: Sequence[Mapping[str, Any]] = ({}, PLACEMENTS["all on nvme"], {}, PLACEMENTS["activations on the cpu"])
+    first: Found | None = None
+    for stage, placement in zip(STAGES, placements, strict=True):
+        settings = {"zero_stage": stage, "placement": placement, "folder": str(tmp_path), "delays": stage}
+        found = run(size, own_loop, case=case, num_steps=3, **settings)
+        first = first or found[0]
+        for one in found:
+            assert_equal(one, first, f"stage {stage}")
+    assert first is not None
+    assert_near(first, wanted, 2 * CASES[case].within)
+
+
+# -- the harness itself ----------------------------------------------------------------------------------------------
+
+
+def raises(rank: int) -> None:
+    import os
+
+    if int(os.environ["RANK"]) == rank:
+        raise ValueError("told to")
+
+
+def sleeps(seconds: float) -> None:
+    import time
+
+    time.sleep(seconds)
+
+
+def test_a_job_that_fails_tells_which_rank_and_the_next_one_runs() -> None:
+    with pytest.raises(JobError, match=r"rank 1 of 2(.|\n)*ValueError: told to"):
+        run(2, raises, rank=1)
+    assert run(2, raises, rank=7) == [None, None]
+
+
+def test_a_job_that_hangs_is_ended_and_shows_where() -> None:
+    with pytest.raises(JobError, match=r"rank 0 of 1 has not returned in time(.|\n)*in sleeps"):
+        run(1, sleeps, seconds=1000.0, timeout_s=1)
+
+
+def test_all_pairs_are_there() -> None:
+    axes = {"a": "xyz", "b": "12", "c": "pqr"}
+    found = all_pairs(axes)
+    for one in axes:
+        for other in axes:
+            if one != other:
+                assert {(f[one], f[other]) for f in found} == {(x, y) for x in axes[one] for y in axes[other]}
+    assert len(found) < 12

@@ -1,0 +1,144 @@
+"""Ranks that die, stop, leave or are told something else: all others end, or refuse, with the reason, and none hangs.
+
+Break: take an exchange out of the watch's sight (no unit in the message); catch the loss of a rank as if it were an
+error of the step; compare what ranks are given only where it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.ranks import processes, run
+from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, refused
+from tests.partition.ranks import Rank
+
+PATIENCE_S = 30
+"""From the loss of a rank to the end of all others, whatever they do."""
+IN_A_UNIT = r"[a-z][a-z -]+ of (unit )?[\w.]*(embed_tokens|layers\.\d|norm|lm_head)"
+"""The operation and the unit of an exchange, as they are named."""
+
+
+def lost(rank: Rank, since: float) -> str:
+    """Return the message of a rank that ended with one, in time."""
+    assert rank.end(max(1.0, since + PATIENCE_S - time.monotonic())) == 1, rank.output
+    told = [line for line in rank.output.splitlines() if "RankLostError:" in line or line.startswith("Error:")]
+    assert told, rank.output
+    return told[-1]
+
+
+def in_the_middle(started: list[Rank]) -> None:
+    """All ranks are in their fourth step, past its forward."""
+    for rank in started:
+        rank.wait_for("steady")
+
+
+def cleaned_up(folder: Path, num_left: int) -> bool:
+    """Return whether no more than so many ranks left their files behind."""
+    return len(list(folder.glob("offload-*"))) <= num_left
+
+
+def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: Path) -> None:
+    """With the times that there are by default. Rank 1 is between forward and backward, where the others wait for
+    it."""
+    with processes(tmp_path, 3, "steps", "waits", "3", str(tmp_path)) as started:
+        in_the_middle(started)
+        time.sleep(0.5)
+        begin = time.monotonic()
+        started.pop(1).process.kill()
+        for rank in started:
+            message = lost(rank, begin)
+            assert "Rank 1 is lost: its process ended without a word: it was killed" in message
+            assert re.search(rf"Rank \d was waiting in {IN_A_UNIT}", message), message
+    assert cleaned_up(tmp_path, 1)
+
+
+def test_a_rank_that_is_killed_anywhere_in_a_step_ends_all_others(tmp_path: Path) -> None:
+    with processes(tmp_path, 2, "steps", "goes on", "1", str(tmp_path)) as (first, second):
+        in_the_middle([first, second])
+        time.sleep(0.3)
+        begin = time.monotonic()
+        first.process.kill()
+        message = lost(second, begin)
+        assert "Rank 0 is lost: its process ended without a word: it was killed" in message
+        assert re.search(r"it was (waiting in|computing since the end of) \w", message), message
+    assert cleaned_up(tmp_path, 1)
+
+
+def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path) -> None:
+    with processes(tmp_path, 2, "steps", "waits", "2", str(tmp_path), QUICK="1") as started:
+        in_the_middle(started)
+        stopped = started[1]
+        begin = time.monotonic()
+        stopped.process.send_signal(signal.SIGSTOP)
+        message = lost(started[0], begin)
+        assert "Rank 1 is lost: it has not been heard of for" in message
+        assert re.search(rf"Rank 0 was waiting in {IN_A_UNIT}", message), message
+        begin = time.monotonic()
+        stopped.process.send_signal(signal.SIGCONT)
+        assert "took this rank, 1, for lost" in lost(stopped, begin)
+    assert cleaned_up(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "message"), [("exception", 1, r"Rank 1 .*ValueError: these data are bad"), ("exit", 3, r"Rank 1 ")]
+)
+def test_a_rank_that_leaves_in_its_loss_function_ends_all_others(
+    tmp_path: Path, way: str, code: int, message: str
+) -> None:
+    with processes(tmp_path, 2, "steps", way, "3", str(tmp_path)) as (waiting, leaving):
+        assert leaving.end(60) == code, leaving.output
+        assert re.search(message, lost(waiting, time.monotonic()))
+    assert cleaned_up(tmp_path, 0)
+
+
+def test_a_rank_that_closes_its_engine_early_ends_all_others(tmp_path: Path) -> None:
+    """After three steps, where the others go on: whether it is refused on both or only seen by the other, none
+    hangs."""
+    with processes(tmp_path, 2, "steps", "closes", "3", str(tmp_path)) as (waiting, leaving):
+        leaving.end(60)
+        assert waiting.end(PATIENCE_S) == 1, waiting.output
+        assert re.search(r"Error: .*([Rr]ank 1 ended cleanly|rank 1: close)", waiting.output), waiting.output
+    assert cleaned_up(tmp_path, 0)
+
+
+# -- told something else ---------------------------------------------------------------------------------------------
+
+NAMED = {
+    "lr": r"lr.*0\.06",
+    "stage": r"zero_stage",
+    "precision": r"precision.*bf16",
+    "clipping": r"max_grad_norm.*0\.5",
+    "frozen": r"embed_tokens|frozen|trainable",
+    "layers": r"layers",
+    "width": r"gate_proj|shape|mlp",
+    "keys": r"attention_mask",
+    "misspelt": r"input_idz",
+    "no rows": r"row",
+    "evaluates": r"evaluat",
+    "updates": r"own loop|backward|engine\.model",
+}
+"""What rank 1 has otherwise, and what of it the message must say."""
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_what_one_rank_has_otherwise_is_refused_on_all_with_one_message(way: str) -> None:
+    """No rank ends by it: they train on afterwards."""
+    assert {*OTHER_SETTINGS, *OTHER_BATCHES} < {*NAMED}
+    errors = run(2, refused, way=way)
+    assert errors[0] == errors[1], "the same words everywhere"
+    kind, message = errors[0]
+    assert kind == "ConfigError", message
+    assert "rank" in message
+    assert re.search(NAMED[way], message), message
+
+
+def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> None:
+    """Rank 1 has stage 2, and the others 0: these exchange alike, and would go on for long."""
+    errors = run(3, refused, way="stage", zero_stage=0)
+    assert len(set(errors)) == 1
+    assert re.search(r"rank 1\b", errors[0][1])

@@ -1,0 +1,238 @@
+"""What each rank holds and exchanges: ZeRO's formulas, to the padding, and to the byte.
+
+Break, for the bytes: hold a whole plane in place of a shard; pad a shard in place of a region; keep the gradients of
+stage 1 cut or those of stage 2 whole. For the elements: gather frozen weights in stages 1 and 2; reduce what is frozen;
+count what a rank sends in place of what all have; count what came up ahead for the step in which it came.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.engine.families import build
+from tests.engine.ranks import run
+from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained
+from tests.engine.sizes import ALIGNMENT, SHARD, up
+
+STAGES = (0, 1, 2, 3)
+WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
+"""Bytes a parameter of weights, gradients and optimizer states: in bf16 the low half of a master is one of the latter,
+in fp32 the weights are the master."""
+NVME = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
+TIERS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "device": {"parameters": "device", "optimizer": "device"},
+    "nvme": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme"),
+}
+PAIRS = (
+    (("fp32", "cpu"), ("bf16", "device"), ("bf16", "nvme")),
+    (("bf16", "cpu"), ("fp32", "device"), ("fp32", "nvme")),
+)
+OPTIMIZER = ("low", "exp avg", "exp avg sq")
+
+
+def zero_bytes(num_elements: int, size: int, stage: int, weights: int, gradients: int, optimizer: int) -> int:
+    """Return the bytes of model states a rank (ZeRO, arXiv:1910.02054, sections 3.1 and 5.1 to 5.3): with 2, 2 and K
+    it is the paper's (2 + 2 + K) P, 4 P + K P / N, 2 P + (2 + K) P / N and (4 + K) P / N."""
+    cut = {1: optimizer, 2: optimizer + gradients, 3: optimizer + gradients + weights}.get(stage, 0)
+    whole = weights + gradients + optimizer - cut
+    return whole * num_elements + cut * num_elements // size
+
+
+class Elements:
+    """Of the regions of a Llama, each a multiple of what `size` ranks share, from its shapes."""
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        self._size = size
+        base = model.model
+        units = [base.embed_tokens, *base.layers, model.lm_head]
+        self.trained, self.frozen = ([self._of(unit, kind) for unit in units] for kind in (True, False))
+        self.norm = self._of(base.norm, True)
+        self.all_trained, self.all_frozen = sum(self.trained) + self.norm, sum(self.frozen)
+
+    def _of(self, unit: nn.Module, is_trained: bool) -> int:
+        sizes = [up(p.numel(), ALIGNMENT) for p in unit.parameters() if p.requires_grad == is_trained]
+        return up(sum(sizes), SHARD * self._size)
+
+    @property
+    def fetched(self) -> int:
+        """Of a step without lookahead: every unit before its forward and before its backward, but for the head, which
+        is still there; what stays on the device once. All is trained."""
+        return 2 * sum(self.trained) - self.trained[-1] + self.norm
+
+
+def train(size: int, **settings: Any) -> list[Found]:
+    common = {"case": "plain", "rows": (1,) * size, "num_steps": 3, "prefetch": 0}
+    return [one for (one,) in run(size, trained, runs=[common | settings])]
+
+
+def held(found: Found) -> dict[str, int]:
+    """Return the bytes of each kind of state, on all tiers together; weights on the device that are a copy of those
+    below are none."""
+    totals: dict[str, int] = {}
+    for _, name, size in found.allocations:
+        totals[name] = totals.get(name, 0) + size
+    return {name: totals.get(name, 0) for name in ("weights", "gradients", *OPTIMIZER)}
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "tier"),
+    [(size, precision, tier) for size in (1, 2, 3, 4) for precision, tier in PAIRS[size % 2]],
+)
+def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_path: Path) -> None:
+    """Of every kind, on every rank, in every stage."""
+    weights, gradients, optimizer = WIDTHS[precision]
+    num_elements = Elements(build(odd_llama), size).all_trained
+    common = {"case": "plain", "rows": (1,) * size, "num_steps": 2, "precision": precision}
+    placed = {"placement": TIERS[tier], "folder": str(tmp_path), "max_grad_norm": 1.0, "clip": "deferred"}
+    for by_stage in run(size, trained, runs=[{**common, **placed, "zero_stage": stage} for stage in STAGES]):
+        for stage, found in zip(STAGES, by_stage, strict=True):
+            states = held(found)
+            wanted = zero_bytes(num_elements, size, stage, weights, gradients, optimizer)
+            assert sum(states.values()) == wanted, (stage, states)
+            assert states["weights"] == weights * num_elements // (size if stage == 3 else 1)
+            assert states["gradients"] == gradients * num_elements // (size if stage >= 2 else 1)
+            assert sum(states[name] for name in OPTIMIZER) == optimizer * num_elements // (size if stage else 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_frozen_weights_are_cut_with_the_others(size: int) -> None:
+    """They have no other states, and only stage 3 cuts weights."""
+    sizes = Elements(build(frozen_llama), size)
+    runs = [
+        {"case": "plain", "make": frozen_llama, "rows": (1,) * size, "num_steps": 2, "zero_stage": s} for s in STAGES
+    ]
+    for by_stage in run(size, trained, runs=runs):
+        for stage, found in zip(STAGES, by_stage, strict=True):
+            states, cut = held(found), size if stage == 3 else 1
+            assert states["weights"] == 4 * (sizes.all_trained + sizes.all_frozen) // cut
+            assert states["exp avg"] == states["exp avg sq"] == 4 * sizes.all_trained // (size if stage else 1)
+
+
+def test_zero_bytes_are_the_papers() -> None:
+    """A check of the checker: 7.5 billion parameters, 64 ranks, K = 12, in GB (figure 1 of the paper)."""
+    found = [zero_bytes(7_500_000_000, 64, stage, 2, 2, 12) / 1e9 for stage in STAGES]
+    assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+# -- what is exchanged -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1, "delays": 1}, {"max_grad_norm": None}], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
+    """Twice the parameters in stages 0 to 2, thrice in stage 3, less what is still in a slot when it is needed again
+    (arXiv:1910.02054, section 7); on the host's link each rank moves its shards alone in stage 3."""
+    sizes = Elements(build(odd_llama), size)
+    trained_numel, fetched = sizes.all_trained, sizes.fetched
+    rows = (2 if settings else 1, *(1,) * (size - 1))
+    common = {"case": "plain", "rows": rows, "num_steps": 3, "prefetch": 0, **settings}
+    for by_stage in run(size, trained, runs=[{**common, "zero_stage": stage} for stage in STAGES]):
+        for stage, found in zip(STAGES, by_stage, strict=True):
+            for step, moved in enumerate(found.moved):
+                where = f"stage {stage}, step {step}"
+                assert moved["reduce_scatter_elements"] == trained_numel, where
+                assert moved["h2d_bytes"] * (size if stage == 3 else 1) == 4 * fetched, where
+                if stage >= 2:
+                    assert moved["d2h_bytes"] * size == 4 * trained_numel, where
+                gathered = moved["all_gather_elements"]
+                if stage == 3:
+                    assert gathered == fetched <= 2 * trained_numel, where
+                elif stage and not step:
+                    assert gathered in (0, trained_numel), "what was never updated is there already"
+                else:
+                    assert gathered == trained_numel, where
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    (found,) = train(1, zero_stage=3)
+    assert all(moved["all_gather_elements"] == moved["reduce_scatter_elements"] == 0 for moved in found.moved)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_regions_are_not_reduced(stage: int) -> None:
+    """Nor gathered after an update that they do not have; but in stage 3 they are fetched like all others."""
+    sizes = Elements(build(frozen_llama), 2)
+    for found in train(2, make=frozen_llama, zero_stage=stage):
+        for moved in found.moved[1:]:
+            assert moved["reduce_scatter_elements"] == sizes.all_trained
+            if stage < 3:
+                assert moved["all_gather_elements"] == sizes.all_trained
+            else:
+                assert moved["h2d_bytes"] * 2 == 4 * moved["all_gather_elements"]
+                assert moved["all_gather_elements"] >= sizes.all_trained + sizes.all_frozen
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_comes_up_ahead_is_counted_for_the_step_that_needs_it(prefetch: int) -> None:
+    """By either counter, in the first step and in those for which weights came up during the one before."""
+    placement = {"device_memory": "8MiB"} if prefetch else {}
+    for found in train(2, zero_stage=3, prefetch=prefetch, placement=placement, num_steps=4):
+        for moved in found.moved:
+            assert moved["h2d_bytes"] * 2 == 4 * moved["all_gather_elements"]
+            assert moved["all_gather_elements"] <= 2 * Elements(build(odd_llama), 2).all_trained
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_on_disk_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """Tiles are what is held, of one size here; and each rank has its share of the disk."""
+    peaks, on_disk = {}, {}
+    for size in (1, 2, 4):
+        found = train(size, zero_stage=3, placement=NVME, folder=str(tmp_path))
+        peaks[size] = {one.peak_host_bytes for one in found}
+        on_disk[size] = {sum(n for tier, name, n in one.allocations if tier == "nvme") for one in found}
+    assert len(peaks[1]) == 1
+    assert peaks[1] == peaks[2] == peaks[4]
+    assert max(on_disk[4]) < max(on_disk[2]) < max(on_disk[1])
+
+
+BUDGETS = {"host_memory": ({}, "cpu"), "nvme_memory": (TIERS["nvme"], "nvme")}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("key", BUDGETS)
+def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path: Path) -> None:
+    """What all of them need is enough, and a byte less is not, on any of them.
+
+    Break: give every rank the whole budget; or round a share up.
+    """
+    placement, tier = BUDGETS[key]
+    settings = {"placement": placement, "zero_stage": stage, "folder": str(tmp_path)}
+    found = train(2, **settings)
+    needed = sum(size for one in found for where, _, size in one.allocations if where == tier)
+    assert run(2, over_budget, budget={key: needed}, **settings) == [None, None]
+    errors = run(2, over_budget, budget={key: needed - 1}, **settings)
+    assert [error and error[0] for error in errors] == ["DoesNotFitError"] * 2
+    assert all(f"offload.{key}" in error[1] for error in errors)
+
+
+# -- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def test_the_links_of_all_ranks_add_up() -> None:
+    """Where copies are all that takes time, two ranks bring the weights up at 1.9 times the speed of one at least:
+    bytes a second, so that padding does not count. The machine may be busy, which makes two ranks slower, never faster.
+
+    Break: bring whole weights up on every rank, or one rank's shard after the other's.
+    """
+
+    def speed(size: int) -> float:
+        settings = {"zero_stage": 3, "prefetch": 2, "throttle": {"h2d": 192 << 10}, "timed": True, "num_steps": 4}
+        found = train(size, **settings)[0]
+        seconds = statistics.median(found.seconds[1:])
+        return size * found.moved[-1]["h2d_bytes"] / seconds
+
+    best = 0.0
+    for _ in range(4):
+        best = max(best, speed(2) / speed(1))
+        if best >= 1.9:
+            return
+    pytest.fail(f"two ranks bring weights up at {best:.2f} times the speed of one")

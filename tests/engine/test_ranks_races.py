@@ -1,0 +1,100 @@
+"""The race rule over ranks: whatever is late on whichever rank, the bits are the same; and every kind of wait of the
+exchanges is taken away once, and then a result must be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import test_races
+from tests.engine.ranks import JobError, run
+from tests.engine.ranks_child import Found, Wait, deep_llama, raced
+from tests.engine.test_ranks import MODES, STAGES, assert_equal, train
+
+ALL_ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
+ROWS = (2, 1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "on_disk", "stage", "mode"),
+    [
+        (2 + 2 * ((stage + number) % 2), (stage + number) % 2 == 0, stage, mode)  # four ranks share two cores
+        for stage in STAGES
+        for number, mode in enumerate(MODES)
+    ],
+)
+def test_delays_that_differ_by_rank_change_no_bit(
+    size: int, on_disk: bool, stage: int, mode: str, tmp_path: Path
+) -> None:
+    """Lanes wait at random before every piece of work, on each rank by a seed of its own, and what is freed is
+    poisoned: now one rank is ahead, now another.
+
+    Break: any of the waits below; an order of exchanges that follows what is ready on this rank.
+    """
+    common = {"case": "tied", "rows": ROWS[:size], "num_steps": 3, "zero_stage": stage, **MODES[mode]}
+    placed: dict[str, Any] = {"placement": ALL_ON_DISK, "folder": str(tmp_path)} if on_disk else {}
+    runs = [{**common, **placed, "delays": seed, "prefetch": ahead} for seed, ahead in ((1, "auto"), (2, 1), (3, 0))]
+    serial, *delayed = train(size, {**common, "prefetch": 0}, *runs)
+    for found in delayed:
+        assert_equal(found, serial)
+
+
+# -- without a wait --------------------------------------------------------------------------------------------------
+
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred"}
+FREE: dict[str, Any] = {"max_grad_norm": None}
+LATE: dict[str, Any] = {"throttle": {"update": {"latency_seconds": 0.01}}}
+CHANGES: dict[str, tuple[Wait, dict[str, Any]]] = {
+    "compute reads a slot before it was gathered": (("without", "slot", "before_read"), CLIPPED | {"zero_stage": 3}),
+    "a shard goes up before its update": (("without", "weights", "before_read"), CLIPPED | LATE | {"zero_stage": 3}),
+    "weights are gathered before their update": (
+        ("without", "weights", "before_read"),
+        CLIPPED | LATE | {"zero_stage": 1},
+    ),
+    "backward overwrites gradients that are being reduced": (
+        ("reused_at_once", "gradient buffer"),
+        FREE | {"zero_stage": 2},
+    ),
+    # Kinds of the exchanges themselves: ("without", KIND, "before_read" or "before_fill"), and settings in which a
+    # buffer of that kind is used again within a step. A kind that no run makes fails, with a list of those that it
+    # makes.
+}
+"""What is taken away, by a function of test_races and its arguments, and the settings in which that shows."""
+
+
+DEEP: dict[str, Any] = {"case": "plain", "make": deep_llama, "rows": ROWS[:2], "num_steps": 4}
+"""So many units that slots and buffers are used again while others are on their way."""
+
+
+def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> list[list[Found]]:
+    """Return what each rank found with each seed of delays."""
+    return run(2, raced, runs=[{**DEEP, "prefetch": "auto", **settings, "delays": seed} for seed in seeds], wait=wait)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_without_this_wait_a_result_is_wrong(name: str) -> None:
+    """Five seeds, one of which at least shows it: by a wrong bit on any rank, a NaN, or ranks that lose each other."""
+    wait, settings = CHANGES[name]
+    assert hasattr(test_races, wait[0]), "a misspelt change would look like a failure that it causes"
+    (wanted,) = train(2, {**DEEP, **settings, "prefetch": 0})
+    for found in (one for by_rank in race(settings, (1,)) for one in by_rank):
+        assert_equal(found, wanted, "with all waits nothing is wrong")
+        if wait[0] == "without":
+            assert wait[1] in found.kinds, f"no fence of the kind {wait[1]!r} is made; {sorted(found.kinds)} are"
+    try:
+        broken = race(settings, (0, 1, 2, 3, 4), wait)
+    except JobError:  # ranks that lost each other, or a state that cannot be
+        return
+    assert any(is_wrong(one, wanted) for by_rank in broken for one in by_rank), (
+        "five runs went well without it: the delays do not show this wait"
+    )
+
+
+def is_wrong(found: Found, wanted: Found) -> bool:
+    try:
+        assert_equal(found, wanted)
+    except AssertionError:
+        return True
+    return found.error is not None

@@ -1,0 +1,188 @@
+"""Training over two real ranks, as `torchrun` by hand starts them: what they agree on, and how they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.partition.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30
+
+
+@dataclass
+class Ended:
+    """What became of a rank."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model's shape and a few kilobytes of text, from which the ranks run."""
+    path = tmp_path_factory.mktemp("ranks")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    AutoConfig.for_model("llama", vocab_size=384, **shape).save_pretrained(path / "shape")
+    (path / "text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def run(folder: Path, request: pytest.FixtureRequest) -> Run:
+    """Run `python -m tests.trainer.ranks_child WAY WORDS` in two ranks with the variables of torchrun; `more` words of
+    each rank can be added. Return how they ended, in time.
+    """
+
+    def start(way: str, name: str, *words: str, more: Sequence[Sequence[str]] = ((), ())) -> list[Ended]:
+        common = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        settings = [
+            *("--run.dir", name, "--model.path", "shape/config.json", "--data.source", "text.txt"),
+            *("--data.sequence_length", "32", "--train.steps", "5", "--train.batch_size", "3", *words),
+        ]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.trainer.ranks_child", way, *settings, *more[rank]],
+                cwd=folder,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            deadline = time.monotonic() + 60
+            for each in processes:
+                each.wait(max(1, deadline - time.monotonic()))
+            deadline = time.monotonic() + PATIENCE_S
+            ended = [each.communicate(timeout=max(1, deadline - time.monotonic())) for each in processes]
+        finally:
+            for each in processes:
+                each.kill()
+                each.wait()
+        return [Ended(each.returncode, *texts) for each, texts in zip(processes, ended, strict=True)]
+
+    return start
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
+    first, second = run("counts", "plain", "--data.eval_fraction", "0.1")
+    assert (first.code, first.err) == (second.code, second.err) == (0, "")
+    assert second.out == "rank 1 makes the data\n"
+    assert "logits bit-equal" in first.out
+    assert "done: 5 steps" in first.out
+    assert len(losses(folder, "plain")) == 5
+    assert (folder / "plain/hf/config.json").exists()
+
+
+def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, folder: Path) -> None:
+    first, second = run("plain", "differ", more=((), ("--train.steps", "6", "--optimizer.lr", "0.1")))
+    assert (first.code, second.code) == (2, 2)
+    assert first.out == second.out == second.err == ""
+    assert first.err.count("\n") == 1
+    assert "the configuration must be the same on all ranks" in first.err
+    assert "train.steps 6 instead of 5" in first.err
+    assert "optimizer.lr 0.1 instead of None" in first.err
+    assert not (folder / "differ").exists()
+
+
+def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Run, folder: Path) -> None:
+    (folder / "earlier").mkdir()
+    (folder / "earlier/metrics.jsonl").write_text("{}\n")
+    first, second = run("plain", "earlier")
+    assert (first.code, second.code) == (2, 2)
+    assert "earlier run (metrics.jsonl)" in first.err
+    assert first.err.count("\n") == 1
+    assert first.out == second.out == second.err == ""
+    assert [file.name for file in (folder / "earlier").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_typing_error_is_printed_once(run: Run) -> None:
+    first, second = run("plain", "typed", "--train.stpes", "5")
+    assert (first.code, second.code) == (2, 2)
+    assert "did you mean train.steps?" in first.err
+    assert second.err == ""
+
+
+def test_more_ranks_than_rows_are_refused(run: Run, folder: Path) -> None:
+    first, second = run("plain", "few", "--train.batch_size", "1")
+    assert (first.code, second.code) == (2, 2)
+    assert "train.batch_size is 1, and there are 2 ranks" in first.err
+    assert second.err == ""
+    assert not (folder / "few").exists()
+
+
+def test_data_that_rank_0_cannot_prepare_end_all_ranks(run: Run, folder: Path) -> None:
+    first, second = run("no data", "nothing")
+    assert (first.code, first.err) == (2, "offload: the data are gone\n")
+    assert (second.code, second.err) == (2, "")
+    assert not (folder / "nothing").exists()
+
+
+def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: Path) -> None:
+    first, second = run("ends", "ended")
+    assert (first.code, first.err) == (second.code, second.err) == (0, "")
+    assert "the data are at their end after 2 steps" in first.out
+    assert "done: 2 steps" in first.out
+    assert len(losses(folder, "ended")) == 2
+    assert (folder / "ended/hf/config.json").exists()
+
+
+def test_a_rank_that_cannot_read_its_data_ends_all_with_one_message(run: Run, folder: Path) -> None:
+    first, second = run("breaks", "broken")
+    assert (first.code, second.code) == (1, 1)
+    assert "[rank 1] failed: OSError: the disk is gone" in first.err
+    assert first.err.count("\n") == 1
+    assert second.err == ""
+    assert len(losses(folder, "broken")) == 2
+
+
+def test_a_rank_that_fails_says_why_and_the_others_end(run: Run) -> None:
+    first, second = run("fails", "failed")
+    assert (first.code, second.code) == (1, 1)
+    assert second.err.startswith("offload: [rank 1] failed: RuntimeError: on purpose")
+    assert second.err.count("\n") == 1
+    assert first.err == ""
+
+
+def test_what_all_ranks_fail_with_is_printed_once(run: Run) -> None:
+    first, second = run("all fail", "all-failed")
+    assert (first.code, second.code) == (1, 1)
+    assert first.err.startswith("offload: failed: RuntimeError: on purpose")
+    assert first.err.count("\n") == 1
+    assert second.err == ""
+
+
+def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
+    first, second = run("warns", "warned", "--checkpoint.export", "false")
+    assert (first.code, second.code) == (0, 0)
+    assert first.out.count("note: all ranks see this") == 1
+    assert second.out == "[rank 1] note: rank 1 sees this\n"
