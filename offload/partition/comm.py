@@ -174,7 +174,7 @@ class _Row:
     """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.lock = threading.Lock()
         self.now = Place()
 
@@ -402,11 +402,11 @@ class Ranks(Comm):
             self._destroy()
 
     def _destroy(self) -> None:
-        if self._owns_default:
-            dist.destroy_process_group()
-            return
-        for row in (self._tensors, self._values):
-            dist.destroy_process_group(row.group)
+        rows = self._tensors, self._values
+        for group in (None,) if self._owns_default else [row.group for row in rows]:
+            dist.destroy_process_group(group)
+        for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
+            row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
 
 
 class NcclRanks(Ranks):

@@ -75,10 +75,10 @@ def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> i
 
 def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Bytes of the device for pieces of gradients that come from other ranks: two sets of one per rank, a sum and a
-    term, in fp32, for whole shards where they are small.
+    term, in fp32, of a quarter of a shard where shards are small.
     """
     largest = max((region.numel // sharding.size for region in regions if region.trainable), default=0)
-    return min(SCRATCH_BYTES, (2 * sharding.size + 2) * 4 * largest) if sharding.size > 1 else 0
+    return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
 def plan_memory(
