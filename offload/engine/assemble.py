@@ -199,20 +199,28 @@ class Assembly:
         return None
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
-        """Make the files of what is on disk, and the rings through which it moves."""
+        """Make the files of what is on disk, and the rings through which it moves. The ranks take turns, so that each
+        sees what room the others have left.
+        """
         for allocation in self.plan.allocations:
             if allocation.tier == "nvme":
                 self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
-        return Nvme(
-            placement.dirs,
-            self.plan.layout.num_bytes(self.regions),
-            rings=self.plan.rings,
-            lanes=self.lanes,
-            counters=counters,
-            ledger=self.nvme_ledger,
-            host=self.host,
-            pin=self.device.pins_host_memory,
-        )
+        made: Nvme | None = None
+        for turn in range(self.comm.size):
+            if turn == self.comm.rank:
+                made = Nvme(
+                    placement.dirs,
+                    self.plan.layout.num_bytes(self.regions),
+                    rings=self.plan.rings,
+                    lanes=self.lanes,
+                    counters=counters,
+                    ledger=self.nvme_ledger,
+                    host=self.host,
+                    pin=self.device.pins_host_memory,
+                )
+            self.comm.barrier(f"making of the files of rank {turn}")
+        assert made is not None
+        return made
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self.stream.is_weight(tensor)

@@ -443,9 +443,7 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
     with computing(engine):
         if broken:
             parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        parts.gradients._bring_down(
-            region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ()
-        )
+        parts.gradients._bring_down(region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ())
         time.sleep(0.02)
         source.fill_(2.0)
     assert bool((state.gradients == 2).all()) == (not broken)
