@@ -442,7 +442,7 @@ class Engine:
                         "it cannot be cut in micro-batches. Leave --train.micro_batch_size out."
                     ) from None
                 whole = True
-                self.comm.barrier("recording anew, as a batch makes the model call its units in another way")
+                self.comm.turn("the recording of another kind of batch (padding? longer rows?)")
             except (DoesNotFitError, torch.OutOfMemoryError):
                 # The other ranks had room, and are further by now.
                 if self._torn or self.comm.size > 1 or not self._parts.leftover.give_back():

@@ -62,12 +62,9 @@ class Rehearsal:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
         samples = self._shared([self._sample(batch, rows, whole) for rows in _ROWS], check_batch(batch))
-        self._record(
-            [
-                (rows, partial(run_loss, self._model, sample, loss_fn))
-                for rows, sample in zip(_ROWS, samples, strict=True)
-            ]
-        )
+        for variant in self._variants(samples):
+            runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
+            self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
@@ -125,6 +122,21 @@ class Rehearsal:
         _, chosen = max(told, key=lambda found: found[0])
         device = self._parts.device.torch_device
         return [{key: value.to(device) for key, value in sample.items()} for sample in chosen]
+
+    def _variants(self, samples: list[Batch]) -> list[list[Batch]]:
+        """Return samples without and with padding where there are several ranks: later batches may have some on one of
+        them alone, and the model may then leave the mask out on the others.
+        """
+        mask = samples[0].get("attention_mask")
+        if self._parts.comm.size == 1 or mask is None or mask.dim() != 2:
+            return [samples]
+        variants: list[list[Batch]] = []
+        for num_padded in (0, mask.shape[1] // 4):
+            masks = [torch.ones_like(sample["attention_mask"]) for sample in samples]
+            for each in masks:
+                each[:1, each.shape[1] - num_padded :] = 0
+            variants.append([{**s, "attention_mask": m} for s, m in zip(samples, masks, strict=True)])
+        return variants
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""

@@ -232,7 +232,7 @@ def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[str, torch
         region = state.region
         wanted = [reference.gradients.get(infos[index].name) for index in region.parameters]
         scale = max((gradient.abs().max().item() for gradient in wanted if gradient is not None), default=0.0)
-        touched = parts.gradients.touched.get(region.index, [False] * len(wanted))
+        touched = parts.gradients.measures.touched.get(region.index, [False] * len(wanted))
         received = [gradient is not None for gradient in wanted]
         assert touched == received, f"unit {region.name}: other parameters received a gradient"
         for index, gradient in zip(region.parameters, wanted, strict=True):
