@@ -197,7 +197,7 @@ def compare(
         _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
         messages = [str(warning.message) for warning in caught]
         outcome.reported = [text for text in messages if "is read from outside" in text]
-        if not engine._splits:
+        if not engine._losses.splits:
             outcome.unsplit = {unit.name: _why_not_split(unit) for unit in engine._parts.units if _refuses_parts(unit)}
         _check_streamed(outcome, engine)
         _check_restored(engine, model, cached)
