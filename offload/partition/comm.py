@@ -13,7 +13,6 @@ import pickle
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -179,7 +178,7 @@ class Alone(Comm):
         pass
 
 
-class _Row:
+class Row:
     """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
 
     def __init__(self, timeout: timedelta) -> None:
@@ -206,7 +205,7 @@ class Ranks(Comm):
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
-        self._tensors, self._values = _Row(self._timeout), _Row(self._timeout)
+        self._tensors, self._values = Row(self._timeout), Row(self._timeout)
         self._open_device()
         try:
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
@@ -236,7 +235,7 @@ class Ranks(Comm):
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         _check(full, shard, self.size, what)
         with self._exchange(what, full.numel()):
-            _place(_pieces(full, self.size)[self.rank], shard)
+            _place(pieces_of(full, self.size)[self.rank], shard)
             self._gather(full, self._tensors)
         self.traffic.all_gather_elements += full.numel()
         self._count(full)
@@ -259,17 +258,17 @@ class Ranks(Comm):
     def _count(self, full: torch.Tensor) -> None:
         self.traffic.sent_bytes += full.numel() // self.size * (self.size - 1) * full.element_size()
 
-    def _gather(self, full: torch.Tensor, row: _Row) -> None:
+    def _gather(self, full: torch.Tensor, row: Row) -> None:
         """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
         full, and takes thrice the time.)
         """
-        pieces = enumerate(_pieces(full, self.size))
+        pieces = enumerate(pieces_of(full, self.size))
         works = [dist.broadcast(piece, rank, group=row.group, async_op=True) for rank, piece in pieces]
         self._wait(works)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
         """Sum one chunk while the next one travels."""
-        pieces = _pieces(full, self.size)
+        pieces = pieces_of(full, self.size)
         travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
         for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
             part = slice(begin, min(begin + chunks.numel, shard.numel()))
@@ -315,7 +314,7 @@ class Ranks(Comm):
         """Return every rank's `own` [n] of the device as [size, n]; not a part of the traffic of a step."""
         full = own.new_empty(self.size * own.numel())
         with self._exchange(what, full.numel()):
-            _pieces(full, self.size)[self.rank].copy_(own)
+            pieces_of(full, self.size)[self.rank].copy_(own)
             self._gather(full, self._tensors)
         return full.view(self.size, -1)
 
@@ -323,7 +322,7 @@ class Ranks(Comm):
         """Return every rank's `own` [n] of the host as [size, n], when it is there."""
         full = own.new_empty(self.size * own.numel())
         with self._exchange(what, full.numel(), self._values):
-            _pieces(full, self.size)[self.rank].copy_(own)
+            pieces_of(full, self.size)[self.rank].copy_(own)
             self._gather(full, self._values)
         return full.view(self.size, -1)
 
@@ -370,7 +369,7 @@ class Ranks(Comm):
             listener(self._watch.error)
 
     @contextmanager
-    def _exchange(self, what: str, numel: int, row: _Row | None = None) -> Iterator[None]:
+    def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
         """This rank is in an exchange, of tensors unless another row is given; where it raises it stays there, for the
         message.
         """
@@ -422,62 +421,6 @@ class Ranks(Comm):
             row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
 
 
-class NcclRanks(Ranks):
-    """Several ranks over NCCL; values of the host go over gloo. No host waits for an exchange of the device."""
-
-    def _open_device(self) -> None:
-        torch.cuda.set_device(self.device)
-        self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-        self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
-        self._enqueued: deque[tuple[Place, torch.cuda.Event]] = deque()
-        self._looking = threading.Lock()
-
-    @contextmanager
-    def _exchange(self, what: str, numel: int, row: _Row | None = None) -> Iterator[None]:
-        with super()._exchange(what, numel, row):
-            yield
-            if row is None:
-                event = torch.cuda.Event()
-                event.record()
-                self._enqueued.append((self._tensors.now, event))
-
-    def look(self) -> Sequence[Place]:
-        """The oldest exchange that the device has not done is where this rank is."""
-        with self._looking:  # not the lock of exchanges, which is held through them
-            while self._enqueued:
-                place, event = self._enqueued[0]
-                if not event.query():
-                    return place, self._values.now
-                self._enqueued.popleft()
-        return super().look()
-
-    def _send(self, data: torch.Tensor, source: int) -> None:
-        if data.is_cpu:
-            torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
-            super()._send(data, source)
-        else:
-            dist.broadcast(data, source, group=self._nccl)
-
-    def _gather(self, full: torch.Tensor, row: _Row) -> None:
-        if full.is_cpu:
-            super()._gather(full, row)
-            return
-        self._all_gather(full, _pieces(full, self.size)[self.rank], group=self._nccl)
-
-    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
-        dist.all_to_all(received, pieces, group=self._nccl)  # grouped sends and receives, from and to where the data is
-        return []
-
-    def _abandon(self, error: RankLostError | None) -> None:
-        super()._abandon(error)
-        self._nccl._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
-
-    def _destroy(self) -> None:
-        if not self._owns_default:
-            dist.destroy_process_group(self._nccl)
-        super()._destroy()
-
-
 class _Chunks:
     """Scratch for sums: two sets of a slot per rank, and room for a sum and a term in the dtype of the sum."""
 
@@ -521,7 +464,7 @@ def _address() -> str:
         return "127.0.0.1"
 
 
-def _pieces(full: torch.Tensor, size: int) -> list[torch.Tensor]:
+def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(full.view(size, -1))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import ConfigError, RankLostError
-from offload.partition.comm import Alone, Comm, NcclRanks, Ranks
+from offload.partition.comm import Alone, Comm, Ranks
 from offload.partition.layout import SCRATCH_BYTES
 from offload.partition.watch import Times
 
@@ -40,7 +40,12 @@ def open_comm(
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if device is None:
-        number = local[0] if local else 0
+        number, num_devices = local[0] if local else 0, torch.cuda.device_count()
+        if num_devices and number >= num_devices:
+            raise ConfigError(
+                f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
+                f"most {num_devices} with --nproc-per-node."
+            )
         device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
     if not exists:
         backend = None if device.type == "cuda" else "gloo"  # of the group that the caller's own code will use
@@ -50,7 +55,11 @@ def open_comm(
             where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
             came = f"The {size} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT) within {times.start_s:g} s"
             raise RankLostError(f"{came}: {error}", None) from error
-    kind = NcclRanks if device.type == "cuda" else Ranks
+    kind: type[Ranks] = Ranks
+    if device.type == "cuda":
+        from offload.partition.nccl import NcclRanks
+
+        kind = NcclRanks
     comm = kind(device, times, scratch_bytes, owns_default=not exists)
     if local:
         comm.local_rank, comm.local_size = local

@@ -1,0 +1,72 @@
+"""Exchanges over NCCL. (Nothing here runs where there is no CUDA.)"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import RankLostError
+from offload.partition.comm import Ranks, Row, pieces_of
+from offload.partition.watch import Place
+
+
+class NcclRanks(Ranks):
+    """Several ranks over NCCL; values of the host go over gloo. No host waits for an exchange of the device."""
+
+    def _open_device(self) -> None:
+        torch.cuda.set_device(self.device)
+        self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+        self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
+        self._enqueued: deque[tuple[Place, torch.cuda.Event]] = deque()
+        self._looking = threading.Lock()
+
+    @contextmanager
+    def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
+        with super()._exchange(what, numel, row):
+            yield
+            if row is None:
+                event = torch.cuda.Event()
+                event.record()
+                self._enqueued.append((self._tensors.now, event))
+
+    def look(self) -> Sequence[Place]:
+        """The oldest exchange that the device has not done is where this rank is."""
+        with self._looking:  # not the lock of exchanges, which is held through them
+            while self._enqueued:
+                place, event = self._enqueued[0]
+                if not event.query():
+                    return place, self._values.now
+                self._enqueued.popleft()
+        return super().look()
+
+    def _send(self, data: torch.Tensor, source: int) -> None:
+        if data.is_cpu:
+            torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
+            super()._send(data, source)
+        else:
+            dist.broadcast(data, source, group=self._nccl)
+
+    def _gather(self, full: torch.Tensor, row: Row) -> None:
+        if full.is_cpu:
+            super()._gather(full, row)
+            return
+        self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._nccl)
+
+    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        dist.all_to_all(received, pieces, group=self._nccl)  # grouped sends and receives, from and to where the data is
+        return []
+
+    def _abandon(self, error: RankLostError | None) -> None:
+        super()._abandon(error)
+        self._nccl._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
+
+    def _destroy(self) -> None:
+        if not self._owns_default:
+            dist.destroy_process_group(self._nccl)
+        super()._destroy()
