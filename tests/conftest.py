@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -8,3 +9,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported:
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
 settings.load_profile("offload")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
