@@ -22,6 +22,7 @@ from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
 from offload.engine.updates import Updates
 from offload.errors import format_bytes
+from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import open_lanes
 from offload.lanes.throttle import Throttle
 from offload.partition.comm import Comm
@@ -75,6 +76,8 @@ class Assembly:
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(settings.throttle, delay_seed, plan.overlap, has_peers=comm.size > 1)
         weakref.finalize(self, self.lanes.abandon)  # dropped without close(): its threads end as well
+        if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
+            self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
         self._configs = _freeze_cache(model)
@@ -391,7 +394,9 @@ def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
     shown = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
     placement = shown.get("placement")
     if isinstance(placement, Placement):
-        shown["placement"] = replace(placement, nvme_dir=None if placement.nvme_dir is None else "given")
+        # Folders may have other names, and machines other numbers of ranks; the plans are compared as well.
+        folder = None if placement.nvme_dir is None else "given"
+        shown["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
     return {name: repr(found) for name, found in shown.items()}
 
 

@@ -279,6 +279,8 @@ class Engine:
         """
         self._settle("named_parameters")
         for info in self._parts.infos:
+            if self.comm.size > 1:  # a step may have been made since the last one was asked for
+                self._parts.lanes.finish()
             with self.counters.unchanged():
                 value = self._parts.store.read(info.index)
             yield info.name, value
@@ -329,7 +331,8 @@ class Engine:
             self._torn = self._updates.give_up() or self._torn
             self._parts.store.reset()
             self._parts.executor.forget()
-            self._parts.slots.refresh()  # what stays may have been on its way
+            if self.comm.size == 1:  # else nothing was given up, and the others may be elsewhere
+                self._parts.slots.refresh()  # what stays may have been on its way
             self._parts.stream.reset()
             for unit in self._parts.units:
                 unit.drop_gradients()

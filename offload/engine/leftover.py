@@ -78,9 +78,13 @@ class Leftover:
     def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
         self._moved()
         self._slots.resize(0)  # both go before either comes: the budget holds at every moment
+        failed = False
         try:
             self._gradients.resize(buffer_bytes)
             self._slots.resize(slots_bytes)
         except torch.OutOfMemoryError:  # the allocator's fragments were larger than thought
+            failed = True
+        if self._comm.any(failed, "room for more units"):
+            self._slots.resize(0)
             self._gradients.resize(self._buffer_bytes[0])
             self._slots.resize(self._slots_bytes[0])

@@ -156,7 +156,9 @@ class Updates:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
         touched, squares, so_far = self._measures.touched[region.index], self._measures.squares, self._so_far
-        if not all(math.isfinite(squares[index]) for index in region.parameters):
+        # Several ranks find out together, in `apply`.
+        alone = self._store.comm.size == 1
+        if alone and not all(math.isfinite(squares[index]) for index in region.parameters):
             self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> None:

@@ -169,6 +169,8 @@ class ThreadLane:
         self._is_idle = False  # the thread waits for work, or is about to
         self._is_closed = False
         self.error: BaseException | None = None
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Called by the thread when work failed, or could not begin as what it comes after had failed."""
         self._failed_at = 0  # the position of what the error is of
         self._thread: threading.Thread | None = None  # started by the first piece of work
 
@@ -242,6 +244,8 @@ class ThreadLane:
     def _serve(self) -> None:
         while (work := self._take()) is not None:
             error = self._do(work)
+            if error is not None and self.on_failure is not None and not isinstance(error, CancelledError):
+                self.on_failure(error)
             with self._lock:
                 self._queue.remove(work)
                 if error is not None and self.error is None and not isinstance(error, CancelledError):

@@ -267,7 +267,7 @@ class Ranks(Comm):
         self._wait(works)
 
     def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
-        """Sum one chunk while the next one travels."""
+        """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
         pieces = pieces_of(full, self.size)
         travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
         for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):

@@ -50,17 +50,25 @@ class NcclRanks(Ranks):
             torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
             super()._send(data, source)
         else:
+            self._hold(data)
             dist.broadcast(data, source, group=self._nccl)
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
         if full.is_cpu:
             super()._gather(full, row)
             return
+        self._hold(full)
         self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._nccl)
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        self._hold(*received, *pieces)
         dist.all_to_all(received, pieces, group=self._nccl)  # grouped sends and receives, from and to where the data is
         return []
+
+    def _hold(self, *tensors: torch.Tensor) -> None:
+        """Freed memory must not be handed out again before this stream is done with it."""
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _abandon(self, error: RankLostError | None) -> None:
         super()._abandon(error)

@@ -145,6 +145,8 @@ class Watch:
 
     def explain(self, error: Exception) -> RankLostError:
         """An exchange failed: return which rank was lost by it."""
+        if self._ending:
+            return RankLostError(f"This rank, {self.rank}, has left the others: {error}", self.rank)
         self._is_lost.wait(self._times.silence_s / 2)  # the sockets tell, in a moment
         if self.error is None:
             self._lose(None, f"A connection between ranks broke: {error}")

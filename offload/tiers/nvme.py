@@ -197,13 +197,16 @@ class Record:
         return Loan(planes, (*loan.after, reading), loan.behind, read, changed)
 
     def land(self, plane: str) -> Loan:
-        """Lend memory for a plane, which is written to disk once it is there."""
+        """Lend memory for a plane, which is written to disk once it is there. Not that of updates for weights: they
+        come while one's own, which were updated there, are still to be sent.
+        """
         first, last = self._span([plane])
-        stretch = self.updates.take(last - first)
+        channel = self.fetches if plane == "weights" else self.updates
+        stretch = channel.take(last - first)
 
         def changed(ticket: Ticket) -> None:
             stretch.fence.fill(ticket)
-            self._write_back([plane], self.updates, stretch, ticket)
+            self._write_back([plane], channel, stretch, ticket)
 
         return Loan(self._views([plane], stretch), (), stretch.after, changed, changed)
 

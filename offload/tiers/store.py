@@ -339,7 +339,7 @@ class Store:
             is_own = rank == self.sharding.owner
             loan = own if is_own else state.others[rank][number].land("weights")
             ticket = self.exchanges.submit(
-                partial(self.comm.broadcast, loan.planes["weights"], rank, what),
+                partial(self.comm.broadcast, loan.planes["weights"], rank, f"{what}, part {number} of rank {rank}"),
                 after=after if is_own else (),
                 behind=() if is_own else loan.behind,
                 name=what,
