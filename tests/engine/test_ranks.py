@@ -287,6 +287,18 @@ def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], st
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+def test_padding_on_one_rank_alone(stage: int) -> None:
+    """transformers leaves the mask out where nothing is padded, so that units are called in other ways by rank.
+
+    Break: record on this rank's own rows.
+    """
+    common = {"case": "plain", "num_steps": 4, "padded": 2, "micro_batch_size": 1, "zero_stage": stage}
+    (found,) = train(2, {**common, "rows": (2, 2)})
+    (wanted,) = train(1, {**common, "rows": (4,)})
+    assert_near(found, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batches(stage: int) -> None:
     """It is called again for each of them, three times on rank 0 and once on rank 1: a rank that has none left is
     still needed for the others' weights.

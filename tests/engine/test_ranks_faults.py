@@ -85,13 +85,25 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("way", "code", "message"), [("exception", 1, r"Rank 1 .*ValueError: these data are bad"), ("exit", 3, r"Rank 1 ")]
+    ("way", "stage", "code", "message"),
+    [
+        ("exception", 3, 1, r"Rank 1 .*ValueError: these data are bad"),
+        ("bare exception", 3, 1, r"Rank 1 .*ValueError: these data are bad"),
+        ("exit", 3, 3, r"Rank 1 "),
+        ("update", 1, 1, r"Rank 1 .*ValueError: these data are bad"),
+    ],
 )
-def test_a_rank_that_leaves_in_its_loss_function_ends_all_others(
-    tmp_path: Path, way: str, code: int, message: str
+def test_a_rank_that_fails_in_a_step_ends_all_others(
+    tmp_path: Path, way: str, stage: int, code: int, message: str
 ) -> None:
-    with processes(tmp_path, 2, "steps", way, "3", str(tmp_path)) as (waiting, leaving):
+    """In its loss function, or in an update, after which the others wait for its weights.
+
+    Break: leave an exchange out whose weights failed; let the rank that fails fetch once more.
+    """
+    with processes(tmp_path, 2, "steps", way, str(stage), str(tmp_path)) as (waiting, leaving):
         assert leaving.end(60) == code, leaving.output
+        if code == 1:
+            assert "these data are bad" in leaving.output
         assert re.search(message, lost(waiting, time.monotonic()))
     assert cleaned_up(tmp_path, 0)
 
