@@ -49,6 +49,17 @@ class DiskError(OffloadError, OSError):
         self.num_bytes = num_bytes
 
 
+class CheckpointError(OffloadError, ValueError):
+    """A checkpoint is damaged, incomplete, or not of a format that this version reads (exit code 1).
+
+    path: the file or folder at fault.
+    """
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class RankLostError(OffloadError, RuntimeError):
     """Another rank ended, stopped or went another way, so that this one cannot go on (exit code 1).
 

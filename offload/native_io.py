@@ -89,7 +89,7 @@ class File:
         try:
             os.posix_fallocate(self.fd, begin, num_bytes)
         except OSError as error:
-            raise _os_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
+            raise disk_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
 
     def has_hole(self, offset: int, num_bytes: int) -> bool:
         """Tell whether some of these bytes have no disk space, as after a truncation of what was reserved; False where
@@ -118,7 +118,7 @@ class File:
         try:
             os.fsync(self.fd)
         except OSError as error:
-            raise _os_error("the flush (fsync)", self.path, error) from None
+            raise disk_error("the flush (fsync)", self.path, error) from None
 
     def close(self) -> None:
         """Wait for the file's transfers and close it. Raises the DiskError of one that nobody has waited for."""
@@ -187,7 +187,7 @@ class IoEngine:
                 direct = False
                 fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise _os_error("the opening", path, error) from None
+            raise disk_error("the opening", path, error) from None
         file = File(self, path, fd, direct and _O_DIRECT != 0, why_buffered)
         if num_bytes:
             try:
@@ -442,9 +442,12 @@ def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, move
     return DiskError(f"{what} failed{_because(code)}", code, path, offset, num_bytes)
 
 
-def _os_error(what: str, path: Path, error: OSError) -> DiskError:
+def disk_error(
+    what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
+) -> DiskError:
+    """Return the error for a system call that failed; `what`: "the opening", for one."""
     code = error.errno or 0
-    return DiskError(f"{what} of {path} failed{_because(code)}", code, path)
+    return DiskError(f"{what} of {path} failed{_because(code)}", code, path, offset, num_bytes)
 
 
 def _because(code: int) -> str:

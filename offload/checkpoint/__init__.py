@@ -1,1 +1,1 @@
-"""Weights in and out."""
+"""Checkpoints; weights in and out."""

@@ -12,7 +12,7 @@ notes real first; so the worst that an unforeseen initialisation can do is to us
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,12 +64,15 @@ class DeferredInit(TorchFunctionMode):
         for context in reversed(self._contexts):
             context.__exit__(*error)
 
-    def bind(self, model: nn.Module) -> Callable[[str, nn.Module], None]:
-        """Return `fill(name, module)`, which makes the notes of the module's parameters, once.
+    def bind(self, model: nn.Module, only: Collection[int] | None = None) -> Callable[[str, nn.Module], None]:
+        """Return `fill(name, module)`, which makes the notes of the module's parameters, once; with `only`, those of
+        the parameters with these ids.
 
         The values depend on the seed and on the parameter's first name in `model`, not on the order of the calls.
         """
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {
+            id(parameter): name for name, parameter in model.named_parameters() if only is None or id(parameter) in only
+        }
         notes = {key: found for key, found in self._notes.items() if key in names}
         self._notes, self._alive = {}, {}
 

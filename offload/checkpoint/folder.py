@@ -1,0 +1,116 @@
+"""The checkpoints of a run: `checkpoints/step-N/`, and `latest`, which names the one that was saved last.
+
+`latest` is written when the checkpoint that it names is on the disk, so it never names a worse one; what it says is for
+people and scripts, and nothing here believes it: checkpoints are found by their folders and verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint import saving
+from offload.checkpoint.manifest import Contents
+from offload.checkpoint.reader import verify
+from offload.checkpoint.saving import Save, foreign_names, write_small
+from offload.errors import CheckpointError, DiskError
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_LATEST = "latest"
+
+
+class Checkpoints:
+    """The checkpoints of one run, of which one process, rank 0, saves and removes; any may look."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: RUN/checkpoints, made by the first save."""
+        self.path = path
+
+    def folders(self) -> list[Path]:
+        """Return the folders of all checkpoints, that of the highest step first; whether they verify is not told."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.path.iterdir():
+                if (step := _STEP.fullmatch(path.name)) and path.is_dir():
+                    found[int(step[1])] = path
+        return [found[step] for step in sorted(found, reverse=True)]
+
+    def latest(self) -> Path | None:
+        """Return the folder that `latest` names; None where there is no such file or folder."""
+        try:
+            name = (self.path / _LATEST).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+        return self.path / name if _STEP.fullmatch(name) and (self.path / name).is_dir() else None
+
+    def newest_that_verifies(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """Return the checkpoint of the highest step that is whole, read from end to end, and those above it that are
+        not, each with the reason.
+        """
+        return _first_that_verifies(self.folders())
+
+    def begin(self, step: int) -> Save:
+        """Begin the checkpoint of a step; what there is of that step stays until the new one is complete.
+
+        A folder of that name with files that no checkpoint has is no checkpoint, and is moved aside for good. Raises
+        DiskError.
+        """
+        target = self.path / f"step-{step}"
+        if foreign_names(target):
+            with saving.as_disk_errors("the renaming", target):
+                target.rename(target.with_name(f"{target.name}.foreign-{secrets.token_hex(4)}"))
+        return Save(target)
+
+    def commit(
+        self,
+        save: Save,
+        contents: Contents,
+        parts: Sequence[Mapping[str, Any]],
+        meta: Mapping[str, Any],
+        keep: int | None = None,
+    ) -> Path:
+        """Publish what `begin` began and point `latest` at it; then remove all but the `keep` checkpoints of the
+        highest steps, lowest first. None: all stay. The new one stays in any case, and so does one that cannot be
+        removed. Raises as `Save.commit`, or DiskError for `latest` alone, when the new one is there already.
+        """
+        new = save.commit(contents, parts, meta)
+        write_small(self.path / _LATEST, f"{new.name}\n")
+        if keep is not None:
+            for old in reversed(self.folders()[keep:]):
+                if old.name != new.name:
+                    with contextlib.suppress(DiskError):
+                        saving.remove(old)
+        return new
+
+    def clear(self) -> list[Path]:
+        """Remove what dead processes left of checkpoints, at the start of a run; return what was removed."""
+        return saving.clear(self.path)
+
+
+def verify_or_offer(folder: Path) -> None:
+    """Verify a checkpoint that was asked for by name. Raises CheckpointError, which says which of those beside it is
+    good; finding that out reads them.
+    """
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        others = [path for path in Checkpoints(folder.parent).folders() if path.name != folder.name]
+        good, _ = _first_that_verifies(others)
+        offer = f"The last good one is {good}." if good else "There is no other one beside it that is good."
+        raise CheckpointError(f"{error} {offer}", error.path) from None
+
+
+def _first_that_verifies(folders: Sequence[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    skipped = []
+    for folder in folders:
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            skipped.append((folder, str(error)))
+        else:
+            return folder, skipped
+    return None, skipped

@@ -1,0 +1,338 @@
+"""What transformers calls a tensor in a file, and how tensors of a file become parameters: the only module that knows
+its internals.
+
+transformers renames tensors and fuses them (stacks experts, joins projections) while it loads a whole model, and undoes
+both while it saves one. Here its own rules and operations are asked what belongs together, with tensors of the meta
+device, so that one group can later be converted by itself. Whatever is not as expected raises CannotStream: then only
+transformers itself, with the whole model in memory, can do it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from offload.errors import OffloadError
+
+Shape = tuple[int, ...]
+
+
+class CannotStream(OffloadError):
+    """transformers has no rules, or other ones than are known here, to convert a part of this model by itself."""
+
+
+class Conversion:
+    """Tensors that become others together.
+
+    `sources` are in the order in which transformers takes them; `outputs` maps every name that is made to its shape.
+    Where the sources are stacked (`is_stacked`), or the only source is a stack that is cut (`is_cut`), `rows` is the
+    stack's length, and a row can be converted by itself: a layer's experts are most of it, and need not be in memory
+    twice.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        first: str,
+        rule: Any,
+        members: Sequence[tuple[str, str | None]],
+        tensors: Mapping[str, torch.Tensor],
+        rename: Callable[[str], str],
+    ) -> None:
+        """Learn what becomes of `members` (names, and the patterns of `rule` that they match) by making it from the
+        meta device's `tensors`. Raises ValueError where they do not fit each other, CannotStream where the operations
+        take other arguments than transformers' own.
+        """
+        self._model, self._first, self._rule, self._members = model, first, rule, members
+        self.sources = tuple(name for name, _ in members)
+        self.is_identity = rule is None
+        everything = range(len(members))
+        try:
+            whole = self._convert(everything, (tensors[name] for name in self.sources))
+        except (AttributeError, TypeError) as error:
+            raise CannotStream(f"{first} cannot be made by itself: {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever an operation says of tensors that do not fit
+            raise ValueError(f"{_some(self.sources)} cannot become {first}: {type(error).__name__}: {error}") from error
+        self._names = {said: rename(said) for said in whole}
+        self.outputs: dict[str, Shape] = {self._names[said]: tuple(value.shape) for said, value in whole.items()}
+        self._rows_of = () if rule is None else _rows_of(rule, members)
+        self.is_stacked = bool(self._rows_of) and self._makes_rows(tensors)
+        self.rows, self.is_cut = len(self._rows_of) if self.is_stacked else 0, False
+        if rule is not None and len(members) == 1 and _cuts_rows(rule):
+            rows = len(tensors[self.sources[0]])
+            parts, said = list(self._convert((0,), [tensors[self.sources[0]][:1]])), list(whole)
+            if len(said) == rows * len(parts) and said[::rows] == parts:
+                self.rows, self.is_cut = rows, True
+
+    @staticmethod
+    def identity(name: str, shape: Shape) -> Conversion:
+        """Return the conversion of a tensor that stays as it is."""
+        meta = torch.empty(shape, device="meta")
+        return Conversion(None, name, None, [(name, None)], {name: meta}, lambda said: said)
+
+    def run(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert all sources, which are taken one by one. An operation lets go of a source when it has used it."""
+        made = self._convert(range(len(self._members)), tensors)
+        return {self._names[said]: value for said, value in made.items()}
+
+    def row_sources(self, row: int) -> tuple[str, ...]:
+        """Return the sources of one row of a stack that is made."""
+        return tuple(self.sources[number] for number in self._rows_of[row])
+
+    def make_row(self, row: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return one row of the stack, from the tensors of `row_sources`."""
+        (value,) = self._convert(self._rows_of[row], tensors).values()
+        return value[0]
+
+    def cut_row(self, row: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what is made of one row of a stack that is cut; `tensor` is that row of the only source."""
+        names = list(self._names.values())
+        values = self._convert((0,), [tensor.unsqueeze(0)]).values()
+        return {names[part * self.rows + row]: value for part, value in enumerate(values)}
+
+    def _convert(self, numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert the members of these numbers, as transformers does for all of them."""
+        given = iter(tensors)
+        if self._rule is None:
+            return {self._first: next(given)}
+        rule = deepcopy(self._rule)
+        for number in numbers:
+            name, pattern = self._members[number]
+            rule.add_tensor(self._first, name, pattern, next(given))
+        made = rule.convert(self._first, model=self._model, config=self._model.config)
+        return {said: value[0] if isinstance(value, list) else value for said, value in made.items()}
+
+    def _makes_rows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        if len(self.outputs) != 1:
+            return False
+        (shape,) = self.outputs.values()
+        (row,) = self._convert(self._rows_of[0], (tensors[name] for name in self.row_sources(0))).values()
+        return (len(self._rows_of), *row.shape[1:]) == shape and len(row) == 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the tensors of a folder become those of a model; `unexpected` maps what becomes nothing to the name that it
+    would have in the model.
+    """
+
+    conversions: list[Conversion]
+    unexpected: dict[str, str]
+
+
+def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Reading:
+    """Plan what `from_pretrained` would make of a folder's `tensors` (of the meta device) in `model`, and note in the
+    model, as it does, which rules were used: `save_pretrained` reverses those.
+
+    Raises CannotStream, and ValueError where the tensors of a group do not fit each other.
+    """
+    loading, mapping = _internals()
+    try:
+        return _plan_reading(model, tensors, loading, mapping)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CannotStream(
+            f"transformers {transformers.__version__} cannot say how the weights of {type(model).__name__} are read "
+            f"part by part: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any, mapping: Any) -> Reading:
+    state = model.state_dict()
+    rules = mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix = model.base_model_prefix
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected: dict[str, str] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        if renamed in state:
+            groups.setdefault(renamed, []).append((name, pattern))
+        else:
+            unexpected[name] = renamed
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
+    conversions = []
+    for first, members in groups.items():
+        if any(pattern is None for _, pattern in members):
+            members = members[:1]  # transformers takes the first of several tensors with one name
+        pattern = members[0][1]
+        rule = None if pattern is None else of_pattern[pattern]
+        conversions.append(Conversion(model, first, rule, members, tensors, lambda said: said))
+    return Reading(conversions, unexpected)
+
+
+def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], list[str]]:
+    """Plan what `save_pretrained` would make of a model's `tensors` (of the meta device, without tied ones); return the
+    conversions in the model's order, and the names of what is made in transformers' order, by which files are filled.
+
+    The plan is checked against transformers' own result for all of them. Raises CannotStream.
+    """
+    loading, _ = _internals()
+    try:
+        return _plan_writing(model, tensors, loading)
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise CannotStream(
+            f"transformers {transformers.__version__} cannot say how the weights of {type(model).__name__} are written "
+            f"part by part: {error}"
+        ) from error
+
+
+def _plan_writing(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any
+) -> tuple[list[Conversion], list[str]]:
+    whole = loading.revert_weight_conversion(model, dict(tensors))
+    rules = [rule.reverse_transform() for rule in reversed(_used_rules(model))]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    final: dict[str, str] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        renamed, pattern = loading.rename_source_key(name, [], converters)
+        if pattern is None:
+            renamed = loading.rename_source_key(name, renamings, [])[0]
+            final[renamed] = renamed
+        groups.setdefault(renamed, []).append((name, pattern))
+
+    def rename(said: str) -> str:
+        return final.get(said) or loading.rename_source_key(said, renamings, [])[0]
+
+    conversions = []
+    for first, members in groups.items():
+        pattern = members[0][1]
+        rule = None if pattern is None else of_pattern[pattern]
+        conversions.append(Conversion(model, first, rule, members, tensors, rename))
+    made = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
+    if made != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
+        raise ValueError("the parts give other names or shapes than the whole")
+    order = {name: position for position, name in enumerate(tensors)}
+    return sorted(conversions, key=lambda conversion: order[conversion.sources[0]]), list(whole)
+
+
+def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors` (of the meta device) without the names of tied weights that `save_pretrained` drops.
+
+    Raises CannotStream.
+    """
+    try:
+        remove: Any = transformers.modeling_utils.remove_tied_weights_from_state_dict
+        for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+            tensors.pop(name, None)
+        return remove(dict(tensors), model)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise CannotStream(f"tied weights of {type(model).__name__} are not told apart: {error}") from error
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return which parameter takes whose values, as the configuration says."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
+    """Return `missing` and `unexpected` (as of `Reading`) without what the model says is of no matter."""
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
+    adjust: Any = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    if adjust is not None:
+        adjust(info)
+    return info.missing_keys, {name: said for name, said in unexpected.items() if said in info.unexpected_keys}
+
+
+def stays_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return a test for the names of tensors that `from_pretrained` keeps in fp32 when it loads in `dtype`."""
+    patterns = {
+        pattern
+        for attribute, dtypes in (
+            ("_keep_in_fp32_modules", (torch.float16,)),
+            ("_keep_in_fp32_modules_strict", (torch.float16, torch.bfloat16)),
+        )
+        if dtype in dtypes
+        for pattern in getattr(model, attribute, None) or ()
+    }
+    if not patterns:
+        return lambda _name: False
+    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    return lambda name: found.search(name) is not None
+
+
+def settle_buffers(model: nn.Module) -> None:
+    """Compute the buffers that are in no file again, as `from_pretrained` does: in fp32 where the model was made in
+    bf16, which changes tables of positions (codegen). To be called under a DeferredInit, which takes the rest.
+    """
+
+    def settle(module: nn.Module, family: Any) -> None:
+        family = module if isinstance(module, transformers.PreTrainedModel) else family
+        if family is not None and module._non_persistent_buffers_set:
+            family._init_weights(module)
+        for child in module.children():
+            settle(child, family)
+
+    with torch.no_grad():
+        settle(model, None)
+
+
+def _internals() -> tuple[Any, Any]:
+    """Return transformers' modules with the rules, if they have what is used here. Raises CannotStream."""
+    try:
+        from transformers import conversion_mapping, core_model_loading
+
+        for name in ("WeightRenaming", "WeightConverter", "rename_source_key", "dot_natural_key"):
+            getattr(core_model_loading, name)
+        for module, name in (
+            (core_model_loading, "revert_weight_conversion"),
+            (conversion_mapping, "get_model_conversion_mapping"),
+        ):
+            getattr(module, name)
+    except (ImportError, AttributeError) as error:
+        raise CannotStream(f"transformers {transformers.__version__} converts weights otherwise: {error}.") from error
+    return core_model_loading, conversion_mapping
+
+
+def _used_rules(model: nn.Module) -> Sequence[Any]:
+    """Return the rules that `save_pretrained` reverses: those used at load, or the family's own."""
+    loading, mapping = _internals()
+    rules: Any = getattr(model, "_weight_conversions", None)
+    if rules is not None:
+        return rules
+    found = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return [rule for rule in found if not isinstance(rule, loading.PrefixChange)]
+
+
+def _rows_of(rule: Any, members: Sequence[tuple[str, str | None]]) -> tuple[tuple[int, ...], ...]:
+    """Return the members that make each row of a stack, where what follows the stacking leaves rows apart."""
+    merge, *rest = rule.operations
+    if type(merge).__name__ != "MergeModulelist" or merge.dim != 0 or not all(map(_is_within_rows, rest)):
+        return ()
+    lists: dict[str | None, list[int]] = {}
+    for number, (_, pattern) in enumerate(members):
+        lists.setdefault(pattern, []).append(number)
+    if len({len(each) for each in lists.values()}) != 1:
+        return ()
+    return tuple(zip(*lists.values(), strict=True))
+
+
+def _cuts_rows(rule: Any) -> bool:
+    """Tell whether a stack is cut in rows, and whatever comes before leaves rows apart."""
+    *before, split = rule.operations
+    return type(split).__name__ == "SplitModulelist" and split.dim == 0 and all(map(_is_within_rows, before))
+
+
+def _is_within_rows(operation: Any) -> bool:
+    name = type(operation).__name__
+    if name == "Transpose":
+        return not operation.check_dims and min(operation.dim0, operation.dim1) > 0
+    return name in ("Concatenate", "Chunk") and operation.dim > 0 and operation.num_shards_attribute is None
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

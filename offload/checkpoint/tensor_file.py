@@ -1,0 +1,266 @@
+"""The safetensors container: eight bytes with the length of a JSON header, the header, the tensors' bytes one after
+another. Read by ranges and written in any order, so that neither side holds a file in memory.
+
+https://huggingface.co/docs/safetensors: the header maps a name to {dtype, shape, data_offsets}; the offsets are bytes
+from the header's end, without holes. Numbers are little-endian, which is what this module runs on.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+
+from offload.errors import ConfigError, DiskError, errno_text, format_bytes
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""In the order of safetensors' own writer, which puts what comes last here first into the file."""
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_PIECE_BYTES = 1 << 23  # read back, converted or written at once
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its bytes are those from `begin` to `end`, counted from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """A safetensors file that is read by ranges, with plain reads: a mapping would end the process where the file has
+    been cut since, and its pages would count as memory in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header. Raises ConfigError where the file is not whole, DiskError where it is not read."""
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DiskError(f"{path} cannot be read: {errno_text(error.errno or 0)}.", error.errno or 0, path) from None
+        self._num_bytes = os.fstat(self._file.fileno()).st_size
+        self.metadata: dict[str, str] = {}
+        try:
+            self.entries = self._parse()
+        except ConfigError:
+            self.close()
+            raise
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements `begin` to `end` of a tensor, flat, in the dtype of the file. Raises DiskError."""
+        entry = self.entries[name]
+        end = math.prod(entry.shape) if end is None else end
+        found = torch.empty(end - begin, dtype=entry.dtype)
+        self._read(as_bytes(found), entry.begin + begin * entry.dtype.itemsize)
+        return found
+
+    def hash(self, name: str) -> str:
+        """Return the XXH3-128 of a tensor's bytes. Raises DiskError."""
+        digest, entry = xxhash.xxh3_128(), self.entries[name]
+        for begin in range(entry.begin, entry.end, _PIECE_BYTES):
+            piece = memoryview(bytearray(min(_PIECE_BYTES, entry.end - begin)))
+            self._read(piece, begin)
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def forget(self) -> None:
+        """Ask the system to let go of what it keeps of the file, so that what is read next comes from the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _read(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._file.fileno(), [target[done : done + (1 << 30)]], offset + done)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise DiskError(f"{self.path} cannot be read: {errno_text(code)}.", code, self.path, offset) from None
+            if not count:
+                message = f"{self.path} ends at byte {offset + done}: it was cut since it was opened."
+                raise DiskError(message, 0, self.path, offset + done)
+            done += count
+
+    def _parse(self) -> dict[str, Entry]:
+        head = memoryview(bytearray(8))
+        if self._num_bytes < 8:
+            raise self._damaged(f"it has {self._num_bytes} bytes")
+        self._read(head, 0)
+        length = int.from_bytes(head, "little")
+        if length > min(_MAX_HEADER_BYTES, self._num_bytes - 8):
+            raise self._damaged(f"its header would have {length} bytes, the file has {self._num_bytes}")
+        text = memoryview(bytearray(length))
+        self._read(text, 8)
+        try:
+            header = json.loads(bytes(text).decode())
+            self.metadata = dict(header.pop("__metadata__", {}))
+            entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._damaged(f"its header cannot be read ({type(error).__name__}: {error})") from None
+        end = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
+                raise self._damaged(f"the place of {name} contradicts its shape or its neighbours")
+            end = entry.end
+        if end != self._num_bytes:
+            raise self._damaged(f"its header tells of {end} bytes, the file has {self._num_bytes}")
+        return entries
+
+    def _damaged(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} is damaged or no safetensors file: {reason}. Copy or download it again.")
+
+
+def _entry(value: Mapping[str, Any], start: int) -> Entry:
+    if value["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {value['dtype']} is not known")
+    shape = tuple(value["shape"])
+    begin, end = value["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("a shape or an offset is not a count")
+    return Entry(DTYPES[value["dtype"]], shape, start + begin, start + end)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: the bytes of all of it, its tensors, and the XXH3-128 of each tensor's bytes."""
+
+    path: Path
+    num_bytes: int
+    entries: dict[str, Entry]
+    hashes: dict[str, str]
+
+
+class TensorFileWriter:
+    """Writes a file whose tensors are known by dtype and shape before their values: each may come at any time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Make the file in its full size. Raises DiskError, also where the disk has too little room."""
+        self.path = path
+        self._hashes: dict[str, str] = {}
+        header, self.entries = _layout(tensors)
+        self._num_bytes = max((entry.end for entry in self.entries.values()), default=len(header))
+        self._file = path.open("wb+", buffering=0)
+        try:
+            self._reserve()
+            self._write(memoryview(header), 0)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write all of a tensor, converted to the dtype of its entry piece by piece. Raises DiskError."""
+        entry = self.entries[name]
+        assert tuple(value.shape) == entry.shape, (name, value.shape, entry.shape)
+        flat = value.detach().reshape(-1)
+        digest, step = xxhash.xxh3_128(), max(1, _PIECE_BYTES // entry.dtype.itemsize)
+        for begin in range(0, flat.numel(), step):
+            piece = as_bytes(flat[begin : begin + step].to("cpu", entry.dtype))
+            digest.update(piece)
+            self._write(piece, entry.begin + begin * entry.dtype.itemsize)
+        self._hashes[name] = digest.hexdigest()
+
+    def finish(self) -> Written:
+        """Bring the file to the disk and close it. Raises DiskError."""
+        missing = self.entries.keys() - self._hashes.keys()
+        assert not missing, f"{self.path}: not written: {sorted(missing)}"
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from None
+        self._file.close()
+        return Written(self.path, self._num_bytes, self.entries, self._hashes)
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _reserve(self) -> None:
+        """Take the file's room on the disk at once: a full disk is found before anything is read."""
+        try:
+            if self._num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
+            else:
+                os.ftruncate(self._file.fileno(), self._num_bytes)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwrite(self._file.fileno(), data[done:], offset + done)
+            except OSError as error:
+                raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> DiskError:
+        code = error.errno or errno.EIO
+        size = format_bytes(self._num_bytes)
+        return DiskError(f"{self.path} ({size}) cannot be written: {errno_text(code)}.", code, self.path)
+
+
+def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+    """Return a file's first bytes and its entries, ordered as safetensors' own writer orders them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    order = sorted(tensors.items(), key=lambda item: (-_RANKS[item[1][0]], item[0].encode()))
+    end = 0
+    for name, (dtype, shape) in order:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: Entry(dtype, tuple(shape), *(start + offset for offset in header[name]["data_offsets"]))
+        for name, (dtype, shape) in order
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def as_bytes(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a flat CPU tensor of any dtype."""
+    array: Any = flat.contiguous().view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(b"")

@@ -1,0 +1,193 @@
+"""One rank's data file of a checkpoint, written in the background while training makes the next pieces.
+
+    with Writer(folder, rank, contents) as writer:
+        writer.write("lm_head.weight", "exp_avg", begin, tensor)     # copied: the tensor may change at once
+        part = writer.finish()                                       # on the disk; for `Save.commit` on rank 0
+
+Pieces are copied one after another into chunks, and a full chunk is hashed and written with aiofiles by an event loop
+in a thread of its own: a few at a time, so `write` waits where the disk is slower, and memory is bounded by
+`_BUFFERS` chunks whatever is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiofiles
+import aiofiles.os
+import numpy as np
+import torch
+
+from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, Part, Slice, check_span, checksum, raw
+from offload.native_io import disk_error
+
+_IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
+_BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
+
+_T = TypeVar("_T")
+
+
+class Writer:
+    """Writes slices of parameters into `folder`, which a `Save` made. Used from one thread.
+
+    num_bytes: handed in so far. A failed write is raised as DiskError by a later `write` or by `finish`; nothing is
+    written after it. Leaving the `with` block before `finish` has returned removes the file.
+    """
+
+    def __init__(self, folder: Path, rank: int, contents: Contents, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """`contents`: of the whole checkpoint, on every rank the same. Raises DiskError."""
+        self.path = folder / f"rank-{rank}.bin"
+        self.num_bytes = 0
+        self._contents, self._chunk_bytes = contents, chunk_bytes
+        self._slices: list[tuple[str, str, Slice]] = []
+        self._checksums: dict[int, str] = {}
+        self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._free.put(np.empty(chunk_bytes, np.uint8))  # memory is taken at the first use
+        self._chunk: np.ndarray | None = None
+        self._error: Exception | None = None
+        self._is_open = True
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
+        self._thread.start()
+        try:
+            self._file = self._run(_open(self.path))
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, OSError):
+                raise disk_error("the opening", self.path, error) from None
+            raise
+
+    def write(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
+        """Save elements from `begin` on of a flat parameter's plane. Waits while all buffers are being written.
+
+        tensor: contiguous, on the CPU, of the plane's dtype, any shape. Raises ValueError where it is not that or not
+        within the parameter, DiskError where an earlier write failed.
+        """
+        check_span(self._contents, name, plane, begin, tensor)
+        if not tensor.numel():
+            return
+        self._note(name, plane, begin, tensor)
+        data = raw(tensor)
+        while len(data):
+            at = self.num_bytes % self._chunk_bytes
+            if self._chunk is None:
+                self._chunk = self._free.get()
+                if self._error:
+                    raise self._error
+            size = min(len(data), self._chunk_bytes - at)
+            self._chunk[at : at + size] = data[:size]
+            data = data[size:]
+            self.num_bytes += size
+            if at + size == self._chunk_bytes:
+                self._send()
+
+    def finish(self) -> dict[str, Any]:
+        """Wait until all is on the disk; return this rank's part of the manifest, for JSON. Raises DiskError."""
+        if self._chunk is not None:
+            self._send()
+        self._run(self._close(syncs=True))
+        if self._error:
+            raise self._error
+        self._stop()
+        checksums = [self._checksums[index] for index in range(len(self._checksums))]
+        file = DataFile(num_bytes=self.num_bytes, chunk_bytes=self._chunk_bytes, checksums=checksums)
+        return Part(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
+
+    def abort(self) -> None:
+        """Remove the file; nothing to do after `finish`."""
+        if self._is_open:
+            self._run(self._close(syncs=False))
+            self._stop()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.abort()
+
+    def _note(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
+        """Add a slice, or lengthen the last one where this piece is its continuation."""
+        end, offset = begin + tensor.numel(), self.num_bytes
+        if self._slices:
+            last_name, last_plane, last = self._slices[-1]
+            if (last_name, last_plane, last.end) == (name, plane, begin):
+                self._slices.pop()
+                begin, offset = last.begin, last.offset
+        self._slices.append((name, plane, Slice(begin, end, self.path.name, offset)))
+
+    def _send(self) -> None:
+        """Have the chunk at hand written."""
+        assert self._chunk is not None
+        index = (self.num_bytes - 1) // self._chunk_bytes
+        writing = self._put(index, self._chunk, self.num_bytes - index * self._chunk_bytes)
+        self._chunk = None
+        asyncio.run_coroutine_threadsafe(writing, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
+        """Write a chunk and give its buffer back; in the loop's thread."""
+        if self._error is None:
+            offset = index * self._chunk_bytes
+            what = f"the write of {num_bytes} bytes at offset {offset}"
+            try:
+                self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
+            except OSError as error:
+                self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
+            except Exception as error:  # whoever waits for a buffer must get it
+                self._error = self._error or error
+        self._free.put(chunk)
+
+    async def _close(self, syncs: bool) -> None:
+        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing."""
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+        if self._file.closed:
+            return
+        try:
+            if syncs and self._error is None:
+                await _sync(self._file.fileno())
+            await self._file.close()
+        except OSError as error:
+            self._error = self._error or disk_error("the flush (fsync)", self.path, error)
+
+    def _stop(self) -> None:
+        self._is_open = False
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _open(path: Path) -> Any:
+    return await aiofiles.open(path, "xb", buffering=0)
+
+
+def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
+    """Write a chunk; return its checksum."""
+    left, at = data.data, offset
+    while left:
+        count = os.pwrite(fd, left, at)  # Python calls again after a signal
+        left, at = left[count:], at + count
+    # The disk starts on it at once instead of at the final fsync, which had taken as long as all writes before it; and
+    # pages that are on the disk leave the page cache, where they were in the way of others.
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+    return checksum(data)
+
+
+_write = aiofiles.os.wrap(_write_now)
+_sync = aiofiles.os.wrap(os.fsync)

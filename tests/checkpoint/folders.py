@@ -1,0 +1,98 @@
+"""Hugging Face folders of the zoo's families, written and read by transformers and by us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.hf_read import FolderWeights, read_model
+from tests.zoo.families import UNBUILDABLE, families
+
+QUICK = (
+    "llama",
+    "gpt2",  # Conv1D, buffers
+    "mixtral",  # stacked experts
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma2",  # tied
+    "bloom",
+    "opt",
+    "bart",
+    "mamba",
+    "rwkv",
+    "olmo_hybrid",  # fused convolutions
+    "hrm_text",  # fused projections
+    "deepseek_v3",  # kept in fp32, buffers that are saved
+    "codegen",  # tables of positions that depend on the default dtype
+    "zamba",  # shared blocks
+)
+"""Of the default run."""
+
+
+def names() -> list[Any]:
+    """Return every buildable family as a parameter; all but the quick ones are slow."""
+    import pytest
+
+    assert set(QUICK) <= set(families())
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in families()
+        if name not in UNBUILDABLE
+    ]
+
+
+class Auto:
+    """What an Auto class does for a class that it would not choose: several families share a configuration."""
+
+    def __init__(self, model_class: Any) -> None:
+        self._class = model_class
+
+    def from_config(self, config: Any, **options: Any) -> nn.Module:
+        return self._class._from_config(config, **options)
+
+
+def read(model_class: Any, folder: Path, **options: Any) -> tuple[nn.Module, FolderWeights]:
+    """Return the model of a folder, not filled, and its weights."""
+    return read_model(Auto(model_class), folder, model_class.config_class.from_pretrained(folder), **options)
+
+
+def fill_by_parts(model: nn.Module, weights: FolderWeights) -> None:
+    """Fill the innermost modules first, as an engine with small units would, then what hangs on their parents."""
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            weights.fill(name, module)
+    weights.fill("", model)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor: NaN equals NaN, and 0.0 not -0.0."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def differences(wanted: nn.Module, found: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers, also those in no file, that are not the same bit for bit."""
+    pairs = [
+        (dict(wanted.named_parameters(remove_duplicate=False)), dict(found.named_parameters(remove_duplicate=False))),
+        (dict(wanted.named_buffers()), dict(found.named_buffers())),
+    ]
+    return [
+        name
+        for mine, its in pairs
+        for name in mine.keys() | its.keys()
+        if name not in mine or name not in its or not same(mine[name], its[name])
+    ]
+
+
+def llama(**changes: Any) -> Any:
+    """Return a small llama's configuration."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    return LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **changes})

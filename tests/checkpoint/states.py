@@ -1,0 +1,72 @@
+"""States of a small model as a function of the step, their checkpoints, and whether one holds just them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.manifest import Contents, Entry
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.writer import Writer
+
+CHUNK_BYTES = 4096
+SPLIT = {"weights": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+PLAIN = {"weights": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+CONTENTS: Contents = {
+    "model.embed.weight": Entry((100, 64), SPLIT),  # a rank's share has whole chunks in it
+    "model.layers.0.mlp.weight": Entry((33, 31), SPLIT),
+    "model.norm.weight": Entry((7,), PLAIN),
+    "scale": Entry((), PLAIN),
+    "nothing": Entry((0, 4), PLAIN),
+    "frozen": Entry((129,), {"weights": torch.bfloat16}),
+}
+
+
+def planes(contents: Contents, step: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (name, plane, flat values) of all there is; every bit pattern may come, NaN included."""
+    for name, entry in contents.items():
+        for plane, dtype in entry.planes.items():
+            seed = int.from_bytes(hashlib.blake2b(f"{step} {name} {plane}".encode(), digest_size=7).digest(), "big")
+            bits = torch.randint(
+                0,
+                256,
+                (entry.numel * dtype.itemsize,),
+                dtype=torch.uint8,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            yield name, plane, bits.view(dtype)
+
+
+def save(
+    checkpoints: Checkpoints, step: int, *, contents: Contents = CONTENTS, world_size: int = 2, keep: int | None = None
+) -> Path:
+    """Save a step as ranks would, each its share of every parameter."""
+    with checkpoints.begin(step) as made:
+        parts = []
+        for rank in range(world_size):
+            with Writer(made.path, rank, contents, chunk_bytes=CHUNK_BYTES) as writer:
+                for name, plane, values in planes(contents, step):
+                    begin, end = (len(values) * each // world_size for each in (rank, rank + 1))
+                    writer.write(name, plane, begin, values[begin:end])
+                parts.append(writer.finish())
+        return checkpoints.commit(made, contents, parts, {"step": step}, keep)
+
+
+def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
+    """Assert that a checkpoint is of that step, bit for bit. Raises CheckpointError."""
+    with Reader(folder) as reader:
+        assert reader.meta == {"step": step}
+        assert reader.contents == contents
+        for name, plane, values in planes(contents, step):
+            out = torch.zeros_like(values)
+            reader.read(name, plane, 0, out)
+            assert same_bits(out, values), f"{plane} of {name} differs"
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bytes."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,0 +1,437 @@
+"""Whatever ends a save, a signal nobody can catch or a full disk: what was there before is there, or the new one is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.checkpoint import folder as folders
+from offload.checkpoint import saving, writer
+from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.manifest import MANIFEST, Entry
+from offload.checkpoint.reader import verify
+from offload.checkpoint.saving import Save
+from offload.checkpoint.writer import Writer
+from offload.errors import DiskError
+from tests.checkpoint.states import CONTENTS, check, save
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks, limits and renames of Linux")
+ROOT = Path(__file__).parents[2]
+LARGE = {"p": Entry((4 << 20,), {"weights": torch.float32})}  # 16 MiB
+
+
+def names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+class Killer:
+    """Starts saving processes and kills them."""
+
+    def __init__(self) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.saves_child"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, folder: Path, first: int, *, dies_at: int = -1, exchanges: bool = True, after_s: float = 0) -> int:
+        """Run a saving process until it dies: by itself, or killed after some time of saving; return its status."""
+        assert self.child.stdin
+        assert self.child.stdout
+        log = Path(f"{folder}.log")
+        size = log.stat().st_size if log.exists() else 0
+        self.child.stdin.write(f"{folder} {first} {dies_at} {exchanges}\n")
+        self.child.stdin.flush()
+        pid = int(self.child.stdout.readline())
+        if dies_at < 0:
+            until = time.monotonic() + 30
+            while not log.exists() or log.stat().st_size == size:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            time.sleep(after_s)
+            os.kill(pid, signal.SIGKILL)
+        return int(self.child.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    it = Killer()
+    yield it
+    assert it.child.stdin
+    it.child.stdin.close()
+    it.child.wait(10)
+
+
+def check_after_kill(checkpoints: Checkpoints) -> int:
+    """Assert that what a killed process left is the last complete checkpoint or a newer one; return its step."""
+    lines = [line.split() for line in Path(f"{checkpoints.path}.log").read_text().splitlines()]
+    begun = max(int(step) for _, step in lines)
+    ended = max((int(step) for what, step in lines if what == "end"), default=0)
+    latest = checkpoints.latest()
+    if ended:
+        assert latest is not None
+        check(latest, int(latest.name.removeprefix("step-")))
+        assert int(latest.name.removeprefix("step-")) >= ended
+    for path in checkpoints.folders():  # not only the newest: all that bear the name
+        check(path, int(path.name.removeprefix("step-")))
+    newest, skipped = checkpoints.newest_that_verifies()
+    assert not skipped
+    if newest is None:
+        assert not ended
+        return 0
+    step = int(newest.name.removeprefix("step-"))
+    assert ended <= step <= begun
+    return step
+
+
+def test_kill_at_any_moment(tmp_path, killer):
+    checkpoints, rng, step = Checkpoints(tmp_path / "checkpoints"), random.Random(7), 0
+    for _ in range(25):
+        status = killer.run(checkpoints.path, step + 1, after_s=rng.uniform(0, 0.1))
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        step = check_after_kill(checkpoints)
+    assert step > 10
+    checkpoints.clear()
+    assert all(name == "latest" or name.startswith("step-") for name in names(checkpoints.path) if name[0] != ".")
+    assert not any("." in name[1:] for name in names(checkpoints.path) if name != ".latest.new")
+
+
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_kill_before_each_system_call(tmp_path, killer, exchanges, stride):
+    """A save, for which an old one goes, and one more, which takes its place."""
+    seen: set[str] = set()
+    for count in range(0, 1000, stride):
+        checkpoints = Checkpoints(tmp_path / str(count) / "checkpoints")
+        checkpoints.path.parent.mkdir()
+        for step in (3, 4):
+            save(checkpoints, step)
+        Path(f"{checkpoints.path}.log").write_text("begin 3\nend 3\nbegin 4\nend 4\n")
+        status = killer.run(checkpoints.path, 5, dies_at=count, exchanges=exchanges)
+        left = names(checkpoints.path)
+        seen |= {name.split(".")[1].split("-")[0] for name in left if name.startswith("step-") and "." in name}
+        if not exchanges:
+            checkpoints.clear()  # puts back what was between two renames
+        check_after_kill(checkpoints)
+        checkpoints.clear()
+        assert not any("." in name[1:] for name in names(checkpoints.path) if name != ".latest.new")
+        assert check_after_kill(checkpoints) >= 4
+        shutil.rmtree(checkpoints.path.parent)
+        if not status:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert 50 < count < 500
+    if stride == 1:
+        assert seen == ({"partial", "removed"} if exchanges else {"partial", "removed", "replaced"})
+
+
+def test_what_is_on_disk_when_it_takes_its_name(tmp_path, monkeypatch):
+    """After a power cut only what was synced is there: first the files, then the folder, then its name, then latest."""
+    save(Checkpoints(tmp_path), 1)
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(fd: int) -> None:
+        events.append("sync " + Path(f"/proc/self/fd/{fd}").readlink().name.split(".partial")[0])
+        fsync(fd)
+
+    def renamed(one: Path, other: Path) -> None:
+        rename(one, other)
+        events.append(f"{Path(one).name.split('.partial')[0]} becomes {Path(other).name.split('.removed')[0]}")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(writer, "_sync", writer.aiofiles.os.wrap(synced))
+    monkeypatch.setattr(os, "rename", renamed)
+    save(Checkpoints(tmp_path), 2, keep=1)
+    parent = f"sync {tmp_path.name}"
+    assert events == [
+        *("sync rank-0.bin", "sync rank-1.bin", "sync manifest.json", "sync step-2"),
+        *("step-2 becomes step-2", parent),
+        *("sync .latest.new", ".latest.new becomes latest", parent),
+        "step-1 becomes step-1",
+    ]
+
+
+class TestKeep:
+    def test_the_highest_steps_stay(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
+        for step in (1, 2, 9, 10, 11):
+            save(checkpoints, step, keep=3)
+        assert names(tmp_path) == ["latest", "step-10", "step-11", "step-9"]
+        save(checkpoints, 12)
+        assert len(checkpoints.folders()) == 4
+        save(checkpoints, 13, keep=1)
+        assert names(tmp_path) == ["latest", "step-13"]
+        assert checkpoints.latest() == tmp_path / "step-13"
+
+    def test_the_new_one_stays_after_going_back(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
+        for step in (20, 30, 10):
+            save(checkpoints, step, keep=1)
+        assert names(tmp_path) == ["latest", "step-10", "step-30"]
+        assert checkpoints.latest() == tmp_path / "step-10"
+
+    def test_the_old_ones_stay_where_the_new_one_fails(self, tmp_path, monkeypatch):
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 1)
+
+        def fail(_path: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(saving, "sync_folder", fail)
+        with pytest.raises(DiskError, match="EIO"):
+            save(checkpoints, 2, keep=1)
+        assert names(tmp_path) == ["latest", "step-1"]
+        check(tmp_path / "step-1", 1)
+
+    def test_lowest_first(self, tmp_path, monkeypatch):
+        checkpoints, removed = Checkpoints(tmp_path), []
+        for step in range(1, 5):
+            save(checkpoints, step)
+        remove = saving.remove
+        monkeypatch.setattr(folders.saving, "remove", lambda path: (removed.append(path.name), remove(path)))
+        save(checkpoints, 5, keep=2)
+        assert removed == ["step-1", "step-2", "step-3"]
+
+
+class TestReplace:
+    @pytest.mark.parametrize("exchanges", [True, False])
+    def test_the_same_step_again(self, tmp_path, monkeypatch, exchanges):
+        if not exchanges:
+            monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 1, world_size=3)
+        (tmp_path / "step-1/rank-2.bin").write_bytes(b"damaged")
+        save(checkpoints, 1, world_size=2)
+        check(tmp_path / "step-1", 1)
+        assert names(tmp_path) == ["latest", "step-1"]
+
+    def test_a_failed_second_rename_brings_the_old_one_back(self, tmp_path, monkeypatch):
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 1)
+        monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+        rename, seen = os.rename, []
+
+        def fail(one: Path, other: Path) -> None:
+            if ".partial-" in Path(one).name and Path(other).name == "step-1":
+                seen.append(other)
+                if len(seen) == 2:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            rename(one, other)
+
+        monkeypatch.setattr(os, "rename", fail)
+        with pytest.raises(DiskError, match="the publishing of .*EIO"):
+            save(checkpoints, 1, world_size=3)
+        check(tmp_path / "step-1", 1)
+        assert names(tmp_path) == ["latest", "step-1"]
+
+    def test_a_step_with_notes_is_moved_aside(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 1)
+        (tmp_path / "step-1/notes.txt").write_text("precious")
+        save(checkpoints, 1)
+        check(tmp_path / "step-1", 1)
+        (aside,) = tmp_path.glob("step-1.foreign-*")
+        assert (aside / "notes.txt").read_text() == "precious"
+        assert checkpoints.clear() == []
+
+
+class TestClear:
+    def test_a_living_save_is_left_alone(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
+        with checkpoints.begin(1) as made:
+            assert checkpoints.clear() == []
+            assert made.path.is_dir()
+        assert names(tmp_path) == []
+
+    @pytest.mark.parametrize("has_manifest", [True, False])
+    def test_a_dead_one_goes(self, tmp_path, has_manifest):
+        dead = tmp_path / "step-1.partial-0123abcd"
+        dead.mkdir()
+        (dead / "rank-0.bin").write_bytes(b"1" * 10000)
+        if has_manifest:
+            (dead / MANIFEST).touch()
+        (tmp_path / "step-1.removed-0123abcd").mkdir()
+        others = ["step-1.partial-0123abc", "x.partial-0123abcd", "step-1.foreign-0123abcd"]
+        for name in others:
+            (tmp_path / name).touch()
+        assert [path.name for path in Checkpoints(tmp_path).clear()] == [dead.name, "step-1.removed-0123abcd"]
+        assert names(tmp_path) == sorted(others)
+
+    def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(self, tmp_path, monkeypatch):
+        lock, times = saving._lock_manifest, []
+
+        def late(folder: Path) -> int:
+            times.append(folder)
+            if len(times) == 1:
+                assert saving.clear(tmp_path) == [folder]
+            return lock(folder)
+
+        monkeypatch.setattr(saving, "_lock_manifest", late)
+        with Save(tmp_path / "step-1") as made:
+            assert len(times) == 3  # the one that was cleared, by whom it was, and the next
+            assert made.path == times[2] != times[0]
+            assert made.path.is_dir()
+
+    def test_a_folder_that_goes_before_it_is_locked_is_made_again(self, tmp_path, monkeypatch):
+        flock, times = saving.fcntl.flock, []
+
+        def late(fd: int, how: int) -> None:
+            times.append(fd)
+            if len(times) == 1:
+                (path,) = tmp_path.glob("*.partial-*")
+                saving.remove(path)
+            flock(fd, how)
+
+        monkeypatch.setattr(saving.fcntl, "flock", late)
+        with Save(tmp_path / "step-1") as made:
+            assert len(times) == 2
+            assert made.path.is_dir()
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    image = tmp_path / "image"
+    with image.open("wb") as stream:
+        stream.truncate(24 << 20)
+    for command in (["mkfs.ext4", "-q", "-m", "0", image], ["mount", "-o", "loop", image, point]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+    yield point
+    subprocess.run(["umount", point], check=True)
+
+
+def fill(checkpoints: Checkpoints, step: int, before_write: Callable[[int], None] = lambda _: None) -> None:
+    """Save 16 MiB by one rank, in pieces of 1 MiB."""
+    with checkpoints.begin(step) as made, Writer(made.path, 0, LARGE) as it:
+        for index in range(16):
+            before_write(index)
+            it.write("p", "weights", index << 18, torch.full((1 << 18,), float(step)))
+        checkpoints.commit(made, LARGE, [it.finish()], {"step": step})
+
+
+def test_a_full_disk(disk):
+    checkpoints = Checkpoints(disk / "checkpoints")
+    for step in (1, 2):
+        save(checkpoints, step)
+    fill(Checkpoints(disk / "probe"), 1)  # it would fit
+    shutil.rmtree(disk / "probe")
+    (disk / "other").write_bytes(b"1" * (10 << 20))
+    before = os.statvfs(disk).f_bfree
+    with pytest.raises(
+        DiskError, match=r"the write of \d+ bytes at offset \d+ of .*step-3.*rank-0.bin.*ENOSPC"
+    ) as caught:
+        fill(checkpoints, 3)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.path.name == "rank-0.bin"
+    assert caught.value.num_bytes == 4 << 20
+    assert names(checkpoints.path) == ["latest", "step-1", "step-2"]
+    assert os.statvfs(disk).f_bfree >= before - 8
+    check(checkpoints.path / "step-2", 2)
+    assert checkpoints.newest_that_verifies() == (checkpoints.path / "step-2", [])
+    (disk / "other").unlink()
+    fill(checkpoints, 3)
+    verify(checkpoints.path / "step-3")
+
+
+def test_a_disk_that_is_full_for_the_manifest_or_latest(tmp_path, monkeypatch):
+    """Of the last few blocks: whatever does not go in any more, the one before is there."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    for failing in (MANIFEST, ".latest.new"):
+        fsync = os.fsync
+
+        def full(fd: int, failing: str = failing, fsync: Callable[[int], None] = fsync) -> None:
+            if Path(f"/proc/self/fd/{fd}").readlink().name == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(DiskError, match="ENOSPC"):
+            save(checkpoints, 2, keep=1)
+        monkeypatch.setattr(os, "fsync", fsync)
+        check(tmp_path / "step-1", 1)
+        assert checkpoints.latest() == tmp_path / "step-1"
+        assert (tmp_path / "step-2").exists() == (failing == ".latest.new")
+    check(tmp_path / "step-2", 2)
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(index: int) -> None:
+        if index == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (9 << 20, hard))
+
+    try:
+        with pytest.raises(DiskError, match="EFBIG") as caught:
+            fill(checkpoints, 2, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.offset in (8 << 20, 12 << 20)  # four are under way, whichever fails first
+    assert names(tmp_path) == ["latest", "step-1"]
+    check(tmp_path / "step-1", 1)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("where", ["_write", "_sync"])
+def test_a_failing_write_stops_the_others(tmp_path, monkeypatch, where, code):
+    calls = []
+
+    async def fail(*args: object) -> str:
+        calls.append(args)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(writer, where, fail)
+    with pytest.raises(DiskError, match=rf"rank-0.bin.*{errno.errorcode[code]}"):
+        fill(Checkpoints(tmp_path), 1)
+    assert len(calls) <= 4
+    assert names(tmp_path) == []
+
+
+def test_an_interrupted_save(tmp_path):
+    def interrupt(index: int) -> None:
+        if index == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(Checkpoints(tmp_path), 1, interrupt)
+    assert names(tmp_path) == []
+
+
+def test_a_lost_buffer_is_no_deadlock(tmp_path, monkeypatch):
+    async def fail(*_args: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(writer, "_write", fail)
+    with pytest.raises(MemoryError):
+        fill(Checkpoints(tmp_path), 1)
+    assert names(tmp_path) == []
+
+
+def test_two_ranks_of_one_number(tmp_path):
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS), pytest.raises(DiskError, match="EEXIST"):
+        Writer(made.path, 0, CONTENTS)

@@ -1,0 +1,417 @@
+"""Weights that are read part by part are those that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
+
+from offload.checkpoint.deferred import DeferredInit
+from offload.checkpoint.hf_read import FolderWeights, weight_files
+from offload.errors import ConfigError, DiskError
+from tests.checkpoint.folders import Auto, differences, fill_by_parts, llama, names, read, same
+from tests.zoo.families import families
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small llama, untied, bf16."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama()).bfloat16().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder: Path, change) -> None:
+    """Write the weights of a folder anew, changed."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors) or tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", names())
+def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = families()[name].build(dtype=dtype)
+    model.save_pretrained(tmp_path)
+    wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    found, weights = read(type(model), tmp_path)
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in wanted.named_parameters()]
+    assert [p.dtype for p in found.parameters()] == [p.dtype for p in wanted.parameters()]
+    fill_by_parts(found, weights)
+    assert differences(wanted, found) == []
+    assert sorted(weights.report.missing) == sorted(info["missing_keys"]) == []
+    assert sorted(weights.report.unexpected) == sorted(info["unexpected_keys"]) == []
+    assert found.training == wanted.training
+    assert found.config.to_json_string() == wanted.config.to_json_string()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "olmo_hybrid", "hrm_text"])
+def test_any_range_of_a_parameter_is_read_alone(name: str, tmp_path: Path) -> None:
+    model = families()[name].build(dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    _, weights = read(type(model), tmp_path)
+    for parameter, value in model.named_parameters(remove_duplicate=False):
+        source, flat = weights.source(parameter), value.detach().reshape(-1)
+        assert source.shape == value.shape
+        numel = len(flat)
+        for begin, end in ((0, numel), (0, 1), (numel - 1, numel), (numel // 3, numel // 3 * 2 + 1), (5, 5)):
+            assert same(source.read(begin, end), flat[begin:end]), (parameter, begin, end)
+
+
+def test_a_range_of_a_stack_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families()["mixtral"].build()
+    model.save_pretrained(tmp_path)
+    _, weights = read(type(model), tmp_path)
+    source = weights.source("model.layers.1.mlp.experts.gate_up_proj")
+    taken = []
+    file = next(iter(weights._files.values()))
+    monkeypatch.setattr(file, "read", lambda name, *a, real=file.read: taken.append(name) or real(name, *a))
+    width = math.prod(source.shape[1:])
+    source.read(2 * width + 3, 3 * width)
+    experts = {name.rpartition("experts.")[2] for name in taken}
+    assert experts == {"2.w1.weight", "2.w3.weight"}
+
+
+def test_nothing_is_read_before_it_is_asked_for_and_nothing_twice(folder: Path, monkeypatch) -> None:
+    model, weights = read(LlamaForCausalLM, folder)
+    file = next(iter(weights._files.values()))
+    taken = []
+    monkeypatch.setattr(file, "read", lambda name, *a, real=file.read: taken.append(name) or real(name, *a))
+    weights.fill("model.layers.1", model.model.layers[1])
+    assert len(taken) == 9
+    assert all(name.startswith("model.layers.1.") for name in taken)
+    weights.fill("model.layers.1", model.model.layers[1])
+    assert len(taken) == 9
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(()).expand(48, 32))  # as a unit rests
+    weights.fill("model", model.model)
+    assert len(taken) == len(set(taken)) == 9 * 2 + 2
+    assert not model.model.layers[1].mlp.up_proj.weight.any()
+
+
+def test_filled_parameters_are_held_by_the_model_alone(folder: Path) -> None:
+    import gc
+    import weakref
+
+    model, weights = read(LlamaForCausalLM, folder)
+    weights.fill("lm_head", model.lm_head)
+    values = weakref.ref(model.lm_head.weight)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(()).expand(40, 32))
+    gc.collect()
+    assert values() is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "zamba"])
+def test_an_engine_takes_a_folder_over_unit_by_unit(name: str, tmp_path: Path) -> None:
+    from offload import Engine
+
+    families()[name].build(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    wanted = families()[name].model_class.from_pretrained(tmp_path, dtype="auto")
+    found, weights = read(type(wanted), tmp_path)
+    engine = Engine(found, precision="bf16", fill=weights.fill)
+    try:
+        taken = dict(engine.named_parameters())
+    finally:
+        engine.close()
+    assert list(taken) == [key for key, _ in wanted.named_parameters()]
+    assert all(same(taken[key], value.detach().float()) for key, value in wanted.named_parameters())
+
+
+def test_one_of_two_tied_names_is_enough(tmp_path: Path) -> None:
+    config = llama(tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    found, weights = read(LlamaForCausalLM, tmp_path)
+    weights.fill("model.embed_tokens", found.model.embed_tokens)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert same(found.lm_head.weight, model.lm_head.weight)
+    assert weights.report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert weights.report.missing == {}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_both_of_two_tied_names_are_tied_only_if_they_are_equal(tmp_path: Path, equal: bool) -> None:
+    LlamaForCausalLM(llama(tie_word_embeddings=True)).save_pretrained(tmp_path)
+
+    def add_head(tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if equal else 1)
+
+    edit(tmp_path, add_head)
+    wanted = LlamaForCausalLM.from_pretrained(tmp_path)
+    found, weights = read(LlamaForCausalLM, tmp_path)
+    fill_by_parts(found, weights)
+    assert differences(wanted, found) == []
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == equal
+    assert weights.report.untied == ([] if equal else ["lm_head.weight"])
+
+
+def test_missing_parameters_are_initialised_as_a_random_model_is(folder: Path) -> None:
+    edit(folder, lambda t: [t.pop(f"model.layers.0.mlp.{n}_proj.weight") for n in ("up", "down")] and t)
+    found, weights = read(LlamaForCausalLM, folder, seed=5)
+    with DeferredInit(5) as deferred:
+        random = LlamaForCausalLM._from_config(llama(), dtype=torch.bfloat16)
+    deferred.bind(random)("", random)
+    fill_by_parts(found, weights)
+    missing = ["model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    assert weights.report.missing == dict(zip(missing, [(32, 48), (48, 32)], strict=True))
+    for name in missing:
+        assert same(found.get_parameter(name), random.get_parameter(name))
+    again, weights = read(LlamaForCausalLM, folder)
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.0\.mlp\.down_proj\.weight"):
+        FolderWeights(again, folder)
+
+
+def test_unexpected_tensors_are_listed_and_old_buffers_are_not(folder: Path) -> None:
+    extra = {"more.weight": torch.zeros(3, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    edit(folder, lambda t: t.update(extra))
+    _, weights = read(LlamaForCausalLM, folder)
+    assert weights.report.unexpected == {"more.weight": (3, 2)}
+
+
+def test_old_names_and_a_base_models_names_are_understood(folder: Path) -> None:
+    wanted, weights = read(LlamaForCausalLM, folder)
+    fill_by_parts(wanted, weights)
+    edit(folder, lambda t: {name.removeprefix("model."): value for name, value in t.items()})
+    found, weights = read(LlamaForCausalLM, folder)
+    fill_by_parts(found, weights)
+    assert differences(wanted, found) == []
+    assert not weights.report.unexpected
+
+
+def test_a_shape_that_does_not_fit_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = 50
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight is \[48, 32\] in the files and \[50, 32\] in the model"):
+        read(LlamaForCausalLM, folder)
+
+
+def test_a_lost_expert_is_refused(tmp_path: Path) -> None:
+    families()["mixtral"].build().save_pretrained(tmp_path)
+    lost = [f"model.layers.0.block_sparse_moe.experts.3.w{n}.weight" for n in (1, 2, 3)]
+    edit(tmp_path, lambda t: [t.pop(name) for name in lost] and t)
+    with pytest.raises(ConfigError, match=r"is \[3, .* in the files and \[4, "):
+        read(MixtralForCausalLM, tmp_path)
+    families()["mixtral"].build().save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.pop(lost[0]) is not None and t)
+    with pytest.raises(ConfigError, match=r"cannot become model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        read(MixtralForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_added_tokens_get_the_mean_row_if_asked_for(tmp_path: Path, tied: bool) -> None:
+    model = LlamaForCausalLM(llama(tie_word_embeddings=tied)).bfloat16()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 43}))
+    with pytest.raises(ConfigError, match=r"\[40, 32\] in the files and \[43, 32\]"):
+        read(LlamaForCausalLM, tmp_path)
+    found, weights = read(LlamaForCausalLM, tmp_path, grow=True)
+    fill_by_parts(found, weights)
+    grown = {"model.embed_tokens.weight"} | (set() if tied else {"lm_head.weight"})
+    assert weights.report.grown == dict.fromkeys(grown, ((40, 32), (43, 32)))
+    for name in grown:
+        old, new = model.get_parameter(name), found.get_parameter(name)
+        mean = old.double().mean(0).float().bfloat16()
+        assert same(new[:40], old)
+        assert same(new[40:], mean.expand(3, 32))
+        assert same(weights.source(name).read(39 * 32 + 7, 41 * 32 + 9), new.reshape(-1)[39 * 32 + 7 : 41 * 32 + 9])
+    # transformers' own resize draws from a normal distribution so narrow that bf16 shows its mean
+    torch.manual_seed(0)
+    model.resize_token_embeddings(43)
+    torch.testing.assert_close(found.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=1e-3, rtol=1e-2)
+
+
+def test_the_files_of_an_index_are_read(tmp_path: Path) -> None:
+    model = families()["mixtral"].build(dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(weight_files(tmp_path)) > 3
+    found, weights = read(type(model), tmp_path)
+    fill_by_parts(found, weights)
+    assert differences(model, found) == []
+    lost = weight_files(tmp_path)[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        read(type(model), tmp_path)
+
+
+def test_the_dtype_is_the_configurations_and_else_the_files(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for named, wanted in (("float32", torch.float32), ("float16", torch.float16), (None, torch.bfloat16)):
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": named}))
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+        found, weights = read(LlamaForCausalLM, folder)
+        fill_by_parts(found, weights)
+        assert found.dtype == wanted
+        assert differences(loaded, found) == []
+        for begin, end in ((100, 1280), (7, 9)):  # part of a tensor, in another dtype than the file's
+            part = weights.source("lm_head.weight").read(begin, end)
+            assert same(part, loaded.lm_head.weight.detach().reshape(-1)[begin:end])
+
+
+def test_the_generation_config_of_the_folder_is_taken(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 77}))
+    found, _ = read(LlamaForCausalLM, folder)
+    assert found.generation_config.max_new_tokens == 77
+
+
+def test_quantized_weights_are_refused(folder: Path) -> None:
+    def quantize(tensors):
+        return {**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}
+
+    edit(folder, quantize)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight in .*float8_e4m3fn: the model is quantized"):
+        read(LlamaForCausalLM, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantized .gptq."):
+        read(LlamaForCausalLM, folder)
+
+
+def test_other_rules_of_transformers_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.checkpoint.hf_names import CannotStream
+
+    monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, rules: (name, None))
+    with pytest.raises(CannotStream, match="LlamaForCausalLM are read part by part: TypeError"):
+        read(LlamaForCausalLM, folder)
+    monkeypatch.delattr(core_model_loading, "rename_source_key")
+    with pytest.raises(CannotStream, match="converts weights otherwise"):
+        read(LlamaForCausalLM, folder)
+
+
+def test_bin_files_are_refused_with_the_command_that_converts_them(folder: Path) -> None:
+    wanted = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+    torch.save(wanted.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="pytorch_model.bin") as refused:
+        read(LlamaForCausalLM, folder)
+    command = str(refused.value).split('python -c "')[1].split('"')[0]
+    code = command.replace("t.AutoTokenizer.from_pretrained(a).save_pretrained(b)", "pass")  # there is none here
+    assert code != command
+    exec(code, {})
+    found, weights = read(LlamaForCausalLM, Path(f"{folder}-safetensors"))
+    fill_by_parts(found, weights)
+    assert differences(wanted, found) == []
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
+    with pytest.raises(ConfigError, match=r"no weights.*only adapter\.safetensors"):
+        read(LlamaForCausalLM, folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
+        read(LlamaForCausalLM, folder)
+
+
+def test_a_truncated_file_is_refused_by_name(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    for length in (0, 7, 8, 8 + header // 2, 8 + header, 8 + header + 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+            read(LlamaForCausalLM, folder)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        read(LlamaForCausalLM, folder)
+
+
+def test_a_flipped_bit_in_a_header_is_never_read_in_silence(folder: Path) -> None:
+    """The container has no checksum: what is found is whatever contradicts itself, the configuration or the names."""
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    generator = torch.Generator().manual_seed(0)
+    end_of_metadata = whole.index(b"}") + 1
+    for _ in range(60):
+        position = int(torch.randint(0, 8 + header, (), generator=generator))
+        changed = bytearray(whole)
+        changed[position] ^= 1 << int(torch.randint(0, 8, (), generator=generator))
+        path.write_bytes(changed)
+        try:
+            _, weights = read(LlamaForCausalLM, folder)
+        except ConfigError as error:
+            named = str(error)
+        else:
+            named = str(folder) if weights.report.missing or weights.report.unexpected else "nothing"
+        is_idle = position < end_of_metadata or whole[position : position + 1] == b" "
+        assert str(folder) in named or is_idle, (position, named)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
+    model, weights = read(LlamaForCausalLM, folder)
+    path = folder / "model.safetensors"
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 2000)
+    with pytest.raises(DiskError, match=r"model\.safetensors ends at byte"):
+        fill_by_parts(model, weights)
+
+
+_READ = """
+import sys, time, torch, transformers
+from pathlib import Path
+from offload.checkpoint.hf_read import read_model
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+torch.ones(8, 8) @ torch.ones(8, 8)
+folder = Path(sys.argv[1])
+config = transformers.AutoConfig.from_pretrained(folder)
+transformers.AutoModelForCausalLM._model_mapping[type(config)]
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+model, weights = read_model(transformers.AutoModelForCausalLM, folder, config)
+largest, total = 0, 0
+start = time.perf_counter()
+units = [(f"model.layers.{i}", m) for i, m in enumerate(model.model.layers)]
+for name, module in [("e", model.model.embed_tokens), *units, ("n", model.model.norm), ("h", model.lm_head)]:
+    weights.fill(name, module)
+    size = sum(p.nbytes for p in module.parameters())
+    largest, total = max(largest, size), total + size
+    for owner in module.modules():
+        for key, p in owner._parameters.items():
+            if p is not None:
+                owner._parameters[key] = torch.nn.Parameter(torch.full((), float("nan"), dtype=p.dtype).expand(p.shape))
+    del p
+print(status("VmHWM") - before, largest, total, time.perf_counter() - start)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_the_peak_of_reading_is_one_unit(kind: str, tmp_path: Path) -> None:
+    make_large(kind, tmp_path / "model")
+    command = [sys.executable, "-c", _READ, str(tmp_path / "model")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    peak, largest, total, seconds = map(float, done[-4:])
+    print(
+        f"{kind}: model {total / 2**20:.0f} MiB, unit {largest / 2**20:.0f}, peak {peak / 2**20:.0f}, {seconds:.2f} s"
+    )
+    assert total > 550 * 2**20
+    assert peak < largest + 100 * 2**20
+
+
+def make_large(kind: str, folder: Path) -> None:
+    """Write a model of 600 MiB in bf16."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
+    if kind == "dense":
+        model_class: type = LlamaForCausalLM
+        config = llama(**sizes, intermediate_size=4096, num_hidden_layers=15)
+    else:
+        model_class = MixtralForCausalLM
+        more = {"intermediate_size": 1536, "num_hidden_layers": 6, "num_local_experts": 8}
+        config = MixtralForCausalLM.config_class(**sizes, **more)
+    with DeferredInit(0) as deferred:
+        model = Auto(model_class).from_config(config, dtype=torch.bfloat16)
+    deferred.bind(model)("", model)
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size="200MB")

@@ -1,0 +1,346 @@
+"""A folder that is written part by part is the one that `save_pretrained` writes, byte for byte where nothing is to be
+chosen.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
+
+from offload.checkpoint.hf_names import CannotStream
+from offload.checkpoint.hf_write import tokenizer_files, write_model
+from offload.errors import ConfigError, DiskError, OffloadError
+from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, read, same
+from tests.checkpoint.test_hf_read import make_large
+from tests.zoo.families import families
+
+
+def rest(model: nn.Module) -> Callable[[str], torch.Tensor]:
+    """Put one NaN in the place of every parameter, as in an engine; return what gives the values, each name once."""
+    values, resting = dict(model.named_parameters()), {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                nan = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+                resting.setdefault(id(parameter), nn.Parameter(nan, parameter.requires_grad))
+                module._parameters[key] = resting[id(parameter)]
+    return values.pop
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Run a model without a cache, which a small configuration may leave too short."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    used = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
+    try:
+        for config, _ in used:
+            config.use_cache = False
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return model.eval()(**batch).logits
+    finally:
+        for config, value in used:
+            config.use_cache = value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", names())
+def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The files equal those of `save_pretrained` and those that were read: weights, configuration, generation."""
+    model = families()[name].build(dtype=dtype)
+    model.save_pretrained(tmp_path / "given")
+    loaded = type(model).from_pretrained(tmp_path / "given", dtype="auto")
+    loaded.save_pretrained(tmp_path / "theirs")
+    found, weights = read(type(model), tmp_path / "given")
+    fill_by_parts(found, weights)
+    done = write_model(found, rest(found), tmp_path / "ours")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    given, ours = tensors(tmp_path / "given"), tensors(tmp_path / "ours")
+    assert given.keys() == ours.keys() == done.hashes.keys()
+    assert all(same(given[key], ours[key]) or given[key].dtype != ours[key].dtype for key in given)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_model_that_was_never_loaded_is_written_and_loads_with_equal_logits(name: str, tmp_path: Path) -> None:
+    family = families()[name]
+    model = family.build(calm=True).eval()
+    batch = {
+        key: value for key, value in family.batch().items() if key != "labels" or "input_ids" not in family.batch()
+    }
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "theirs")
+    write_model(model, rest(model), tmp_path / "ours")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    auto = AutoModelForCausalLM
+    loads = auto if auto._model_mapping.get(type(model.config), None) is type(model) else type(model)
+    again, info = loads.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert type(again) is type(model)
+    state = again.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(bits(state[key]), bits(expected[key])) for key in state)
+    for parameter in again.parameters():
+        parameter.data = parameter.data.clone()  # a mapped file is aligned to 8 bytes, by which kernels sum otherwise
+    if not family.is_random:
+        # of a twin: the first run of phimoe in a process differs from all later ones
+        assert same(logits(again, batch), logits(family.build(), batch))
+
+
+def test_old_names_that_were_read_are_written_again(tmp_path: Path) -> None:
+    """As `save_pretrained` does: it reverses the rules that were used, and adds none that were not."""
+    model = families()["bert"].build()
+    model.save_pretrained(tmp_path / "given")
+    path = tmp_path / "given" / "model.safetensors"
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in load_file(path).items()}
+    save_file(old, path, metadata={"format": "pt"})
+    theirs = type(model).from_pretrained(tmp_path / "given")
+    theirs.save_pretrained(tmp_path / "theirs")
+    found, weights = read(type(model), tmp_path / "given")
+    fill_by_parts(found, weights)
+    assert differences(model, found) == []
+    write_model(found, rest(found), tmp_path / "ours")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    assert tensors(tmp_path / "ours").keys() == old.keys()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "bloom"])
+def test_shards_and_their_index_hold_the_same(name: str, tmp_path: Path) -> None:
+    """Stacked experts may lie in other files: transformers keeps those of a stack together, however large."""
+    model = families()[name].build()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=60_000)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    done = write_model(model, rest(model), tmp_path / "ours", shard_bytes=60_000)
+    assert len(done.files) > 3
+    largest = max(value.nbytes for value in tensors(tmp_path / "ours").values())
+    assert all(path.stat().st_size < max(60_000, largest) + 20_000 for path in done.files)
+    if name == "mixtral":
+        theirs, ours = (
+            json.loads((tmp_path / each / "model.safetensors.index.json").read_text()) for each in ("theirs", "ours")
+        )
+        assert theirs["metadata"] == ours["metadata"]
+        assert theirs["weight_map"].keys() == ours["weight_map"].keys()
+        theirs, ours = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+        assert theirs.keys() == ours.keys()
+        assert all(same(theirs[key], ours[key]) for key in ours)
+    else:
+        assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    state = type(model).from_pretrained(tmp_path / "ours").state_dict()
+    assert all(same(state[key], expected[key]) for key in state)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "hrm_text", "deepseek_v3"])
+def test_a_dtype_may_be_chosen(name: str, tmp_path: Path) -> None:
+    """An fp32 model in bf16 is what `from_pretrained(dtype=bf16)` and `save_pretrained` make of it."""
+    model = families()[name].build()
+    model.save_pretrained(tmp_path / "given")
+    for dtype in (torch.bfloat16, torch.float32):
+        source = type(model).from_pretrained(tmp_path / "given", dtype=dtype)
+        source.save_pretrained(tmp_path / f"theirs-{dtype}")
+        found = type(model).from_pretrained(tmp_path / "given", dtype=torch.float32)
+        write_model(found, rest(found), tmp_path / f"ours-{dtype}", dtype=dtype)
+        assert contents(tmp_path / f"ours-{dtype}") == contents(tmp_path / f"theirs-{dtype}")
+        assert found.config.dtype == torch.float32
+
+
+def test_each_parameter_is_asked_for_once_in_the_models_order_and_tied_ones_by_the_first_name(tmp_path: Path) -> None:
+    model = families()["gemma2"].build()
+    order = [name for name, _ in model.named_parameters()]
+    get, asked = rest(model), []
+    write_model(model, lambda name: asked.append(name) or get(name), tmp_path / "out")
+    assert asked == order
+    assert "lm_head.weight" not in asked
+
+
+def test_any_other_module_is_written_under_its_own_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model.add_module("tied", model[0])
+    expected = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("tied")}
+    write_model(model, rest(model), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(same(found[key], expected[key]) for key in found)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_files_of_the_tokenizer_come_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    wanted = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "chat_template.jinja"}
+    for name in wanted | {"config.json", "model.safetensors", "README.md"}:
+        (source / name).write_text(name)
+    assert {path.name for path in tokenizer_files(source)} == wanted
+    model = LlamaForCausalLM(llama())
+    write_model(model, rest(model), tmp_path / "out", files=tokenizer_files(source))
+    assert wanted < contents(tmp_path / "out").keys()
+
+
+def test_a_generation_config_that_transformers_would_not_save_is_no_reason_to_lose_an_export(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(llama())
+    model.generation_config.temperature = 0.5  # without do_sample
+    with pytest.raises(ValueError):
+        model.generation_config.save_pretrained(tmp_path)
+    write_model(model, rest(model), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_only_an_earlier_export_is_replaced_and_only_if_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(llama())
+        if seed:
+            with pytest.raises(ConfigError, match="exists"):
+                write_model(model, rest(model), out)
+            model = LlamaForCausalLM(llama())
+        head = model.lm_head.weight.detach().clone()
+        write_model(model, rest(model), out, replace=bool(seed))
+        assert same(tensors(out)["lm_head.weight"], head)
+    (out / "notes").mkdir()
+    with pytest.raises(ConfigError, match="no earlier export"):
+        write_model(LlamaForCausalLM(llama()), lambda name: None, out, replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
+def test_a_full_disk_is_one_error_and_leaves_nothing(call: str, tmp_path: Path, monkeypatch) -> None:
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = LlamaForCausalLM(llama())
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(DiskError, match=r"cannot be written: No space left on device \(ENOSPC\)"):
+        write_model(model, rest(model), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_leaves_the_earlier_export_whole(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(llama())
+    write_model(model, rest(model), tmp_path / "out")
+    before = contents(tmp_path / "out")
+
+    def interrupt(name: str) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_model(model, interrupt, tmp_path / "out", replace=True)
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_export_has_left_is_removed(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    (tmp_path / f".out.part-{child.pid}").mkdir()
+    (tmp_path / ".out.part-1").mkdir()  # of a process that lives
+    model = LlamaForCausalLM(llama())
+    write_model(model, rest(model), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.part-1"}
+
+
+@pytest.mark.parametrize("position", [20, 60, -1, -5000])
+def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(position: int, tmp_path: Path, monkeypatch) -> None:
+    from offload.checkpoint.tensor_file import TensorFileWriter
+
+    def finish_and_flip(writer, real=TensorFileWriter.finish):
+        written = real(writer)
+        data = bytearray(written.path.read_bytes())
+        data[position] ^= 4
+        written.path.write_bytes(data)
+        return written
+
+    monkeypatch.setattr(TensorFileWriter, "finish", finish_and_flip)
+    model = LlamaForCausalLM(llama())
+    with pytest.raises(OffloadError, match=r"model\.safetensors (is not as it was written|cannot be read back)"):
+        write_model(model, rest(model), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_rules_of_transformers_are_noticed(tmp_path: Path, monkeypatch) -> None:
+    """Where a part would get another name or shape than in the whole, nothing is written."""
+    model = families()["mixtral"].build()
+    rename = core_model_loading.rename_source_key
+
+    def other(name, renamings, converters, *args, **kwargs):
+        renamed, pattern = rename(name, renamings, converters, *args, **kwargs)
+        return renamed.replace("w1", "w2"), pattern
+
+    monkeypatch.setattr(core_model_loading, "rename_source_key", other)
+    with pytest.raises(CannotStream, match=r"MixtralForCausalLM are written part by part"):
+        write_model(model, rest(model), tmp_path / "out")
+    monkeypatch.delattr(core_model_loading, "rename_source_key")
+    with pytest.raises(CannotStream, match="converts weights otherwise"):
+        write_model(model, rest(model), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+_WRITE = """
+import sys, time, torch, transformers
+from pathlib import Path
+from torch import nn
+from offload.checkpoint.deferred import DeferredInit
+from offload.checkpoint.hf_write import write_model
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+with DeferredInit(0):
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+sizes = [sum(p.nbytes for p in m.parameters()) for m in (*model.model.layers, model.lm_head)]
+shapes = {}
+for prefix, module in list(model.named_modules()):
+    for key, p in module._parameters.items():
+        if p is not None:
+            shapes[f"{prefix}.{key}"] = p.shape
+            module._parameters[key] = nn.Parameter(torch.full((), float("nan"), dtype=p.dtype).expand(p.shape))
+del p
+torch.ones(8, 8) @ torch.ones(8, 8)
+open("/proc/self/clear_refs", "w").write("5")
+before, start = status("VmRSS"), time.perf_counter()
+done = write_model(model, lambda name: torch.ones(shapes[name]), Path(sys.argv[2]), shard_bytes=200 << 20)
+print(status("VmHWM") - before, max(sizes), done.num_bytes, time.perf_counter() - start)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_the_peak_of_writing_is_one_unit(kind: str, tmp_path: Path) -> None:
+    """`get` gives fp32 and the files are bf16: the largest parameter takes twice the room that it has in its unit."""
+    make_large(kind, tmp_path / "model")
+    command = [sys.executable, "-c", _WRITE, str(tmp_path / "model"), str(tmp_path / "out")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    peak, largest, total, seconds = map(float, done[-4:])
+    print(
+        f"{kind}: model {total / 2**20:.0f} MiB, unit {largest / 2**20:.0f}, peak {peak / 2**20:.0f}, {seconds:.2f} s"
+    )
+    assert total > 550 * 2**20
+    assert peak < largest + 150 * 2**20
+
+
+def test_written_and_read_again_is_the_same(tmp_path: Path) -> None:
+    model = families()["mixtral"].build(dtype=torch.bfloat16)
+    twin = families()["mixtral"].build(dtype=torch.bfloat16)
+    write_model(model, rest(model), tmp_path / "out", shard_bytes=50_000)
+    found, weights = read(type(model), tmp_path / "out")
+    fill_by_parts(found, weights)
+    assert differences(twin, found) == []

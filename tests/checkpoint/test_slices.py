@@ -1,0 +1,280 @@
+"""Whatever slices were written, whatever slices are read: the same bits come back, in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.checkpoint import reader as reading
+from offload.checkpoint import writer as writing
+from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.manifest import Entry
+from offload.checkpoint.reader import Reader, verify
+from offload.checkpoint.saving import Save
+from offload.checkpoint.writer import Writer
+from offload.errors import ConfigError, DiskError
+from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
+
+
+def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Return slices that cover so many elements, in any order."""
+    edges = sorted({0, numel, *(rng.randint(0, numel) for _ in range(num_cuts))})
+    slices = list(itertools.pairwise(edges))
+    rng.shuffle(slices)
+    return slices
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=5),
+    world_size=st.integers(1, 4),
+    chunk_bytes=st.sampled_from([1, 3, 64, 4096, 1 << 20]),
+    num_cuts=st.integers(0, 6),
+)
+def test_any_slices(tmp_path_factory, seed, shapes, world_size, chunk_bytes, num_cuts):
+    rng = random.Random(seed)
+    small = chunk_bytes < 64  # many chunks: keep their number in bounds
+    contents = {
+        f"p.{i}": Entry(tuple(n % 4 if small else n for n in shape[: 2 if small else 3]), rng.choice([SPLIT, PLAIN]))
+        for i, shape in enumerate(shapes)
+    }
+    states = {(name, plane): values for name, plane, values in planes(contents, seed)}
+    folder = tmp_path_factory.mktemp("any") / "step-1"
+    pieces = [(key, *edge) for key, values in states.items() for edge in cut(len(values), num_cuts, rng)]
+    rng.shuffle(pieces)
+    with Save(folder) as made:
+        parts = []
+        for rank in range(world_size):
+            with Writer(made.path, rank, contents, chunk_bytes=chunk_bytes) as writer:
+                for (name, plane), begin, end in pieces[rank::world_size]:
+                    piece = states[name, plane][begin:end].clone()
+                    writer.write(name, plane, begin, piece)
+                    piece.view(torch.uint8).fill_(0xA5)  # the memory is the caller's again
+                parts.append(json.loads(json.dumps(writer.finish())))
+        made.commit(contents, parts, {"seed": seed})
+    verify(folder)
+    with Reader(folder) as reader:
+        assert reader.contents == contents
+        assert reader.meta == {"seed": seed}
+        for (name, plane), values in states.items():
+            for begin, end in cut(len(values), num_cuts, rng):
+                out = torch.zeros(end - begin, dtype=values.dtype)
+                reader.read(name, plane, begin, out)
+                assert same_bits(out, values[begin:end])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_number_of_ranks_is_nothing_to_a_reader(tmp_path, world_size):
+    check(save(Checkpoints(tmp_path), 3, world_size=world_size), 3)
+
+
+def test_what_is_json_comes_back(tmp_path):
+    meta: dict[str, Any] = {
+        "rng": [2**127 + 1, -(2**70)],
+        "loss": [0.1, 1e-323, float("inf"), -0.0],
+        "text": "naïve \ud800 \x00",
+        "nested": {"a": {"b": [None, True, []]}},
+    }
+    with Save(tmp_path / "here") as made:
+        made.commit({}, [], meta)
+    with Reader(tmp_path / "here") as reader:
+        assert reader.meta == meta
+
+
+def test_a_rank_without_anything(tmp_path):
+    contents = {"p": Entry((3,), PLAIN)}
+    with Save(tmp_path / "here") as made:
+        parts = []
+        for rank in range(2):
+            with Writer(made.path, rank, contents) as writer:
+                if rank:
+                    for plane in PLAIN:
+                        writer.write("p", plane, 0, torch.arange(3.0))
+                parts.append(writer.finish())
+        made.commit(contents, parts, {})
+    verify(tmp_path / "here")
+
+
+def test_neighbouring_pieces_are_one_slice(tmp_path):
+    contents = {"p": Entry((1000,), {"weights": torch.float32})}
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, contents) as writer:
+        for begin in range(0, 1000, 10):
+            writer.write("p", "weights", begin, torch.zeros(10))
+        assert writer.finish()["slices"] == [["p", "weights", [0, 1000, "rank-0.bin", 0]]]
+
+
+@pytest.mark.parametrize(
+    ("slices", "complaint"),
+    [
+        ([(0, 4), (5, 10)], "elements 4 to 5 of weights of p are nowhere"),
+        ([(1, 10)], "elements 0 to 1 of weights of p are nowhere"),
+        ([(0, 6), (4, 10)], "elements 4 to 6 of weights of p are twice"),
+        ([(0, 10), (2, 3)], "elements 2 to 3 of weights of p are twice"),
+        ([(0, 9)], "weights of p has 10 elements, and 9 of them"),
+        ([], "weights of p has 10 elements, and 0 of them"),
+    ],
+)
+def test_slices_cover_everything_once(tmp_path, slices, complaint):
+    contents = {"p": Entry((10,), {"weights": torch.float32})}
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, contents) as writer:
+        for begin, end in slices:
+            writer.write("p", "weights", begin, torch.zeros(end - begin))
+        part = writer.finish()
+        with pytest.raises(ValueError, match=complaint):
+            made.commit(contents, [part], {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_not_on_a_shared_disk(tmp_path):
+    contents = {"p": Entry((1,), {"weights": torch.float32})}
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, contents) as writer:
+        writer.write("p", "weights", 0, torch.zeros(1))
+        part = writer.finish()
+        writer.path.unlink()
+        with pytest.raises(DiskError, match="all machines share"):
+            made.commit(contents, [part], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "plane", "begin", "tensor"),
+    [
+        ("q", "weights", 0, torch.zeros(2)),
+        ("p", "low", 0, torch.zeros(2)),
+        ("p", "weights", 9, torch.zeros(2)),
+        ("p", "weights", -1, torch.zeros(2)),
+        ("p", "weights", 0, torch.zeros(2, dtype=torch.bfloat16)),
+        ("p", "weights", 0, torch.zeros(4)[::2]),
+        ("p", "weights", 0, torch.zeros(2, device="meta")),
+    ],
+)
+def test_what_is_not_there_is_refused(tmp_path, name, plane, begin, tensor):
+    contents = {"p": Entry((10,), {"weights": torch.float32})}
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, contents) as writer:
+        with pytest.raises(ValueError):
+            writer.write(name, plane, begin, tensor)
+        writer.write("p", "weights", 0, torch.zeros(10))
+        made.commit(contents, [writer.finish()], {})
+    with Reader(tmp_path / "here") as reader, pytest.raises(ValueError):
+        reader.read(name, plane, begin, tensor)
+
+
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        Save(tmp_path)
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
+        Save(tmp_path / "thesis.tex")
+
+
+FLAT = {"p": Entry((1 << 20,), {"weights": torch.float32})}  # 4 MiB
+
+
+class TestBounds:
+    CHUNK_BYTES = 1 << 16
+
+    def write(self, folder: Path, step_numel: int) -> None:
+        values = torch.arange(1 << 20, dtype=torch.float32)
+        with Save(folder) as made, Writer(made.path, 0, FLAT, chunk_bytes=self.CHUNK_BYTES) as writer:
+            for begin in range(0, len(values), step_numel):
+                writer.write("p", "weights", begin, values[begin : begin + step_numel])
+            made.commit(FLAT, [writer.finish()], {})
+
+    def test_memory(self, tmp_path):
+        out = torch.empty(1 << 20)
+        tracemalloc.start()
+        try:
+            self.write(tmp_path / "here", 100_000)
+            with Reader(tmp_path / "here") as reader:
+                for begin in range(0, 1 << 20, 5000):
+                    reader.read("p", "weights", begin, out[begin : begin + 5000])
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert torch.equal(out, torch.arange(1 << 20, dtype=torch.float32))
+        assert peak < 25 * self.CHUNK_BYTES
+
+    def test_a_writer_waits_for_the_disk(self, tmp_path, monkeypatch):
+        gate, write_now, entered = threading.Event(), writing._write_now, threading.Semaphore(0)
+
+        async def slow(fd: int, offset: int, data: Any) -> str:
+            entered.release()
+            while not gate.is_set():
+                await writing.asyncio.sleep(0.001)
+            return write_now(fd, offset, data)
+
+        monkeypatch.setattr(writing, "_write", slow)
+        writer: list[Writer] = []
+        made = Save(tmp_path / "here")
+
+        def run() -> None:
+            with Writer(made.path, 0, FLAT, chunk_bytes=self.CHUNK_BYTES) as it:
+                writer.append(it)
+                it.write("p", "weights", 0, torch.zeros(1 << 20))
+                made.commit(FLAT, [it.finish()], {})
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        for _ in range(writing._BUFFERS):
+            assert entered.acquire(timeout=10)
+        assert not entered.acquire(timeout=0.2)
+        assert writer[0].num_bytes == writing._BUFFERS * self.CHUNK_BYTES
+        gate.set()
+        thread.join(20)
+        verify(tmp_path / "here")
+
+    def test_reading_in_order_verifies_nothing_twice(self, tmp_path, monkeypatch):
+        self.write(tmp_path / "here", 1 << 20)
+        loads: list[int] = []
+        load = Reader._load
+        monkeypatch.setattr(Reader, "_load", lambda self, *each: (loads.append(each[1]), load(self, *each))[1])
+        with Reader(tmp_path / "here") as reader:
+            for begin in range(0, 1 << 20, 3000):
+                reader.read("p", "weights", begin, torch.empty(min(3000, (1 << 20) - begin)))
+        assert loads == list(range((4 << 20) // self.CHUNK_BYTES))
+
+    def test_planes_read_by_turns_verify_nothing_twice(self, tmp_path, monkeypatch):
+        contents = {"p": Entry((1 << 16,), SPLIT)}
+        with Save(tmp_path / "here") as made, Writer(made.path, 0, contents, chunk_bytes=1 << 14) as writer:
+            for name, plane, values in planes(contents, 1):
+                writer.write(name, plane, 0, values)
+            made.commit(contents, [writer.finish()], {})
+        loads: list[int] = []
+        load = Reader._load
+        monkeypatch.setattr(Reader, "_load", lambda self, *each: (loads.append(each[1]), load(self, *each))[1])
+        with Reader(tmp_path / "here") as reader:
+            for begin in range(0, 1 << 16, 1 << 10):
+                for plane, dtype in SPLIT.items():
+                    reader.read("p", plane, begin, torch.empty(1 << 10, dtype=dtype))
+        assert sorted(loads) == list(range(len(loads)))
+
+    def test_kept_chunks_are_bounded(self, tmp_path):
+        self.write(tmp_path / "here", 1 << 20)
+        with Reader(tmp_path / "here") as reader:
+            for begin in random.Random(0).sample(range(1 << 20), 200):
+                out = torch.empty(1)
+                reader.read("p", "weights", begin, out)
+                assert out == begin
+            assert len(reader._kept) == reading._KEPT_CHUNKS
+
+
+def test_the_threads_end(tmp_path):
+    before = threading.active_count()
+    save(Checkpoints(tmp_path), 1)
+    with Save(tmp_path / "other") as made, Writer(made.path, 0, CONTENTS) as writer:
+        writer.write("frozen", "weights", 0, torch.zeros(129, dtype=torch.bfloat16))
+    with Save(tmp_path / "other") as made:
+        (made.path / "rank-0.bin").touch()
+        with pytest.raises(DiskError, match="File exists"):
+            Writer(made.path, 0, CONTENTS)
+    assert threading.active_count() == before
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
