@@ -185,7 +185,7 @@ class Trainer:
         self._engine = engine(config, built, comm)
         self._say(
             f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
-            f"{self._engine.device}" + (f" and {comm.size - 1} more ranks" if comm.size > 1 else "")
+            f"{self._engine.device}" + (f", {comm.size} ranks" if comm.size > 1 else "")
         )
         self._notes.exchange()
 
@@ -293,6 +293,8 @@ class Trainer:
             "d2h_bytes": counters.d2h_bytes,
             "nvme_read_bytes": counters.nvme_read_bytes,
             "nvme_write_bytes": counters.nvme_write_bytes,
+            "all_gather_elements": counters.all_gather_elements,
+            "reduce_scatter_elements": counters.reduce_scatter_elements,
             "lanes": {name: asdict(lane) for name, lane in result.lanes.items()},
             "peak_device_bytes": counters.peak_device_bytes,
             "peak_host_bytes": counters.peak_host_bytes,
