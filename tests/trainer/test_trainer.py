@@ -264,7 +264,7 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
 @pytest.mark.parametrize(
     ("throttle", "words"),
     [
-        ({"h2": 1}, "h2d, d2h, nvme_read, nvme_write, update"),
+        ({"h2": 1}, "h2d, d2h, collective, nvme_read, nvme_write, update"),
         ({"h2d": 0}, "more than 0"),
         ({"h2d": {"speed": 5}}, "bandwidth"),
         ({"h2d": {"latency_seconds": "long"}}, "latency_seconds"),
