@@ -7,10 +7,12 @@ sends (N - 1) / N of what it has (ZeRO, arXiv:1910.02054, section 7).
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,6 +216,8 @@ class Ranks(Comm):
         self._watch = Watch(self.rank, connections, self.look, times)
         self._check, self._explain = self._watch.check, self._watch.explain
         self.on_lost(self._abandon)
+        # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
+        atexit.register(self._at_exit)
         self.barrier("start")
 
     def _open_device(self) -> None:
@@ -407,11 +411,15 @@ class Ranks(Comm):
         self._watch.exit_code = getattr(error, "exit_code", self._watch.exit_code)
         if self._watch.is_over:
             return
+        atexit.unregister(self._at_exit)
         self._watch.end(error)
         if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
             self._destroy()
+
+    def _at_exit(self) -> None:
+        self.close(getattr(sys, "last_value", None))
 
     def _destroy(self) -> None:
         rows = self._tensors, self._values

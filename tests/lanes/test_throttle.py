@@ -7,6 +7,8 @@ import pytest
 from offload.errors import ConfigError
 from offload.lanes.throttle import LANES, Throttle, parse_throttle
 
+ALL = "h2d, d2h, collective, nvme_read, nvme_write, update"
+
 
 @pytest.mark.parametrize(
     ("value", "throttle"),
@@ -40,10 +42,10 @@ def test_every_lane_has_its_own_and_none_is_needed():
     [
         (
             {"h2h": 1},
-            ["offload.throttle.h2h", "no such lane", "did you mean h2d?", "h2d, d2h, collective, nvme_read, nvme_write, update"],
+            ["offload.throttle.h2h", "no such lane", "did you mean h2d?", ALL],
         ),
-        ({"compute": 1}, ["offload.throttle.compute", "no such lane", "h2d, d2h, collective, nvme_read, nvme_write, update"]),
-        ({5: 1}, ["offload.throttle.5", "no such lane", "h2d, d2h, collective, nvme_read, nvme_write, update"]),
+        ({"compute": 1}, ["offload.throttle.compute", "no such lane", ALL]),
+        ({5: 1}, ["offload.throttle.5", "no such lane", ALL]),
         ({"h2d": "fast"}, ["offload.throttle.h2d", "'fast'", "a size such as"]),
         ({"h2d": {"bandwidth": "fast"}}, ["offload.throttle.h2d.bandwidth", "'fast'", "a size such as"]),
         ({"h2d": True}, ["offload.throttle.h2d", "True", "a size such as"]),
@@ -64,8 +66,8 @@ def test_every_lane_has_its_own_and_none_is_needed():
             ({"d2h": {"latency_seconds": value}}, ["offload.throttle.d2h.latency_seconds", repr(value), "at least 0"])
             for value in (-1, -0.1, float("nan"), float("inf"), "1s", None, [1])
         ),
-        ("1GB", ["offload.throttle is '1GB'", "h2d, d2h, collective, nvme_read, nvme_write, update"]),
-        (["h2d"], ["offload.throttle is ['h2d']", "h2d, d2h, collective, nvme_read, nvme_write, update"]),
+        ("1GB", ["offload.throttle is '1GB'", ALL]),
+        (["h2d"], ["offload.throttle is ['h2d']", ALL]),
     ],
 )
 def test_refused(setting, parts):
