@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.export import export_model
+from offload.checkpoint.reader import Reader
 from offload.engine.assemble import Assembly, assemble
 from offload.engine.learned import DepartedError
 from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
@@ -21,6 +22,7 @@ from offload.engine.losses import Losses
 from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
 from offload.engine.rehearse import Rehearsal, in_eval_mode
+from offload.engine.saving import check_contents, load_states, save_states
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
 from offload.optim.adamw import AdamW
@@ -300,6 +302,38 @@ class Engine:
         with self._parts.unchanged_config(), self.counters.unchanged():
             export_model(self.model, self._parts.store, self._parts.indices(), folder)
         self.comm.barrier("end of the export")
+
+    def save_checkpoint(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+        """Write all states to a folder, from which any number of ranks with any placement can go on. Collective. What
+        was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`.
+        """
+        if self._own_losses:
+            raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
+        self._settle("save_checkpoint")
+        with self.counters.unchanged():
+            save_states(self._parts, Path(path), self._updates.clip, meta or {})
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
+        sound again.
+
+        Raises:
+            CheckpointError: the folder is damaged. Where its data are, the engine is torn.
+            ConfigError: it is another model's.
+        """
+        meet(self.comm, "load_checkpoint")
+        self._parts.lanes.finish()
+        with Reader(Path(path)) as reader, self.counters.unchanged():
+            check_contents(self._parts, reader)
+            self._torn = f"{path} was read in part"
+            clip, meta = load_states(self._parts, reader)
+            self._parts.executor.forget()
+            self._parts.slots.refresh(always=True)
+        if self._updates.clip == "auto":
+            self._updates.clip = clip
+        self._parts.lanes.forget_failures()
+        self._updates.is_updating, self._torn, self._is_open = False, None, False
+        return meta
 
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model is left without weights, or gets them back in their original dtype with

@@ -120,6 +120,11 @@ class Lanes:
         """The error of an update that failed, in whichever of its three lanes it began."""
         return next((lane.error for lane in self._updating if lane.error is not None), None)
 
+    def forget_failures(self) -> None:
+        """What failed was made good."""
+        for lane in self._all:
+            lane.error = None
+
     def drain_updates(self) -> None:
         """Wait until every update is done and written; raise what failed."""
         self.update.drain()

@@ -1,0 +1,181 @@
+"""All states into a checkpoint and back: by parameter name and slice, so that another number of ranks, another stage or
+another placement can read what this one wrote.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint.manifest import Entry
+from offload.checkpoint.reader import Reader
+from offload.checkpoint.saving import Save
+from offload.checkpoint.writer import Writer
+from offload.engine.assemble import Assembly
+from offload.errors import CheckpointError, ConfigError, OffloadError
+from offload.lanes.ticket import Ticket
+from offload.partition.comm import Comm
+from offload.partition.layout import PLANES, Region
+from offload.tiers.store import Part, plane_dtype
+
+_STATES = PLANES[:-1]
+
+
+def save_states(parts: Assembly, folder: Path, clip: str, meta: Mapping[str, Any]) -> None:
+    """Write all states, and what a step depends on beside its batch, to `folder`; `meta` (for JSON) is kept with them.
+    Collective; no update may be on its way. What was in the folder before stays until all of it is there.
+
+    Raises OffloadError on all ranks where one fails; DiskError, ConfigError on that one.
+    """
+    comm, contents, save = parts.comm, _contents(parts), None
+    with ExitStack() as opened:
+        failure: Exception | None = None
+        try:
+            save = opened.enter_context(Save(folder)) if comm.rank == 0 else None
+        except OffloadError as error:
+            failure = error
+        path = _agreed(comm, save.path if save is not None else None, failure, "making of the checkpoint")[0]
+        part = None
+        try:
+            with Writer(path, comm.rank, contents) as writer:
+                _write(parts, writer)
+                part = writer.finish()
+        except OffloadError as error:
+            failure = error
+        told = _agreed(comm, (part, _random(parts)), failure, "writing of the checkpoint")
+        try:
+            if save is not None:
+                updates = dict(_updates(parts))
+                own = {"step": parts.stream.step_number, "clip": clip, "updates": updates}
+                own["random"] = [random for _, random in told]
+                save.commit(contents, [found for found, _ in told], {"engine": own, "meta": dict(meta)})
+        except OffloadError as error:
+            failure = error
+        _agreed(comm, None, failure, "end of the checkpoint")
+
+
+def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
+    """Fill all states from a checkpoint that `check_contents` has accepted; return how it clipped, and its meta. Each
+    rank reads what it holds. Random generators are as they were where the number of ranks is the same.
+
+    Raises CheckpointError where the data are damaged: the states belong to no step then.
+    """
+    own = reader.meta["engine"]
+    for state in parts.store.states:
+        for part in state.held:
+            _fill(parts, reader, state.region, part)
+        state.steps = [own["updates"].get(parts.infos[index].name, 0) for index in state.region.parameters]
+    parts.stream.step_number = own["step"]
+    if len(own["random"]) == parts.comm.size:
+        states = [base64.b64decode(text) for text in own["random"][parts.comm.rank]]
+        if len(states) == len(parts.device.random_state()):
+            parts.device.set_random_state(
+                tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
+            )
+    return own["clip"], reader.meta["meta"]
+
+
+def check_contents(parts: Assembly, reader: Reader) -> None:
+    """Raise ConfigError where a checkpoint is not one of this model, trained and stored alike."""
+    wanted, found = _contents(parts), reader.contents
+    if "engine" not in reader.meta:
+        raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            raise ConfigError(
+                f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
+                f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
+                "that it was made with."
+            )
+
+
+def _shown(entry: Entry | None) -> str:
+    if entry is None:
+        return "nothing"
+    planes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in entry.planes.items())
+    return f"{list(entry.shape)} as {planes}"
+
+
+def _contents(parts: Assembly) -> dict[str, Entry]:
+    contents = {}
+    for state in parts.store.states:
+        names = state.region.planes(keeps_gradients=False, accumulates=False)
+        planes = {name: plane_dtype(state.region, name) for name in names}
+        for index in state.region.parameters:
+            contents[parts.infos[index].name] = Entry(tuple(parts.infos[index].shape), planes)
+    return contents
+
+
+def _write(parts: Assembly, writer: Writer) -> None:
+    """Write this rank's ranges; in stage 0, where all have all, each writes its share too."""
+    store = parts.store
+    for state in store.states:
+        shard = store.sharding.shard(state.region)
+        for part in state.parts:
+            if part.end <= shard.start or shard.stop <= part.begin:
+                continue
+            loan = part.lend(*_STATES)
+            try:
+                parts.lanes.wait(loan.after)
+                for name, plane in loan.planes.items():
+                    for index, begin, end, start in _pieces(parts, state.region, part):
+                        begin, end = max(begin, shard.start), min(end, shard.stop)
+                        if begin < end:
+                            piece = plane[begin - part.begin : end - part.begin].cpu()
+                            writer.write(parts.infos[index].name, name, begin - start, piece)
+            finally:
+                loan.read(Ticket("compute", is_done=True))
+
+
+def _fill(parts: Assembly, reader: Reader, region: Region, part: Part) -> None:
+    on_disk = part.record.planes if part.record is not None else {}
+    loan = part.lend(*(name for name in _STATES if name in part.planes or name in on_disk))
+    give_back = loan.read
+    try:
+        parts.lanes.wait(loan.after, behind=loan.behind)
+        for name, plane in loan.planes.items():
+            for index, begin, end, start in _pieces(parts, region, part):
+                target = plane[begin - part.begin : end - part.begin]
+                piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+                reader.read(parts.infos[index].name, name, begin - start, piece)
+                if piece is not target:
+                    target.copy_(piece)
+        give_back = loan.changed
+    finally:
+        give_back(Ticket("compute", is_done=True))
+
+
+def _pieces(parts: Assembly, region: Region, part: Part) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (parameter, its elements in a part from which to which, where it begins), counted in the region."""
+    for position, index in enumerate(region.parameters):
+        span = parts.store[region].span(position)
+        begin, end = max(span.start, part.begin), min(span.stop, part.end)
+        if begin < end:
+            yield index, begin, end, span.start
+
+
+def _updates(parts: Assembly) -> Iterator[tuple[str, int]]:
+    """Yield how often each parameter was updated."""
+    for state in parts.store.states:
+        for index, count in zip(state.region.parameters, state.steps, strict=True):
+            yield parts.infos[index].name, count
+
+
+def _random(parts: Assembly) -> list[str]:
+    return [base64.b64encode(state.numpy().tobytes()).decode() for state in parts.device.random_state()]
+
+
+def _agreed(comm: Comm, value: Any, failure: Exception | None, what: str) -> list[Any]:
+    """Return what every rank has; raise where one failed: its own error there, and one that names it elsewhere."""
+    told = comm.gather_objects((value, None if failure is None else str(failure)), what)
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise OffloadError(f"rank {rank}: {text}")
+    return [found for found, _ in told]

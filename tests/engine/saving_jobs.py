@@ -1,0 +1,47 @@
+"""What a rank does in the tests of checkpoints over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offload.checkpoint.writer import Writer
+from offload.errors import DiskError, OffloadError
+from offload.partition.joining import open_comm
+from tests.engine.ranks_child import CASES, opened, share
+
+
+def save(case: str, rows: Sequence[int], path: str, resume: str = "", **settings: Any) -> dict[str, Any]:
+    """Train two steps, or resume instead, and save all states; return the meta that was loaded."""
+    known, meta = CASES[case], {}
+    with open_comm() as comm:
+        engine = opened(comm, known, **settings)
+        if resume:
+            meta = engine.load_checkpoint(resume)
+        for seed in () if resume else range(2):
+            engine.step(share(known.batch(seed, sum(rows)), rows, comm.rank), loss_fn=known.loss_fn)
+        engine.save_checkpoint(path, {"case": case})
+        engine.close()
+    return meta
+
+
+def refused(path: str) -> tuple[str, str]:
+    """Save where one rank cannot write; return the error, after which training goes on."""
+
+    def broken(self: Writer, *_: Any) -> None:
+        raise DiskError(f"the write of {self.path} failed: no space left", 28, self.path)
+
+    write = Writer.write
+    with open_comm() as comm:
+        engine = opened(comm, CASES["plain"])
+        try:
+            if comm.rank == 1:
+                Writer.write = broken  # type: ignore[method-assign]
+            engine.save_checkpoint(path)
+        except OffloadError as error:
+            told = type(error).__name__, str(error)
+        finally:
+            Writer.write = write  # type: ignore[method-assign]
+        engine.step(share(CASES["plain"].batch(0, 4), (2, 2), comm.rank))
+        engine.close()
+    return told

@@ -1,0 +1,55 @@
+"""Checkpoints over ranks: by name and slice, so that any number of ranks reads what any other wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.checkpoint.reader import Reader
+from tests.engine.ranks import run
+from tests.engine.saving_jobs import refused, save
+
+ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
+
+
+def read_all(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Return every plane of a checkpoint, as bytes."""
+    found = {}
+    with Reader(folder) as reader:
+        for name, entry in reader.contents.items():
+            for plane, dtype in entry.planes.items():
+                flat = torch.empty(entry.numel, dtype=dtype)
+                reader.read(name, plane, 0, flat)
+                found[name, plane] = flat.view(torch.uint8) if flat.numel() else flat
+    return found
+
+
+@pytest.mark.parametrize("case", ["tied", "two dtypes"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_path: Path) -> None:
+    """Saved by two on disk, resumed and saved again by three in memory and by one: the same bits of all states.
+
+    Break: write the whole of what is replicated, or this rank's range of another plane; leave the others' ranges of
+    weights as they are.
+    """
+    first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
+    common: dict[str, Any] = {"case": case, "zero_stage": stage}
+    run(2, save, **common, **ON_DISK, folder=str(tmp_path), rows=(2, 1), path=str(first))
+    wanted = read_all(first)
+    assert any((flat != 0).any() for (_, plane), flat in wanted.items() if plane == "exp_avg_sq")
+    for size, path in ((3, again), (1, alone)):
+        metas = run(size, save, **common, rows=(1,) * size, path=str(path), resume=str(first))
+        assert metas == [{"case": case}] * size
+        found = read_all(path)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    errors = run(2, refused, path=str(tmp_path / "step-1"))
+    assert errors[1][0] == "DiskError"
+    assert errors[0] == ("OffloadError", f"rank 1: {errors[1][1]}")
+    assert not list(tmp_path.iterdir()), "nothing half-written"

@@ -1,0 +1,112 @@
+"""Checkpoints of an engine: what goes on from one is what would have gone on without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Placement
+from offload.errors import CheckpointError, ConfigError, TornError
+from tests.engine.families import build, tokens
+from tests.engine.inside import states
+from tests.engine.test_overlap import deep
+
+DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"}
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "device": {"parameters": "device", "optimizer": "device"},
+    "nvme": DISK,
+    "moments": {"optimizer": "nvme"},
+}
+
+
+def make(place: str, folder: Path, **settings: Any) -> Engine:
+    placement = dict(PLACES[place])
+    if "nvme" in placement.values():
+        placement["nvme_dir"] = str(folder)
+    return Engine(build(deep), placement=Placement(**placement), **{"max_grad_norm": 0.2, **settings})
+
+
+def train(engine: Engine, *seeds: int) -> list[tuple[float, float]]:
+    results = [engine.step(tokens(seed)) for seed in seeds]
+    return [(result.loss.item(), result.grad_norm) for result in results]
+
+
+def assert_same(one: Engine, other: Engine) -> None:
+    for (name, value), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(value.view(torch.int32), expected.view(torch.int32)), name
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("first", "then"), [("cpu", "nvme"), ("nvme", "device"), ("device", "moments"), ("nvme", "cpu")]
+)
+def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precision: str, tmp_path: Path) -> None:
+    whole = make(first, tmp_path, precision=precision)
+    train(whole, 0, 1, 2)
+    whole.save_checkpoint(tmp_path / "step-3", {"note": [1, "two"]})
+    wanted = train(whole, 3, 4)
+    resumed = make(then, tmp_path, precision=precision)
+    assert resumed.load_checkpoint(tmp_path / "step-3") == {"note": [1, "two"]}
+    assert train(resumed, 3, 4) == wanted
+    assert_same(resumed, whole)
+    for name, state in states(whole).items():
+        other = states(resumed)[name]
+        assert state.num_steps == other.num_steps
+        assert same(state.exp_avg, other.exp_avg), name
+        assert same(state.exp_avg_sq, other.exp_avg_sq), name
+    whole.close()
+    resumed.close()
+
+
+def test_a_save_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:
+    plain, saving = make("cpu", tmp_path), make("cpu", tmp_path)
+    for seed in range(3):
+        assert train(plain, seed) == train(saving, seed)
+        before = saving.counters.total
+        saving.save_checkpoint(tmp_path / "last")
+        assert saving.counters.total == before
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+    plain.load_checkpoint(tmp_path / "last")
+    assert train(plain, 3) == train(saving, 3)
+    plain.close()
+    saving.close()
+
+
+def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Path) -> None:
+    engine = make("cpu", tmp_path)
+    train(engine, 0)
+    for name in ("good", "bad"):
+        engine.save_checkpoint(tmp_path / name)
+    wanted = train(engine, 1)
+    file = tmp_path / "bad" / "rank-0.bin"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-0\.bin is damaged"):
+        engine.load_checkpoint(tmp_path / "bad")
+    with pytest.raises(TornError):
+        engine.step(tokens(1))
+    engine.load_checkpoint(tmp_path / "good")
+    assert train(engine, 1) == wanted
+    engine.close()
+
+
+def test_another_models_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    engine, other = make("cpu", tmp_path), make("cpu", tmp_path, precision="bf16")
+    train(engine, 0)
+    other.save_checkpoint(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"bfloat16.*--train\.precision"):
+        engine.load_checkpoint(tmp_path / "other")
+    assert len(train(engine, 1)) == 1
+    engine.close()
+    other.close()
