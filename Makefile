@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/ready
 PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
+# Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once.
+WORKERS ?= -n 2 --dist loadfile
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
@@ -60,10 +62,10 @@ train: $(READY)
 	$(BIN)/python -m offload.train $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-zoo: $(READY)
-	$(BIN)/python -m pytest -m slow tests/zoo $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS:loadfile=load) -m slow tests/zoo $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

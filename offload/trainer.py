@@ -293,13 +293,16 @@ class Trainer:
             "d2h_bytes": counters.d2h_bytes,
             "nvme_read_bytes": counters.nvme_read_bytes,
             "nvme_write_bytes": counters.nvme_write_bytes,
-            "all_gather_elements": counters.all_gather_elements,
-            "reduce_scatter_elements": counters.reduce_scatter_elements,
             "lanes": {name: asdict(lane) for name, lane in result.lanes.items()},
             "peak_device_bytes": counters.peak_device_bytes,
             "peak_host_bytes": counters.peak_host_bytes,
             "peak_pinned_bytes": counters.peak_pinned_bytes,
         }
+        if self._comm.size > 1:
+            fields |= {
+                "all_gather_elements": counters.all_gather_elements,
+                "reduce_scatter_elements": counters.reduce_scatter_elements,
+            }
         if self.config.train.clip == "speculative":
             fields |= {"corrected": result.corrected, "coarse": result.coarse}
         return fields
