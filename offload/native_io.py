@@ -442,6 +442,15 @@ def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, move
     return DiskError(f"{what} failed{_because(code)}", code, path, offset, num_bytes)
 
 
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def disk_error(
     what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
 ) -> DiskError:

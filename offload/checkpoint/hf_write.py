@@ -25,6 +25,7 @@ from torch import nn
 from offload.checkpoint.hf_names import Conversion, plan_writing, stays_fp32, untied
 from offload.checkpoint.tensor_file import DTYPES, TensorFile, TensorFileWriter, Written
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text
+from offload.native_io import sync_path
 from offload.tiers.host import trim_heap
 
 Get = Callable[[str], torch.Tensor]
@@ -244,7 +245,7 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             made.rename(folder)  # an empty folder gives way
-        _sync(folder.parent)
+        sync_path(folder.parent)
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OffloadError):
@@ -258,14 +259,5 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
 
 def _sync_all(folder: Path) -> None:
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        sync_path(path)
+    sync_path(folder)

@@ -22,7 +22,7 @@ from typing import Any
 
 from offload.checkpoint.manifest import MANIFEST, Contents, gather
 from offload.errors import ConfigError, DiskError
-from offload.native_io import disk_error
+from offload.native_io import disk_error, sync_path
 
 _LEFTOVER = re.compile(r"(.+)\.(partial|replaced|removed)-[0-9a-f]{8}")
 _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
@@ -50,7 +50,7 @@ class Save:
         with as_disk_errors("the making", target.parent):
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                sync_folder(target.parent.parent)
+                sync_path(target.parent.parent)
             self.path, self._lock = _make_partial(target)
 
     def commit(self, contents: Contents, parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> Path:
@@ -68,11 +68,11 @@ class Save:
             with open(self._lock, "wb", closefd=False) as stream:
                 stream.write(data)
             os.fsync(self._lock)
-            sync_folder(self.path)  # after this the folder is complete, whatever happens
+            sync_path(self.path)  # after this the folder is complete, whatever happens
         with as_disk_errors("the publishing", self.target):
             old = _take_place(self.path, self.target)
             self._unlock()
-            sync_folder(self.target.parent)  # before the old one goes
+            sync_path(self.target.parent)  # before the old one goes
         if old:
             with contextlib.suppress(DiskError):  # the new one is there all the same
                 remove(old)
@@ -147,15 +147,6 @@ def foreign_names(folder: Path) -> list[str]:
     return [folder.name] if folder.exists() or folder.is_symlink() else []
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def write_small(path: Path, text: str) -> None:
     """Replace a small file as a whole, durably. Raises DiskError."""
     fresh = path.with_name(f".{path.name}.new")
@@ -165,7 +156,7 @@ def write_small(path: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         fresh.rename(path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def _make_partial(target: Path) -> tuple[Path, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from offload.errors import ConfigError
+from offload.native_io import sync_path
 
 T = TypeVar("T")
 
@@ -63,18 +64,10 @@ def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:
     try:
         build(temporary)
         for path in temporary.rglob("*"):
-            _sync(path)
+            sync_path(path)
         if folder.exists():  # damaged
             shutil.rmtree(folder)
         temporary.rename(folder)
-        _sync(root)
+        sync_path(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

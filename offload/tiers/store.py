@@ -98,7 +98,7 @@ class RegionState:
     @property
     def held(self) -> list[Part]:
         """The parts with weights that this rank holds."""
-        return [part for parts in ([*self.parts], *self.others.values()) for part in parts]
+        return [part for parts in (self.parts, *self.others.values()) for part in parts]
 
     @property
     def keeps_gradients(self) -> bool:
@@ -165,10 +165,10 @@ class Store:
         self.states = [self._state(region, {n: made[region, n] for n in names}) for region, names in wanted.items()]
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
-        owner, publishes = self.sharding.owner, self.sharding.publishes
-        others = {rank: self._parts(region, planes, rank) for rank in range(self.sharding.num_ranges) if rank != owner}
-        parts = self._parts(region, planes, owner)
-        return RegionState(region, planes, parts, others if publishes else {}, [0] * len(region.parameters))
+        by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
+        others = {rank: self._parts(region, planes, rank) for rank in by_rank}
+        parts = others.pop(self.sharding.owner)
+        return RegionState(region, planes, parts, others, [0] * len(region.parameters))
 
     def _parts(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Part]:
         """Return the parts of a rank's range, with what this rank holds of them."""

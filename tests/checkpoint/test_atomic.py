@@ -26,6 +26,7 @@ from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError
 from tests.checkpoint.states import CONTENTS, check, save
+from tests.disks import mounted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks, limits and renames of Linux")
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ class TestKeep:
         def fail(_path: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(saving, "sync_folder", fail)
+        monkeypatch.setattr(saving, "sync_path", fail)
         with pytest.raises(DiskError, match="EIO"):
             save(checkpoints, 2, keep=1)
         assert names(tmp_path) == ["latest", "step-1"]
@@ -305,20 +306,10 @@ class TestClear:
 
 
 @pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
-    point = tmp_path / "disk"
-    point.mkdir()
-    image = tmp_path / "image"
-    with image.open("wb") as stream:
-        stream.truncate(24 << 20)
-    for command in (["mkfs.ext4", "-q", "-m", "0", image], ["mount", "-o", "loop", image, point]):
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no file system can be mounted here: {error}")
-    yield point
-    subprocess.run(["umount", point], check=True)
+    with mounted(tmp_path, 24 << 20) as point:
+        yield point
 
 
 def fill(checkpoints: Checkpoints, step: int, before_write: Callable[[int], None] = lambda _: None) -> None:

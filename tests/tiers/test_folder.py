@@ -22,6 +22,7 @@ import pytest
 from offload.errors import ConfigError, DoesNotFitError
 from offload.tiers import directories, folder
 from offload.tiers.folder import RunFolders, find_stale, remove_stale
+from tests.disks import mounted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts, locks and signals of Linux")
 ROOT = Path(__file__).parents[2]
@@ -91,16 +92,8 @@ def make_by_hand(place: Path, lock: str | None, age_s: float, pid: int = 4194304
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 file system of 16 MiB."""
-    image, point = tmp_path / "image", tmp_path / "disk"
-    image.write_bytes(bytes(16 << 20))
-    point.mkdir()
-    for command in (["mkfs.ext4", "-q", "-m", "0", image], ["mount", "-o", "loop", image, point]):
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no file system can be mounted here: {error}")
-    yield point
-    subprocess.run(["umount", point], check=True)
+    with mounted(tmp_path, 16 << 20) as point:
+        yield point
 
 
 class TestRefusals:
