@@ -19,6 +19,7 @@ from offload.errors import (
     RankLostError,
     leave_to_another_rank,
 )
+from offload.partition import outcome
 from offload.partition.comm import Comm
 
 HEAR_S = 0.5
@@ -27,38 +28,31 @@ HEAR_S = 0.5
 _COMMON = "all ranks have this error"
 _ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<kind>\w+): ")  # how the comm tells of another rank's error
 _CAUSES: dict[str, type[OffloadError]] = {kind.__name__: kind for kind in (ConfigError, DoesNotFitError)}
-_KINDS = {kind.exit_code: kind for kind in (OffloadError, ConfigError, DoesNotFitError)}
 _Made = TypeVar("_Made")
 
 
 @contextmanager
 def as_one(comm: Comm, what: str) -> Iterator[None]:
-    """What fails within on one rank fails on all of them, with one message. Nothing within may be collective.
+    """As `outcome.as_one`; the error is noted as one that all ranks have."""
+    with _noted(), outcome.as_one(comm, what):
+        yield
 
-    Raises the error itself where there is one rank, else see `raise_first`.
-    """
-    failure: Exception | None = None
+
+def raise_first(comm: Comm, failure: Exception | None, what: str) -> None:
+    """Raise on all ranks the failure of the lowest rank that has one, as `outcome` does; return where none has."""
+    with _noted():
+        outcome.outcome(comm, None, failure, what)
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
     try:
         yield
     except RankLostError:
         raise
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        failure = error
-    raise_first(comm, failure, what)
-
-
-def raise_first(comm: Comm, failure: Exception | None, what: str) -> None:
-    """Raise on all ranks the failure of the lowest rank that has one, and return where none has.
-
-    Raises ConfigError, DoesNotFitError, or OffloadError for any other; the text is the same on all ranks.
-    """
-    told = comm.gather_objects(_describe(failure) if failure is not None else None, f"outcome of {what}")
-    for rank, found in enumerate(told):
-        if found is not None:
-            code, text = found
-            raise common(_KINDS.get(code, OffloadError)(f"[rank {rank}] {text}" if rank else text)) from failure
+    except OffloadError as error:
+        common(error)
+        raise
 
 
 def agree(comm: Comm, name: str, value: Any) -> None:
@@ -73,12 +67,6 @@ def common(error: OffloadError) -> OffloadError:
     """Note on an error that every rank has it, by now or in a moment. Not collective."""
     error.add_note(_COMMON)
     return error
-
-
-def _describe(failure: Exception) -> tuple[int, str]:
-    if isinstance(failure, OffloadError):
-        return failure.exit_code, str(failure)
-    return OffloadError.exit_code, f"failed: {type(failure).__name__}: {failure}; run with --debug for the traceback"
 
 
 def rank_0_first(comm: Comm, what: str, make: Callable[[Callable[[], object]], _Made]) -> _Made:

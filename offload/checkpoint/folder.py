@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from offload.checkpoint import saving
-from offload.checkpoint.manifest import Contents
 from offload.checkpoint.reader import verify
-from offload.checkpoint.saving import Save, foreign_names, write_small
+from offload.checkpoint.saving import foreign_names, write_small
 from offload.errors import CheckpointError, DiskError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -32,12 +30,10 @@ class Checkpoints:
 
     def folders(self) -> list[Path]:
         """Return the folders of all checkpoints, that of the highest step first; whether they verify is not told."""
-        found = {}
-        with contextlib.suppress(FileNotFoundError):
-            for path in self.path.iterdir():
-                if (step := _STEP.fullmatch(path.name)) and path.is_dir():
-                    found[int(step[1])] = path
-        return [found[step] for step in sorted(found, reverse=True)]
+        found: list[Path] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step, reverse=True)
 
     def latest(self) -> Path | None:
         """Return the folder that `latest` names; None where there is no such file or folder."""
@@ -53,42 +49,48 @@ class Checkpoints:
         """
         return _first_that_verifies(self.folders())
 
-    def begin(self, step: int) -> Save:
-        """Begin the checkpoint of a step; what there is of that step stays until the new one is complete.
+    def target(self, step: int) -> Path:
+        """Return the folder for a step's checkpoint, to be saved there; what there is of that step stays until the new
+        one is complete.
 
         A folder of that name with files that no checkpoint has is no checkpoint, and is moved aside for good. Raises
         DiskError.
         """
         target = self.path / f"step-{step}"
         if foreign_names(target):
-            with saving.as_disk_errors("the renaming", target):
-                target.rename(target.with_name(f"{target.name}.foreign-{secrets.token_hex(4)}"))
-        return Save(target)
+            self._move(target, "foreign")
+        return target
 
-    def commit(
-        self,
-        save: Save,
-        contents: Contents,
-        parts: Sequence[Mapping[str, Any]],
-        meta: Mapping[str, Any],
-        keep: int | None = None,
-    ) -> Path:
-        """Publish what `begin` began and point `latest` at it; then remove all but the `keep` checkpoints of the
-        highest steps, lowest first. None: all stay. The new one stays in any case, and so does one that cannot be
-        removed. Raises as `Save.commit`, or DiskError for `latest` alone, when the new one is there already.
+    def saved(self, new: Path, keep: int | None = None) -> None:
+        """Point `latest` at a new checkpoint; then remove all but the `keep` of the highest steps, lowest first. None:
+        all stay. The new one stays in any case, and so does one that cannot be removed. Raises DiskError for `latest`.
         """
-        new = save.commit(contents, parts, meta)
         write_small(self.path / _LATEST, f"{new.name}\n")
         if keep is not None:
             for old in reversed(self.folders()[keep:]):
                 if old.name != new.name:
                     with contextlib.suppress(DiskError):
                         saving.remove(old)
-        return new
+
+    def move_aside(self, step: int) -> list[Path]:
+        """Rename the checkpoints above a step, from which a run goes on: they are damaged, or of steps that it makes
+        anew. Return what they are called now. Raises DiskError.
+        """
+        above = [path for path in self.folders() if _step(path) > step]
+        return [self._move(path, "aside") for path in above]
+
+    def _move(self, folder: Path, kind: str) -> Path:
+        moved = folder.with_name(f"{folder.name}.{kind}-{secrets.token_hex(4)}")
+        with saving.as_disk_errors("the renaming", folder):
+            return folder.rename(moved)
 
     def clear(self) -> list[Path]:
         """Remove what dead processes left of checkpoints, at the start of a run; return what was removed."""
         return saving.clear(self.path)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def verify_or_offer(folder: Path) -> None:

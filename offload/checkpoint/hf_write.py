@@ -75,7 +75,7 @@ def write_model(
     _check_place(folder, replace)
     plan = _Plan(model, dtype)
     with _made(folder, replace) as made:
-        _write_configuration(model, plan.main_dtype, made)
+        write_configuration(model, made, plan.main_dtype)
         for path in files:
             shutil.copyfile(path, made / path.name)
         written = _write_weights(model, plan, get, made, shard_bytes)
@@ -186,12 +186,15 @@ def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, 
         yield from group.run(values(dtype)).items()
 
 
-def _write_configuration(model: nn.Module, dtype: torch.dtype, folder: Path) -> None:
-    """Write config.json and generation_config.json as `save_pretrained` does."""
+def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and generation_config.json as `save_pretrained` does; nothing for a module that has none.
+
+    dtype: of the weights, None for that of the model's parameters.
+    """
     if not isinstance(model, transformers.PreTrainedModel):
         return
     config = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = str(dtype or _dtype_of(model)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate():

@@ -3,6 +3,7 @@
     {"checksum": "<xxh3_64 of all that follows these 16 digits>",
     "format": "offload checkpoint", "version": 1,
     "meta": {...},                                             what the caller wants to have back
+    "attached": {"config.json": {"num_bytes": n, "checksum": "<xxh3_64>"}, ...},    small files, as given
     "files": {"rank-0.bin": {"num_bytes": n, "chunk_bytes": 4194304, "checksums": ["<xxh3_64 of a chunk>", ...]}},
     "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "slices": [
         [begin, end, file, offset], ...]}}}}}                  elements of the flat parameter; bytes in the file
@@ -38,6 +39,7 @@ _MOST_CHUNK_BYTES = 64 << 20  # a reader holds several
 _FORMAT, _VERSION = "offload checkpoint", 1
 _HEAD, _DIGITS = b'{"checksum": "', 16
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", nothing hidden: it stays inside
+_ATTACHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -88,6 +90,14 @@ class DataFile(BaseModel):
         return min(self.chunk_bytes, self.num_bytes - index * self.chunk_bytes)
 
 
+class Attached(BaseModel):
+    """A small file that is kept with the states, such as the model's configuration: its size and its checksum."""
+
+    model_config = _STRICT
+    num_bytes: _Count
+    checksum: str
+
+
 class Plane(BaseModel):
     """A plane of a parameter; its slices are in order and cover it exactly once."""
 
@@ -111,6 +121,7 @@ class Manifest(BaseModel):
     format: str = _FORMAT
     version: _Count = _VERSION
     meta: dict[str, Any]
+    attached: dict[str, Attached]
     files: dict[str, DataFile]
     parameters: dict[str, Parameter]
 
@@ -161,6 +172,9 @@ class Manifest(BaseModel):
 
     def _check(self) -> None:
         """Raise ValueError where the manifest contradicts itself or reaches out of its folder."""
+        for name in self.attached:
+            if not _ATTACHED_NAME.fullmatch(name) or name == MANIFEST or name in self.files:
+                raise ValueError(f"{name!r} is not the name of an attached file")
         for name, file in self.files.items():
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a data file")
@@ -192,7 +206,12 @@ class Part(BaseModel):
     slices: list[tuple[str, str, Slice]]
 
 
-def gather(contents: Contents, parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> Manifest:
+def gather(
+    contents: Contents,
+    parts: Iterable[Mapping[str, Any]],
+    meta: Mapping[str, Any],
+    attached: Mapping[str, Attached],
+) -> Manifest:
     """Put the ranks' parts together. Raises ValueError unless they hold each plane of `contents` exactly once."""
     files: dict[str, DataFile] = {}
     slices: dict[tuple[str, str], list[Slice]] = {
@@ -216,7 +235,7 @@ def gather(contents: Contents, parts: Iterable[Mapping[str, Any]], meta: Mapping
         )
         for name, entry in contents.items()
     }
-    manifest = Manifest(meta=dict(meta), files=files, parameters=parameters)
+    manifest = Manifest(meta=dict(meta), attached=dict(attached), files=files, parameters=parameters)
     manifest._check()
     return manifest
 

@@ -33,12 +33,15 @@ _BEGIN = attrgetter("begin")
 class Reader:
     """An open checkpoint. Used from one thread.
 
-    meta: what the caller of `Save.commit` gave. contents: what there is to read. Every way in which the checkpoint is
+    meta: what the caller of `Save.commit` gave. contents: what there is to read. attached: the files that `Save.attach`
+    was given, by name, verified. Every way in which the checkpoint is
     not whole raises CheckpointError, which names the file; that also holds for a disk that fails.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Check all but the data's checksums: the manifest, and that its files are there, alone and of their size."""
+        """Check all but the data's checksums: the manifest, what is attached, and that the files are there, alone, and
+        of their size.
+        """
         self.path = folder
         self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
         self._fds: dict[str, int] = {}
@@ -48,18 +51,20 @@ class Reader:
                 opened.callback(os.close, fd)
                 with os.scandir(fd) as found_here:
                     names = {entry.name for entry in found_here}
-            self._manifest = Manifest.decode(_read_all(folder, fd), folder / MANIFEST)
+            self._manifest = Manifest.decode(_read_all(folder, fd, MANIFEST), folder / MANIFEST)
             self.meta: dict[str, Any] = self._manifest.meta
             self.contents: dict[str, Entry] = self._manifest.contents()
-            if extra := sorted(names - self._manifest.files.keys() - {MANIFEST}):
+            self.attached = {name: folder / name for name in self._manifest.attached}
+            if extra := sorted(names - self._manifest.files.keys() - self.attached.keys() - {MANIFEST}):
                 raise CheckpointError(f"{folder / extra[0]} does not belong to the checkpoint.", folder / extra[0])
+            for name, attached in self._manifest.attached.items():
+                if checksum(_read_all(folder, fd, name, attached.num_bytes)) != attached.checksum:
+                    path = folder / name
+                    raise CheckpointError(f"{path} is damaged: it does not agree with its checksum.", path)
             for name, file in self._manifest.files.items():
                 self._fds[name], found = _open(folder, fd, name)
                 opened.callback(os.close, self._fds[name])
-                if found != file.num_bytes:
-                    how = "was truncated" if found < file.num_bytes else "has grown"
-                    path = folder / name
-                    raise CheckpointError(f"{path} {how}: it has {found} bytes instead of {file.num_bytes}.", path)
+                _check_size(folder / name, found, file.num_bytes)
             self._chunk_bytes = max((file.chunk_bytes for file in self._manifest.files.values()), default=0)
             self._opened = opened.pop_all()
 
@@ -159,11 +164,19 @@ def _open(folder: Path, folder_fd: int, name: str) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def _read_all(folder: Path, folder_fd: int) -> bytes:
-    """Return the bytes of the manifest. Raises CheckpointError."""
-    fd, _ = _open(folder, folder_fd, MANIFEST)
-    with _as_checkpoint_errors(folder / MANIFEST), os.fdopen(fd, "rb") as stream:
+def _read_all(folder: Path, folder_fd: int, name: str, num_bytes: int | None = None) -> bytes:
+    """Return the bytes of a small file, which are to be `num_bytes`. Raises CheckpointError."""
+    fd, found = _open(folder, folder_fd, name)
+    with _as_checkpoint_errors(folder / name), os.fdopen(fd, "rb") as stream:
+        if num_bytes is not None:
+            _check_size(folder / name, found, num_bytes)
         return stream.read()
+
+
+def _check_size(path: Path, found: int, num_bytes: int) -> None:
+    if found != num_bytes:
+        how = "was truncated" if found < num_bytes else "has grown"
+        raise CheckpointError(f"{path} {how}: it has {found} bytes instead of {num_bytes}.", path)
 
 
 @contextlib.contextmanager

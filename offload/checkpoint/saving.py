@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from offload.checkpoint.manifest import MANIFEST, Contents, gather
-from offload.errors import ConfigError, DiskError
+from offload.checkpoint.manifest import MANIFEST, Attached, Contents, Manifest, checksum, gather
+from offload.errors import CheckpointError, ConfigError, DiskError
 from offload.native_io import disk_error, sync_path
 
 _LEFTOVER = re.compile(r"(.+)\.(partial|replaced|removed)-[0-9a-f]{8}")
@@ -47,11 +47,21 @@ class Save:
                 "delete that; give another folder."
             )
         self.target = target
+        self._attached: dict[str, Attached] = {}
         with as_disk_errors("the making", target.parent):
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(target.parent.parent)
             self.path, self._lock = _make_partial(target)
+
+    def attach(self, name: str, data: bytes) -> None:
+        """Keep a small file with the states. Raises DiskError; FileExistsError where there is one of that name."""
+        path = self.path / name
+        with as_disk_errors(f"the write of {len(data)} bytes", path), path.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._attached[name] = Attached(num_bytes=len(data), checksum=checksum(data))
 
     def commit(self, contents: Contents, parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> Path:
         """Publish what the ranks wrote; return `target`.
@@ -59,7 +69,7 @@ class Save:
         meta: anything for JSON, given back as JSON gives it back. Raises ValueError where the parts do not hold each
         plane of `contents` exactly once or meta is not for JSON; DiskError. What was at `target` is there still then.
         """
-        manifest = gather(contents, parts, meta)
+        manifest = gather(contents, parts, meta, self._attached)
         data = manifest.encode()
         for name, file in manifest.files.items():
             self._check_size(self.path / name, file.num_bytes)
@@ -143,7 +153,11 @@ def remove(path: Path) -> None:
 def foreign_names(folder: Path) -> list[str]:
     """Return what is in a folder that no checkpoint holds; nothing where there is no folder."""
     if folder.is_dir():
-        return sorted(path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name))
+        names = {path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name)}
+        if names:  # what is attached is known by the manifest alone
+            with contextlib.suppress(CheckpointError, OSError):
+                names -= Manifest.decode((folder / MANIFEST).read_bytes(), folder).attached.keys()
+        return sorted(names)
     return [folder.name] if folder.exists() or folder.is_symlink() else []
 
 

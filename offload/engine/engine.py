@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from offload.optim.adamw import AdamW
 from offload.partition.comm import Alone, Comm
 from offload.partition.joining import open_comm
 from offload.partition.layout import Region
+from offload.partition.outcome import as_one
 from offload.planning.cores import use_share_of_cores
 from offload.sections import parse_size
 from offload.telemetry.counters import Counters
@@ -303,30 +304,39 @@ class Engine:
             export_model(self.model, self._parts.store, self._parts.indices(), folder)
         self.comm.barrier("end of the export")
 
-    def save_checkpoint(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self, path: str | Path, meta: Mapping[str, Any] | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Write all states to a folder, from which any number of ranks with any placement can go on. Collective. What
-        was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`.
+        was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
+        `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer.
+
+        Raises, on all ranks, DiskError or ConfigError, after which training can go on.
         """
         if self._own_losses:
             raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
         self._settle("save_checkpoint")
         with self.counters.unchanged():
-            save_states(self._parts, Path(path), self._updates.clip, meta or {})
+            save_states(self._parts, Path(path), self._updates.clip, meta or {}, files)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
         sound again.
 
         Raises:
-            CheckpointError: the folder is damaged. Where its data are, the engine is torn.
-            ConfigError: it is another model's.
+            CheckpointError: on all ranks; the folder is damaged. Where its data are, the engine is torn.
+            ConfigError: on all ranks; it is another model's.
         """
         meet(self.comm, "load_checkpoint")
         self._parts.lanes.finish()
-        with Reader(Path(path)) as reader, self.counters.unchanged():
-            check_contents(self._parts, reader)
+        with ExitStack() as opened:
+            opened.enter_context(self.counters.unchanged())
+            with as_one(self.comm, "opening of the checkpoint"):
+                reader = opened.enter_context(Reader(Path(path)))
+                check_contents(self._parts, reader)
             self._torn = f"{path} was read in part"
-            clip, meta = load_states(self._parts, reader)
+            with as_one(self.comm, "reading of the checkpoint"):
+                clip, meta = load_states(self._parts, reader)
             self._parts.executor.forget()
             self._parts.slots.refresh(always=True)
         if self._updates.clip == "auto":

@@ -8,55 +8,54 @@ import base64
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 
+from offload.checkpoint.hf_write import write_configuration
 from offload.checkpoint.manifest import Entry
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.engine.assemble import Assembly
-from offload.errors import CheckpointError, ConfigError, OffloadError
+from offload.errors import CheckpointError, ConfigError
 from offload.lanes.ticket import Ticket
-from offload.partition.comm import Comm
 from offload.partition.layout import PLANES, Region
+from offload.partition.outcome import as_one
 from offload.tiers.store import Part, plane_dtype
 
 _STATES = PLANES[:-1]
+_BUFFER = "buffer"  # the only plane of a buffer
 
 
-def save_states(parts: Assembly, folder: Path, clip: str, meta: Mapping[str, Any]) -> None:
-    """Write all states, and what a step depends on beside its batch, to `folder`; `meta` (for JSON) is kept with them.
-    Collective; no update may be on its way. What was in the folder before stays until all of it is there.
+def save_states(
+    parts: Assembly, folder: Path, clip: str, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write all states, and what a step depends on beside its batch, to `folder`; `meta` (for JSON) is kept with them,
+    and so are `files`. Collective; no update may be on its way. What was in the folder before stays until all of it is
+    there.
 
-    Raises OffloadError on all ranks where one fails; DiskError, ConfigError on that one.
+    Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
     """
     comm, contents, save = parts.comm, _contents(parts), None
     with ExitStack() as opened:
-        failure: Exception | None = None
-        try:
-            save = opened.enter_context(Save(folder)) if comm.rank == 0 else None
-        except OffloadError as error:
-            failure = error
-        path = _agreed(comm, save.path if save is not None else None, failure, "making of the checkpoint")[0]
-        part = None
-        try:
-            with Writer(path, comm.rank, contents) as writer:
-                _write(parts, writer)
-                part = writer.finish()
-        except OffloadError as error:
-            failure = error
-        told = _agreed(comm, (part, _random(parts)), failure, "writing of the checkpoint")
-        try:
+        with as_one(comm, "making of the checkpoint"):
+            if comm.rank == 0:
+                save = opened.enter_context(Save(folder))
+                for name, data in {**_configuration(parts), **(files or {})}.items():
+                    save.attach(name, data)
+        path: Any = comm.gather_objects(save and save.path, "folder of the checkpoint")[0]
+        with as_one(comm, "writing of the checkpoint"), Writer(path, comm.rank, contents) as writer:
+            _write(parts, writer)
+            part = writer.finish()
+        told = comm.gather_objects((part, _random(parts)), "parts of the checkpoint")
+        own = {"step": parts.stream.step_number, "clip": clip, "updates": dict(_updates(parts))}
+        own["random"] = [random for _, random in told]
+        with as_one(comm, "end of the checkpoint"):
             if save is not None:
-                updates = dict(_updates(parts))
-                own = {"step": parts.stream.step_number, "clip": clip, "updates": updates}
-                own["random"] = [random for _, random in told]
-                save.commit(contents, [found for found, _ in told], {"engine": own, "meta": dict(meta)})
-        except OffloadError as error:
-            failure = error
-        _agreed(comm, None, failure, "end of the checkpoint")
+                save.commit(contents, [its for its, _ in told], {"engine": own, "meta": dict(meta)})
 
 
 def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
@@ -70,6 +69,10 @@ def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
         for part in state.held:
             _fill(parts, reader, state.region, part)
         state.steps = [own["updates"].get(parts.infos[index].name, 0) for index in state.region.parameters]
+    for name, buffer in _buffers(parts.model).items():
+        value = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read(name, _BUFFER, 0, value)
+        buffer.copy_(value)
     parts.stream.step_number = own["step"]
     if len(own["random"]) == parts.comm.size:
         states = [base64.b64decode(text) for text in own["random"][parts.comm.rank]]
@@ -108,11 +111,30 @@ def _contents(parts: Assembly) -> dict[str, Entry]:
         planes = {name: plane_dtype(state.region, name) for name in names}
         for index in state.region.parameters:
             contents[parts.infos[index].name] = Entry(tuple(parts.infos[index].shape), planes)
+    for name, buffer in _buffers(parts.model).items():
+        contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
 
 
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a model's state, each by the first of its names."""
+    kept = model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
+    found = {name: buffer for name, buffer in model.named_buffers() if kept.get(name) is buffer}
+    return {name: buffer.detach() for name, buffer in found.items()}
+
+
+def _configuration(parts: Assembly) -> dict[str, bytes]:
+    """Return the files that say how to build the model again, by name, as it was given."""
+    with TemporaryDirectory() as folder, parts.unchanged_config():
+        write_configuration(parts.model, Path(folder))
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
 def _write(parts: Assembly, writer: Writer) -> None:
-    """Write this rank's ranges; in stage 0, where all have all, each writes its share too."""
+    """Write this rank's ranges; in stage 0, where all have all, each writes its share too. Rank 0 has the buffers."""
+    if parts.comm.rank == 0:
+        for name, buffer in _buffers(parts.model).items():
+            writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
     store = parts.store
     for state in store.states:
         shard = store.sharding.shard(state.region)
@@ -168,14 +190,3 @@ def _updates(parts: Assembly) -> Iterator[tuple[str, int]]:
 
 def _random(parts: Assembly) -> list[str]:
     return [base64.b64encode(state.numpy().tobytes()).decode() for state in parts.device.random_state()]
-
-
-def _agreed(comm: Comm, value: Any, failure: Exception | None, what: str) -> list[Any]:
-    """Return what every rank has; raise where one failed: its own error there, and one that names it elsewhere."""
-    told = comm.gather_objects((value, None if failure is None else str(failure)), what)
-    if failure is not None:
-        raise failure
-    for rank, (_, text) in enumerate(told):
-        if text is not None:
-            raise OffloadError(f"rank {rank}: {text}")
-    return [found for found, _ in told]

@@ -11,6 +11,7 @@ import torch
 from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 
 CHUNK_BYTES = 4096
@@ -45,7 +46,8 @@ def save(
     checkpoints: Checkpoints, step: int, *, contents: Contents = CONTENTS, world_size: int = 2, keep: int | None = None
 ) -> Path:
     """Save a step as ranks would, each its share of every parameter."""
-    with checkpoints.begin(step) as made:
+    with Save(checkpoints.target(step)) as made:
+        made.attach("config.json", attached(step))
         parts = []
         for rank in range(world_size):
             with Writer(made.path, rank, contents, chunk_bytes=CHUNK_BYTES) as writer:
@@ -53,7 +55,14 @@ def save(
                     begin, end = (len(values) * each // world_size for each in (rank, rank + 1))
                     writer.write(name, plane, begin, values[begin:end])
                 parts.append(writer.finish())
-        return checkpoints.commit(made, contents, parts, {"step": step}, keep)
+        folder = made.commit(contents, parts, {"step": step})
+    checkpoints.saved(folder, keep)
+    return folder
+
+
+def attached(step: int) -> bytes:
+    """Return a small file of the step."""
+    return f'{{"step": {step}}}\n'.encode() * 300
 
 
 def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
@@ -61,6 +70,7 @@ def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
     with Reader(folder) as reader:
         assert reader.meta == {"step": step}
         assert reader.contents == contents
+        assert {name: path.read_bytes() for name, path in reader.attached.items()} == {"config.json": attached(step)}
         for name, plane, values in planes(contents, step):
             out = torch.zeros_like(values)
             reader.read(name, plane, 0, out)

@@ -161,7 +161,7 @@ def test_what_is_on_disk_when_it_takes_its_name(tmp_path, monkeypatch):
     save(Checkpoints(tmp_path), 2, keep=1)
     parent = f"sync {tmp_path.name}"
     assert events == [
-        *("sync rank-0.bin", "sync rank-1.bin", "sync manifest.json", "sync step-2"),
+        *("sync config.json", "sync rank-0.bin", "sync rank-1.bin", "sync manifest.json", "sync step-2"),
         *("step-2 becomes step-2", parent),
         *("sync .latest.new", ".latest.new becomes latest", parent),
         "step-1 becomes step-1",
@@ -252,10 +252,22 @@ class TestReplace:
         assert checkpoints.clear() == []
 
 
+class TestMoveAside:
+    def test_what_is_above_a_step(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
+        for step in (1, 5, 9, 10):
+            save(checkpoints, step)
+        assert [path.name.split(".aside-")[0] for path in checkpoints.move_aside(5)] == ["step-10", "step-9"]
+        assert [path.name for path in checkpoints.folders()] == ["step-5", "step-1"]
+        assert checkpoints.newest_that_verifies() == (tmp_path / "step-5", [])
+        assert checkpoints.clear() == checkpoints.move_aside(5) == []
+        assert len(list(tmp_path.glob("step-*.aside-*"))) == 2
+
+
 class TestClear:
     def test_a_living_save_is_left_alone(self, tmp_path):
         checkpoints = Checkpoints(tmp_path)
-        with checkpoints.begin(1) as made:
+        with Save(checkpoints.target(1)) as made:
             assert checkpoints.clear() == []
             assert made.path.is_dir()
         assert names(tmp_path) == []
@@ -314,11 +326,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(checkpoints: Checkpoints, step: int, before_write: Callable[[int], None] = lambda _: None) -> None:
     """Save 16 MiB by one rank, in pieces of 1 MiB."""
-    with checkpoints.begin(step) as made, Writer(made.path, 0, LARGE) as it:
+    with Save(checkpoints.target(step)) as made, Writer(made.path, 0, LARGE) as it:
         for index in range(16):
             before_write(index)
             it.write("p", "weights", index << 18, torch.full((1 << 18,), float(step)))
-        checkpoints.commit(made, LARGE, [it.finish()], {"step": step})
+        checkpoints.saved(made.commit(LARGE, [it.finish()], {"step": step}))
 
 
 def test_a_full_disk(disk):

@@ -24,7 +24,7 @@ from tests.checkpoint.states import check, save
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A checkpoint of three files, two of data."""
+    """A checkpoint of four files, two of data and one that is attached."""
     return save(Checkpoints(tmp_path_factory.mktemp("whole")), 7)
 
 
@@ -59,8 +59,8 @@ def test_whole(copy):
 def test_one_flipped_bit(copy, seed):
     rng = random.Random(seed)
     files = sorted(copy.iterdir())
-    assert len(files) == 3
-    path = files[seed % 3]  # in proportion to their sizes, hardly any would meet the manifest
+    assert len(files) == 4
+    path = files[seed % 4]  # in proportion to their sizes, hardly any would meet the manifest
     position = rng.randrange(path.stat().st_size * 8)
     flip(path, position)
     assert_refused(copy, path.name, "damaged")
@@ -85,7 +85,7 @@ def test_the_first_and_last_bits_of_the_data(copy):
             flip(copy / name, position)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "rank-0.bin", "rank-1.bin"])
+@pytest.mark.parametrize("name", [MANIFEST, "config.json", "rank-0.bin", "rank-1.bin"])
 class TestFiles:
     @pytest.mark.parametrize("left", [0, 1, 2048, -2048, -1])
     def test_truncated(self, copy, name, left):
@@ -233,6 +233,13 @@ SENSELESS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "'.hidden.bin' is not": lambda fields: rename_file(fields, ".hidden.bin"),
     "'a/b.bin' is not": lambda fields: rename_file(fields, "a/b.bin"),
     "is not the name": lambda fields: rename_file(fields, "rank\x00.bin"),
+    "'rank-0.bin' is not": lambda fields: fields["attached"].update({"rank-0.bin": fields["attached"]["config.json"]}),
+    "'../config.json' is not": lambda fields: fields["attached"].update(
+        {"../config.json": {"num_bytes": 0, "checksum": ""}}
+    ),
+    "'manifest.json' is not the name of an": lambda fields: fields["attached"].update(
+        {MANIFEST: {"num_bytes": 0, "checksum": ""}}
+    ),
 }
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from offload import Engine, Placement
+from offload.checkpoint.reader import Reader
 from offload.errors import CheckpointError, ConfigError, TornError
 from tests.engine.families import build, tokens
+from tests.engine.handmade import RunningStatistics, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.test_overlap import deep
 
@@ -110,3 +113,29 @@ def test_another_models_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path
     assert len(train(engine, 1)) == 1
     engine.close()
     other.close()
+
+
+def test_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
+    whole, resumed = (Engine(build(RunningStatistics), micro_batch_size=1) for _ in range(2))
+    for _ in range(2):
+        whole.step(words(), loss_fn=cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    for engine in (whole, resumed):
+        engine.step(words(), loss_fn=cross_entropy)
+    buffers = dict(resumed.model.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
+    assert len(buffers) > 2
+    assert_same(resumed, whole)
+
+
+def test_what_says_how_to_build_the_model_lies_beside_its_states(tmp_path: Path) -> None:
+    engine = make("cpu", tmp_path, precision="bf16")
+    use_cache = build(deep).config.use_cache
+    engine.save_checkpoint(tmp_path / "saved", files={"tokenizer.json": b"{}"})
+    with Reader(tmp_path / "saved") as reader:
+        assert set(reader.attached) == {"config.json", "generation_config.json", "tokenizer.json"}
+    config = AutoConfig.from_pretrained(tmp_path / "saved")
+    assert (config.architectures, config.dtype) == (["LlamaForCausalLM"], torch.bfloat16)
+    assert config.use_cache == use_cache
+    engine.close()
