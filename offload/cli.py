@@ -31,6 +31,7 @@ from offload.errors import (
 )
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
 
@@ -44,15 +45,14 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # it asks a training run to save, and would end any other
     # Read by OpenMP when torch is imported. Its threads spin at barriers by default: with another busy process on the
     # machine, a step of a small model was measured ten times slower for it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = wants_debug(words)
     try:
         try:
-            signal.pthread_sigmask(
-                signal.SIG_UNBLOCK, STOP_SIGNALS
-            )  # offload/launch.py starts ranks with these blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # offload/launch.py starts ranks with these blocked
             sys.exit(main(words) or 0)
         finally:
             _ignore_sigterm()

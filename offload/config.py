@@ -7,7 +7,7 @@ No torch here: `--help` and a typing error must answer at once.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,15 +27,10 @@ from offload.sections import (
 )
 from offload.sections import parse_size as parse_size
 
-# What this version does not build yet: key, the values that work, and what is missing. A later version deletes lines
-# here.
-NOT_YET: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("checkpoint.every", (None,), "saving all states during the run"),
-    ("checkpoint.keep", (None,), "saving all states during the run"),
-    ("checkpoint.resume", ("auto", "never"), "resuming from a checkpoint"),
-)
-
 BUILTIN_DEVICE_MEMORY = 8 * 2**20  # of the built-in run: its states are 16 MiB, so they have to stream
+_FIXED = ("data", "model.path", "model.preset", "train.batch_size", "train.precision", "run.seed")
+"""Sections and keys that make another run when they change: other data, another order, another model."""
+_OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
 _TIMING = ("prefetch", "zero_stage", "throttle")  # of the offload section: what says nothing about where states are
 
 
@@ -106,11 +101,7 @@ class Config(BaseModel):
 
     def is_default(self, *keys: str) -> bool:
         """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
-        return all(
-            self.origin(key) == "default"
-            for key, _ in self.items()
-            if any(key == asked or key.startswith(f"{asked}.") for asked in keys)
-        )
+        return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
 
     def with_resolved(self, **values: Any) -> Config:
         """Return a copy with values decided by the program: keys as section__field."""
@@ -122,6 +113,40 @@ class Config(BaseModel):
                 copy._origins[f"{section}.{field}"] = "resolved"
         return copy
 
+    def to_dict(self) -> dict[str, tuple[Any, str]]:
+        """Return (value, origin) of every key, for JSON: what `resumed` takes."""
+        return {key: (_plain(value), self.origin(key)) for key, value in self.items()}
+
+    def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
+        """Return a copy in which everything that nobody set is as in the run that is gone on with.
+
+        saved: its `to_dict`, out of the checkpoint at `where`. What that run decided by itself, such as the learning
+        rate or how it clips, stays decided; how far it fetched ahead is found anew. Raises ConfigError, which names the
+        keys, where something is set otherwise that would make another run of it.
+        """
+        was = Config.load(None, {key: value for key, (value, _) in saved.items()})
+        copy, changed = self.model_copy(deep=True), []
+        for key, own in self.items():
+            origin = saved[key][1] if key in saved else "default"
+            is_given = self.origin(key) != "default" and own not in (None, "auto")
+            if is_given and _is_one_of(key, _FIXED) and own != was.get(key):
+                changed.append(f"{key} is {_show(own)} and was {_show(was.get(key))}")
+            steps_anew = key == "train.steps" and self.train.epochs is not None
+            follows = key in ("offload.prefetch", "optimizer.warmup_steps")  # from the machine, from the steps
+            found_anew = origin == "resolved" and (follows or steps_anew)
+            if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
+                section, field = key.split(".")
+                setattr(getattr(copy, section), field, was.get(key))
+                copy._origins[key] = origin
+        if changed:
+            raise ConfigError(
+                f"{'; '.join(changed)} in the run that {where} belongs to: that may not change. Leave "
+                f"{'it' if len(changed) == 1 else 'them'} out to go on with that run, or set --run.dir to a new folder "
+                "to begin another one."
+            )
+        copy.check()
+        return copy
+
     def with_note(self, key: str, text: str) -> Config:
         """Return a copy whose YAML says something more about a value."""
         copy = self.model_copy(deep=True)
@@ -129,15 +154,7 @@ class Config(BaseModel):
         return copy
 
     def check(self) -> None:
-        """Refuse combinations that cannot work, and values that this version does not build yet. Raises ConfigError."""
-        for key, allowed, missing in NOT_YET:
-            value = self.get(key)
-            if value not in allowed or isinstance(value, bool):
-                words = ", ".join("none" if word is None else str(word) for word in allowed)
-                raise ConfigError(
-                    f"{key} is {_show(value)}, but {missing} is not built yet in this version; allowed for now: "
-                    f"{words}."
-                )
+        """Refuse combinations that cannot work. Raises ConfigError."""
         train = self.train
         if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
             raise ConfigError(
@@ -236,6 +253,11 @@ class Config(BaseModel):
 
 
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _is_one_of(key: str, names: Iterable[str]) -> bool:
+    """Tell whether a key is one of these, or in one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _default_length(preset: str | None, max_positions: int | None) -> int:

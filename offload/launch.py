@@ -31,7 +31,8 @@ LOOK_S = 0.05
 def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = False) -> int:
     """Run `python -m MODULE WORDS` in `num_ranks` processes with torchrun's variables; return the exit code of all.
 
-    The first signal is passed on once to every rank, and so is the second; a third one kills what is left.
+    The first signal is passed on once to every rank, and so is the second; a third one kills what is left. SIGUSR1,
+    which asks for a checkpoint, goes to rank 0 alone.
     debug: torchrun's own log is shown.
 
     Raises ConfigError: there are GPUs, but fewer. RankLostError: all ranks were killed. OffloadError: none was started.
@@ -43,6 +44,7 @@ def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = F
     with tempfile.TemporaryDirectory(prefix="offload-torchrun-") as folder:
         agent = _Agent(module, words, num_ranks, Path(folder))
         before = {number: signal.signal(number, agent.on_signal) for number in SIGNALS}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, agent.on_save)
         if not debug:
             logging.disable(logging.CRITICAL)
         try:
@@ -97,6 +99,7 @@ class _Agent:
         self.codes: dict[int, int] = {}
         self.error: Exception | None = None
         self.received: list[int] = []
+        self._wants_save = False
         self._words = ["-m", module, *(word.replace("$", "$$") for word in words)]  # torchrun fills in ${local_rank}
         self._config = _config(num_ranks, folder)
         self._num_sent: Counter[int] = Counter()
@@ -105,6 +108,9 @@ class _Agent:
     def on_signal(self, number: int, _frame: Any) -> None:
         self.received.append(number)
 
+    def on_save(self, _number: int, _frame: Any) -> None:
+        self._wants_save = True
+
     def run(self) -> None:
         """Return when all ranks are gone."""
         self._thread.start()
@@ -112,6 +118,9 @@ class _Agent:
             self._thread.join(LOOK_S)
             if self.received:
                 self._pass_on(psutil.Process().children())
+            if self._wants_save:
+                self._wants_save = False
+                self._ask_to_save(psutil.Process().children())
 
     def _pass_on(self, ranks: Iterable[psutil.Process]) -> None:
         """Give every rank the next of the signals that it did not get yet, also one that started after they came. (Of
@@ -124,13 +133,19 @@ class _Agent:
                 with suppress(psutil.NoSuchProcess):
                     rank.send_signal(self.received[sent] if sent < 2 else signal.SIGKILL)
 
+    def _ask_to_save(self, ranks: Iterable[psutil.Process]) -> None:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if rank.environ().get("RANK") == "0":
+                    rank.send_signal(signal.SIGUSR1)
+
     def _run(self) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
         # Of this thread, and so of the ranks, until these are ready (offload/cli.py): a signal that comes while Python
         # starts would end them with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
         try:
             elastic_launch(self._config, sys.executable)(*self._words)
         except ChildFailedError as error:

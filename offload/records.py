@@ -16,8 +16,8 @@ from offload.telemetry.trace import Trace
 class NoRecords:
     """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
 
-    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int) -> None:
-        """Write what the run is, once its first step has shown that it can be done."""
+    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int, last_step: int) -> None:
+        """Write what the run is, once its first step has shown that it can be done. It went on from `last_step`."""
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
         """Note a step for the trace, in seconds of `time.perf_counter`."""
@@ -27,6 +27,9 @@ class NoRecords:
 
     def write(self, fields: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
+
+    def sync(self) -> None:
+        """Bring the lines to the disk, as a checkpoint counts on them."""
 
     def end_steps(self) -> None:
         """Write the trace of what was kept of the steps, however they ended. Raises OSError."""
@@ -43,11 +46,11 @@ class Records(NoRecords):
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
 
-    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int) -> None:
+    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int, last_step: int) -> None:
         self._folder.write_config(config)
         self._folder.write_json("plan.json", {"fits": True, "tiers": tiers(engine, config)})
         self._folder.write_json("env.json", {**describe_environment(), "world_size": world_size})
-        self._metrics = MetricsLog(self._folder.metrics)
+        self._metrics = MetricsLog(self._folder.metrics, last_step)
         path = self._folder.path / "trace.json.gz"
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
 
@@ -62,6 +65,10 @@ class Records(NoRecords):
     def write(self, fields: Mapping[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.write(fields)
+
+    def sync(self) -> None:
+        if self._metrics is not None:
+            self._metrics.sync()
 
     def end_steps(self) -> None:
         if self._trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from offload.config import Config
 from offload.errors import ConfigError
 
+CHECKPOINTS = "checkpoints"
 _OF_A_RUN = (
     "config.yaml",
     "plan.json",
@@ -19,58 +21,55 @@ _OF_A_RUN = (
     "metrics.jsonl",
     "report.html",
     "trace.json.gz",
-    "checkpoints",
+    CHECKPOINTS,
     "hf",
 )
 
 
 class RunFolder:
-    """A folder that belongs to one run. What an earlier run left is never overwritten."""
+    """A folder that belongs to one run, and to one process at a time. What an earlier run left is not overwritten,
+    unless it is gone on with.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / CHECKPOINTS
+        self._lock = -1
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        """Refuse a run.dir that cannot be used, before any work is done. Raises ConfigError."""
-        if config.run.dir is None:
-            return
-        path = Path(config.run.dir).expanduser()
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
-        found = [name for name in _OF_A_RUN if (path / name).exists()]
-        if found:
-            raise ConfigError(
-                f"run.dir is {path}, which holds an earlier run ({', '.join(found)}) and no checkpoint to go on from; "
-                "it is left as it is. Set --run.dir to a folder that is new or empty, or move that one away."
-            )
+    def open(cls, config: Config, *, resumes: bool = False) -> RunFolder:
+        """Take run.dir, or make the first of runs/NAME, runs/NAME-2, ... that does not exist.
 
-    @classmethod
-    def create(cls, config: Config) -> RunFolder:
-        """Make the folder: run.dir, or the first of runs/NAME, runs/NAME-2, ...
-
-        that does not exist. Raises ConfigError.
+        resumes: the run begins at a checkpoint. Raises ConfigError.
         """
-        cls.check(config)
-        if config.run.dir is not None:
-            path = Path(config.run.dir).expanduser()
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder."
-                ) from None
-            if not os.access(path, os.W_OK):
-                raise ConfigError(f"run.dir is {path}, which cannot be written to; set --run.dir to another folder.")
-            return cls(path)
+        if config.run.dir is None:
+            return cls._made(config.run.name)
+        path = Path(config.run.dir).expanduser()
+        _check(path, config, resumes)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder."
+            ) from None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"run.dir is {path}, which cannot be written to; set --run.dir to another folder.")
+        folder = cls(path)
+        folder._take()
+        return folder
+
+    @classmethod
+    def _made(cls, name: str) -> RunFolder:
         number = 1
         while True:
-            path = Path("runs") / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+            path = Path("runs") / (name if number == 1 else f"{name}-{number}")
             try:
                 path.mkdir(parents=True)
-                return cls(path)
+                folder = cls(path)
+                folder._take()
+                return folder
             except FileExistsError:
                 number += 1
             except OSError as error:
@@ -78,13 +77,49 @@ class RunFolder:
                     f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder."
                 ) from None
 
-    def discard_if_empty(self) -> None:
-        """Take the folder away again when the run ended before anything was written."""
+    def _take(self) -> None:
+        """Keep other processes out, for as long as this one lives; the kernel lets go of the lock."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir is {self.path}, in which another process trains now; wait for it, or set --run.dir to "
+                "another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def close(self) -> None:
+        """Let go of the folder; take it away again when the run ended before anything was written."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def write_config(self, config: Config) -> None:
         (self.path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         (self.path / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _check(path: Path, config: Config, resumes: bool) -> None:
+    """Refuse a folder that cannot be used, before any work is done. Raises ConfigError."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
+    found = [name for name in _OF_A_RUN if (path / name).exists()]
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        # It ended before its first checkpoint: the same command begins it again.
+        is_welcome = resumes or (config.checkpoint.every is not None and "hf" not in found)
+    else:
+        begins_at = Path(resume).expanduser().resolve()
+        is_welcome = resumes and path.resolve() in (begins_at, *begins_at.parents)
+    if found and not is_welcome:
+        why = "no checkpoint to go on from" if resume == "auto" else f"checkpoint.resume is {resume}"
+        raise ConfigError(
+            f"run.dir is {path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. Set "
+            "--run.dir to a folder that is new or empty, or move that one away."
+        )

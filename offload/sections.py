@@ -347,11 +347,19 @@ class OffloadSection(Section):
 class CheckpointSection(Section):
     """What is saved, and what a run begins from."""
 
-    every: Count | None = Field(default=None, description="Save all states after this many steps. none: never.")
+    every: Count | None = Field(
+        default=None, description="Save all states after this many steps, and at the end. none: only when told to stop."
+    )
     keep: Count | None = Field(default=None, description="How many checkpoints stay. none: all.")
     resume: str = Field(
         default="auto",
-        description="auto: from the run folder's last checkpoint if there is one; never; or a checkpoint's path.",
+        description="auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the "
+        "path of a checkpoint or of a run.",
+    )
+    on_error: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay "
+        "as they are.",
     )
     export: bool = Field(
         default=True, description="At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM while a model trains: the first asks for a stop after the step, the second leaves at once."""
+"""Ctrl-C and SIGTERM while a model trains: the first asks for a stop after the step, the second leaves at once. SIGUSR1
+asks for a checkpoint after the step.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from offload.partition.comm import Comm
 
 
 class StopSignals:
-    """`requested` turns true at the first signal after `begin`; any before it, and a second one, raises
-    KeyboardInterrupt wherever the program is.
+    """`requested` turns true at the first signal to stop after `begin`; any before it, and a second one, raises
+    KeyboardInterrupt wherever the program is. `wants_save` turns true at SIGUSR1, until it is set back.
 
     Signals can only be caught in the main thread; in another one this never turns true. `say` prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
+        self.requested = self.wants_save = False
         self.name = ""
         self._say = say
         self._waits = self._is_deaf = self._is_agreed = False
@@ -29,6 +31,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)
+            self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -60,6 +63,12 @@ class StopSignals:
             if not self.name:
                 self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
             self.requested, self.name = True, name
+
+    def _on_save(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_deaf:
+            return
+        self._say("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
+        self.wants_save = self._waits
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._is_deaf:

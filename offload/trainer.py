@@ -10,11 +10,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from offload.checkpoint import reload
 from offload.checkpoint.models import (
@@ -28,16 +29,20 @@ from offload.checkpoint.models import (
 )
 from offload.config import Config
 from offload.data.dataset import Dataset, share
+from offload.data.tokenizer import as_files
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
-from offload.errors import ConfigError, InterruptedRun, format_bytes
+from offload.errors import CheckpointError, ConfigError, InterruptedRun, OffloadError, format_bytes
 from offload.lanes.throttle import parse_throttle
 from offload.objectives import Batch, choose_objective
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
 from offload.parts import build_data, engine, placement, stages, trains_tokenizer, with_decisions
 from offload.records import NoRecords, Records, tiers
+from offload.resume import Start, find_start, none_is_whole
 from offload.run_folder import RunFolder
+from offload.saves import Saves
+from offload.sections import ModelSection
 from offload.signals import StopSignals
 from offload.telemetry.progress import NoProgress, Progress, make_progress
 from offload.tiers.directories import check_dirs
@@ -73,7 +78,8 @@ class Trainer:
         self._records = NoRecords()
         self._eval_loss: float | None = None
         self._loss = math.nan
-        self._num_done = self._num_coarse = 0
+        self._num_done = self._num_coarse = 0  # of the run, in this process and before
+        self._first_step, self._first_s = 0, 0.0  # at which this process begins, and what the run had taken before
 
     def run(self) -> TrainResult:
         self.config.check()
@@ -103,11 +109,15 @@ class Trainer:
                 self._records.close()
                 self._close_engine()
                 if self._is_first and self._folder is not None:
-                    self._folder.discard_if_empty()
+                    self._folder.close()
 
     def _run(self) -> TrainResult:
         comm = self._comm
         agree(comm, "the configuration", dict(self.config.items()))
+        with as_one(comm, "look for a checkpoint"):
+            found = find_start(self.config) if self._is_first else None
+        self._start = start = cast(Start, shared(comm, found, "start of the run"))
+        self.config = start.config
         with as_one(comm, "check of the settings"):  # what cannot be placed or played is refused before any work
             self.config.check_ranks(comm.size)
             dirs = placement(self.config).dirs
@@ -115,11 +125,14 @@ class Trainer:
                 check_dirs(dirs)
             parse_throttle(self.config.offload.throttle)
             if self._is_first:
-                self._folder = RunFolder.create(self.config)
+                self._folder = RunFolder.open(self.config, resumes=bool(start.folders))
                 self._records = Records(self._folder)
         path = shared(comm, self._folder.path if self._folder else None, "run folder")
         self._folder = self._folder or RunFolder(path)
         self._prepare()
+        self._resume()
+        section, last = self.config.checkpoint, self._num_done if start.folders else None
+        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
         self._stop.begin()
         try:
             self._train()
@@ -147,7 +160,10 @@ class Trainer:
         with as_one(comm, "reading of the architecture"):
             quiet_transformers()
             torch.manual_seed(self.config.run.seed)
-            architecture = load_model_config(self.config.model)
+            # Gone on with is the model that was trained; the folder that it was made from may be another one by now.
+            first = next(iter(self._start.folders), None)
+            begins_at = ModelSection(path=str(first / "config.json"), init="random") if first else self.config.model
+            architecture = load_model_config(begins_at)
             self._kind = model_kind(architecture)
             config = self.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
             check_sequence_length(architecture, int(config.data.sequence_length or 0))
@@ -170,11 +186,12 @@ class Trainer:
                 f"{data.num_eval_rows:,} to evaluate; objective: {self._objective.name}"
             )
 
-            if config.model.init == "random" and trains_tokenizer(config):
+            self._files = as_files(data.tokenizer) if self._is_first else {}
+            if first is None and config.model.init == "random" and trains_tokenizer(config):
                 architecture.bos_token_id = data.tokenizer.bos_token_id
                 architecture.eos_token_id = data.tokenizer.eos_token_id
             built = build_model(
-                config.model,
+                begins_at if first else config.model,
                 seed=config.run.seed,
                 config=architecture,
                 sequence_length=int(config.data.sequence_length or 0),
@@ -182,24 +199,49 @@ class Trainer:
             built.model.train()
         num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
         name = type(built.model).__name__
-        self._engine = engine(config, built, comm)
+        self._engine = engine(config, replace(built, fill=_no_weights) if first else built, comm)
         self._say(
             f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
             f"{self._engine.device}" + (f", {comm.size} ranks" if comm.size > 1 else "")
         )
         self._notes.exchange()
 
+    def _resume(self) -> None:
+        """Take over the states of the first checkpoint of `_start` that is whole, if it has any. Collective."""
+        assert self._engine is not None
+        for reason in self._start.skipped:
+            self._say(f"note: a checkpoint is skipped: {reason}")
+        reasons: list[str] = []
+        for folder in self._start.folders:
+            try:
+                meta = self._engine.load_checkpoint(folder)
+            except CheckpointError as error:
+                self._say(f"note: a checkpoint is skipped: {error}")
+                reasons.append(str(error))
+                continue
+            except OffloadError as error:
+                raise common(error)  # noqa: B904 - as it is
+            with as_one(self._comm, "comparison of the data"):
+                self._data.check_state(meta["data"])
+            self._num_done = self._first_step = meta["step"]
+            self._first_s, self._num_coarse = meta["seconds"], meta["num_coarse"]
+            self._loss, self._eval_loss = meta["loss"], meta["eval_loss"]
+            self._say(f"resumed at step {self._num_done} from {folder}")
+            return
+        if reasons:
+            raise common(none_is_whole(self._start.folders, reasons))
+
     # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         train, optimizer = self.config.train, self.config.optimizer
         assert self._engine is not None
-        begun = time.monotonic()
-        for step in itertools.count():
-            if step == train.steps:
+        self._begun = time.monotonic()
+        for step in itertools.count(self._num_done):
+            if train.steps is not None and step >= train.steps:
                 return
             begin = time.perf_counter()
-            batch = self._next_batch(step, time.monotonic() - begun)
+            batch = self._next_batch(step)
             if batch is None:
                 return
             self._engine.lr = learning_rate(
@@ -211,7 +253,7 @@ class Trainer:
             )
             result = self._engine.step(batch)
             end = time.perf_counter()
-            if step == 0:
+            if step == self._first_step:
                 self._open_records(result)
             fields = self._fields(step, result, end - begin)
             self._num_done = step + 1
@@ -224,13 +266,36 @@ class Trainer:
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
-            self._progress.step(fields, num_steps=train.steps, eta_s=self._eta(time.monotonic() - begun))
+            self._progress.step(fields, num_steps=train.steps, eta_s=self._eta())
+            if self.config.checkpoint.every and self._num_done % self.config.checkpoint.every == 0:
+                self._save()
 
-    def _next_batch(self, step: int, elapsed: float) -> Batch | None:
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save all states, and where the run stands; the last time a failure is an error. Collective."""
+        assert self._engine is not None
+        begin = time.perf_counter()
+        meta = {
+            "step": self._num_done,
+            "seconds": self._elapsed,
+            "loss": self._loss,
+            "eval_loss": self._eval_loss,
+            "num_coarse": self._num_coarse,
+            "data": self._data.state_dict(),
+            "config": self.config.to_dict(),
+        }
+        self._records.sync()  # the run goes on from here, and its lines are to reach as far
+        save = self._saves.save if is_last else self._saves.try_to_save
+        save(self._engine, self._num_done, meta, self._files)
+        self._records.mark("checkpoint", begin, time.perf_counter())
+
+    @property
+    def _elapsed(self) -> float:
+        """Seconds since the first step of the run began, but for those when no process of it trained."""
+        return self._first_s + time.monotonic() - self._begun
+
+    def _next_batch(self, step: int) -> Batch | None:
         """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
-        any more, or the time is over. One exchange.
-
-        elapsed: seconds since the first step began; rank 0's count.
+        any more, or the time is over, by rank 0's count. One exchange; a save first, where one of them is told to.
         """
         comm, train = self._comm, self.config.train
         batch, failure = None, None
@@ -242,13 +307,14 @@ class Trainer:
             if comm.size == 1:
                 raise
             failure = error
-        is_late = step > 0 and train.max_seconds is not None and elapsed >= train.max_seconds
+        is_late = step > 0 and train.max_seconds is not None and self._elapsed >= train.max_seconds
         votes = tally(
             comm,
             "what comes after a step",
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
+            save=self._stop.wants_save,
             late=self._is_first and is_late,
             without=batch is None,
         )
@@ -256,6 +322,10 @@ class Trainer:
             self._notes.exchange()
         if votes["failed"]:
             raise_first(comm, failure, "making of a batch")
+        if votes["save"]:
+            self._stop.wants_save = False
+            if not votes["stop"] and step > self._first_step and self._saves.last_step != step:
+                self._save()
         if votes["stop"]:
             self._stop.agree(comm)
         elif votes["late"]:
@@ -303,6 +373,8 @@ class Trainer:
                 "all_gather_elements": counters.all_gather_elements,
                 "reduce_scatter_elements": counters.reduce_scatter_elements,
             }
+        if self._saves.stalled_s:
+            fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
         if self.config.train.clip == "speculative":
             fields |= {"corrected": result.corrected, "coarse": result.coarse}
         return fields
@@ -312,7 +384,9 @@ class Trainer:
         assert self._engine is not None
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
-        self._records.open(self.config, self._engine, result, self._comm.size)
+        self._records.open(self.config, self._engine, result, self._comm.size, self._first_step)
+        if self._is_first:
+            self._saves.begin()
         held = tiers(self._engine, self.config)
         shown = [
             f"{tier} {format_bytes(each['bytes'])}"
@@ -336,12 +410,13 @@ class Trainer:
                 "these steps are less exact than others. --train.clip deferred needs no corrections."
             )
 
-    def _eta(self, elapsed: float) -> float | None:
+    def _eta(self) -> float | None:
         """Return how many seconds the steps still take: by their number or the time limit, whichever ends first."""
         train = self.config.train
-        ends = [] if train.max_seconds is None else [train.max_seconds - elapsed]
+        ends = [] if train.max_seconds is None else [train.max_seconds - self._elapsed]
         if train.steps is not None:
-            ends.append((train.steps - self._num_done) * elapsed / self._num_done)
+            a_step = (self._elapsed - self._first_s) / (self._num_done - self._first_step)
+            ends.append((train.steps - self._num_done) * a_step)
         return max(0.0, min(ends)) if ends else None
 
     def _evaluate(self) -> float | None:
@@ -365,40 +440,47 @@ class Trainer:
     # -- after the last step -----------------------------------------------------------------------------------------
 
     def _finish(self, folder: RunFolder) -> TrainResult:
-        """Evaluate, export, and prove the export. After a signal only the export is made, and InterruptedRun raised."""
+        """Save, evaluate, export, and prove the export. After a signal only save, and raise InterruptedRun."""
         assert self._engine is not None
         self._progress.close()
-        comm, stop, every = self._comm, self._stop, self.config.train.eval_every
-        if not stop.is_agreed(comm) and (not every or self._num_done % every):
+        comm, every = self._comm, self.config.train.eval_every
+        self._leave_if_told(folder)
+        if self.config.checkpoint.every and self._saves.last_step != self._num_done > 0:
+            self._save()
+        if not every or self._num_done % every:
             self._evaluate()
-        probe = None
-        if self.config.checkpoint.export and not stop.is_agreed(comm):
+            self._leave_if_told(folder)
+        exported = probe = None
+        if self.config.checkpoint.export and (self._num_done > self._first_step or not folder.hf.exists()):
             rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
             probe = reload.take_probe(self._engine, self._objective.apply(rows, 0))
-        exported = None
-        if stop.is_agreed(comm) or self.config.checkpoint.export:
             exported = self._export(folder)
         self._close_engine()
-        if probe is not None and exported is not None and not stop.is_agreed(comm):
-            with as_one(comm, "check of the export"):
-                if self._is_first:
-                    self._check_export(exported, probe)
+        with as_one(comm, "check of the export"):
+            if self._is_first and exported is not None and probe is not None:
+                self._check_export(exported, probe)
         self._notes.exchange()
-        if stop.is_agreed(comm):
-            raise common(
-                InterruptedRun(
-                    f"interrupted by {stop.name} after step {self._num_done}"
-                    + (f" of {self.config.train.steps}" if self.config.train.steps is not None else "")
-                    + (
-                        f"; the weights are saved in {exported} (load them with transformers, or train on with "
-                        f"--model.path {exported})."
-                        if exported
-                        else "."
-                    )
-                )
-            )
+        if self._saves.failure is not None:
+            raise common(self._saves.failure)
         self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, self._num_done, self._loss, self._eval_loss, exported)
+
+    def _leave_if_told(self, folder: RunFolder) -> None:
+        """Save and raise InterruptedRun, on all ranks, where one of them was told to stop."""
+        if not self._stop.is_agreed(self._comm):
+            return
+        of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
+        told = f"interrupted by {self._stop.name} after step {self._num_done}{of}"
+        if not self._num_done:
+            raise common(InterruptedRun(f"{told}: there was nothing to save."))
+        if self._saves.last_step != self._num_done:
+            self._save(is_last=True)
+        raise common(
+            InterruptedRun(
+                f"{told}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "
+                "goes on from there."
+            )
+        )
 
     def _export(self, folder: RunFolder) -> Path:
         """Write the Hugging Face folder under another name first, so that hf/ is whole whenever it exists."""
@@ -411,6 +493,7 @@ class Trainer:
             if self._is_first:
                 if self._data.tokenizer is not None:
                     self._data.tokenizer.save_pretrained(partial)
+                shutil.rmtree(folder.hf, ignore_errors=True)
                 partial.rename(folder.hf)
         self._say(f"exported to {folder.hf}")
         return folder.hf
@@ -428,6 +511,10 @@ class Trainer:
                 model, self._data.tokenizer, probe.batch["input_ids"][:, :16], seed=self.config.run.seed
             )
             self._say(f"sample: {prompt!r} -> {text!r}")
+
+
+def _no_weights(_name: str, _module: nn.Module) -> None:
+    """Those of the checkpoint come, when the engine is there."""
 
 
 @contextmanager

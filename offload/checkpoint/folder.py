@@ -100,10 +100,17 @@ def verify_or_offer(folder: Path) -> None:
     try:
         verify(folder)
     except CheckpointError as error:
-        others = [path for path in Checkpoints(folder.parent).folders() if path.name != folder.name]
-        good, _ = _first_that_verifies(others)
-        offer = f"The last good one is {good}." if good else "There is no other one beside it that is good."
-        raise CheckpointError(f"{error} {offer}", error.path) from None
+        raise offer(folder, str(error), error.path) from None
+
+
+def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointError:
+    """Return the error about a checkpoint that cannot be used for that reason (and the file at fault, if it is known),
+    which says which of those beside it is good; finding that out reads them.
+    """
+    others = [path for path in Checkpoints(folder.parent).folders() if path.name != folder.name]
+    good, _ = _first_that_verifies(others)
+    found = f"The last good one is {good}." if good else "There is no other one beside it that is good."
+    return CheckpointError(f"{reason} {found}", path or folder)
 
 
 def _first_that_verifies(folders: Sequence[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:

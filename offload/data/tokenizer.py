@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def tokenizer_folder(model_path: str | None) -> str | None:
     if not folder.is_dir():
         return model_path
     return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
+def as_files(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files that `save_pretrained` makes of a tokenizer, by name; of none, none."""
+    if tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def load_tokenizer(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import NOT_YET, Config, all_keys
+from offload.config import Config, all_keys
 from offload.errors import ConfigError
 from offload.sections import parse_size
 
@@ -24,7 +25,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "optimizer": "name lr betas eps weight_decay decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
         "zero_stage throttle",
-        "checkpoint": "every keep resume export",
+        "checkpoint": "every keep resume on_error export",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
 
@@ -97,17 +98,36 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
     assert config.train.max_grad_norm is None
 
 
-@pytest.mark.parametrize(("key", "allowed", "missing"), NOT_YET)
-def test_what_is_not_built_yet_is_refused(key: str, allowed: tuple[Any, ...], missing: str) -> None:
-    other: dict[str, Any] = {
-        "offload.nvme_dir": "here",
-        "checkpoint.resume": "runs/train",
-    }
-    value = other.get(key, "nvme" if key.startswith("offload") and "memory" not in key else 5)
-    with pytest.raises(ConfigError, match="not built yet"):
-        Config.load(None, {key: value})
-    for fine in allowed:
-        Config.load(None, {key: fine})
+class TestResumed:
+    def test_what_nobody_set_is_as_it_was(self) -> None:
+        was = Config.load(None, {"train.steps": 7, "data.source": ["a", "b"], "optimizer.betas": [0.8, 0.9]})
+        was = was.resolve(cuda=False, max_positions=None).with_resolved(train__clip="deferred", offload__prefetch=3)
+        saved = json.loads(json.dumps(was.to_dict()))
+        now = Config.load(None, {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5}).resumed(saved, "there")
+        assert (now.train.steps, now.data.source, now.optimizer.betas) == (7, ("a", "b"), (0.8, 0.9))
+        assert (now.train.clip, now.train.precision, now.optimizer.schedule) == ("deferred", "fp32", "cosine")
+        assert (now.run.dir, now.train.log_every, now.optimizer.lr) == ("here", 5, 0.5)
+        assert now.offload.prefetch == "auto"
+        assert (now.origin("train.steps"), now.origin("train.clip")) == ("python", "resolved")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("train.batch_size", 3), ("data.source", "other.txt"), ("run.seed", 1), ("train.precision", "bf16")],
+    )
+    def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
+        saved = Config().resolve(cuda=False, max_positions=None).to_dict()
+        with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run that there belongs to"):
+            Config.load(None, {key: value}).resumed(saved, "there")
+
+    def test_epochs_are_counted_anew(self) -> None:
+        saved = Config(train={"epochs": 1}).with_resolved(train__steps=10).to_dict()
+        now = Config(train={"epochs": 3}).resumed(saved, "there").resolve_steps(lambda epochs: int(10 * epochs))
+        assert now.train.steps == 30
+
+    def test_the_same_again_is_no_change(self) -> None:
+        given = {"data.source": ["a"], "train.precision": "fp32", "data.sequence_length": 64}
+        saved = json.loads(json.dumps(Config.load(None, given).to_dict()))
+        assert Config.load(None, {**given, "train.precision": "auto"}).resumed(saved, "there").train.precision == "fp32"
 
 
 @pytest.mark.parametrize(

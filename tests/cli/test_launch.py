@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from offload.checkpoint.folder import Checkpoints
 from offload.cli import parse_config, take_gpus
 from offload.errors import ConfigError, RankLostError
 from offload.launch import exit_code, launch
@@ -202,8 +203,8 @@ def test_a_signal_ends_all_ranks_after_the_step(
     assert error.count("\n") == 1, error
     steps = len((folder / name / "metrics.jsonl").read_text().splitlines())
     assert f"interrupted by {number.name} after step {steps} of 1000000" in error
-    assert (folder / name / "hf/config.json").exists()
-    assert not (folder / name / "hf.partial").exists()
+    assert [path.name for path in Checkpoints(folder / name / "checkpoints").folders()] == [f"step-{steps}"]
+    assert not (folder / name / "hf").exists()
 
 
 @no_gpu

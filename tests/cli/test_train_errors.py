@@ -39,7 +39,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--offload.throttle", "{h2d: [}"], ["offload.throttle", "not YAML"]),
         (["--offload.prefetch", "-1"], ["offload.prefetch", "'-1'", "0 or more"]),
         (["--offload.prefetch", "some"], ["offload.prefetch", "'some'", "auto"]),
-        (["--checkpoint.every", "5"], ["checkpoint.every", "5", "allowed for now: none"]),
+        (["--checkpoint.on_error", "ignore"], ["checkpoint.on_error", "'ignore'", "'continue' or 'stop'"]),
         (["--train.batch_size", "2", "--train.micro_batch_size", "4"], ["micro_batch_size is 4", "batch_size, 2"]),
         (["--train.steps", "5", "--optimizer.warmup_steps", "6"], ["warmup_steps is 6", "train.steps, 5"]),
         (["--config", "no-such.yaml"], ["no-such.yaml", "No such file"]),

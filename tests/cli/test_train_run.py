@@ -6,14 +6,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offload.checkpoint.folder import Checkpoints
 from offload.config import Config, all_keys
 from offload.lanes.throttle import LANES
 from tests.telemetry.reader import read_trace
@@ -131,30 +134,80 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
     assert not list((folder / "runs/twice").iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_weights(
-    folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals
-) -> None:
-    run = folder / f"stopped-{number.name}"
-    command = [sys.executable, "-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", str(run)]
+@contextmanager
+def training(folder: Path, environment: dict[str, str], words: list[str], until: str = "step 10/") -> Iterator[Any]:
+    """Yield a command that has come as far as a line that begins so; it does not stay behind."""
+    command = [sys.executable, "-m", "offload.train", *words]
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
-        if line.startswith("step 10/"):
-            break
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
+            if line.startswith(until):
+                break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_all_states_and_the_same_command_goes_on(
+    train: Train, folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals
+) -> None:
+    run = folder / f"stopped-{number.name}"
+    words = [*tiny, "--train.steps", "1000000", "--run.dir", str(run)]
+    with training(folder, environment, words) as process:
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert error.count("\n") == 1
     assert number.name in error
-    assert str(run / "hf") in error
+    assert f"saved in {run}/checkpoints" in error
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     assert f"after step {steps} of 1000000" in error
     assert steps >= 10
     shown = [work.name for work in read_trace(run / "trace.json.gz")["steps"]]
     assert (shown[0], shown[-1]) == ("step 1", f"step {steps}")
+    assert [path.name for path in Checkpoints(run / "checkpoints").folders()] == [f"step-{steps}"]
+    assert not (run / "hf").exists()
+
+    ended = train("--run.dir", str(run), "--train.steps", str(steps + 3))
+    assert ended.returncode == 0, ended.stderr
+    assert f"resumed at step {steps} from {run}/checkpoints/step-{steps}" in ended.stdout
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 4))
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert not (run / "hf.partial").exists()
+    assert sorted(path.name for path in run.iterdir()) == sorted(
+        ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "trace.json.gz"]
+    )
+
+
+def test_another_signal_saves_and_training_goes_on(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
+    run = folder / "asked"
+    words = [*tiny, "--train.steps", "1000000", "--train.log_every", "1000000", "--run.dir", str(run)]
+    with training(folder, environment, words, "tiers: ") as process:
+        process.send_signal(signal.SIGUSR1)
+        said = [process.stdout.readline() for _ in range(3)]
+        assert "SIGUSR1: saving after this step.\n" in said, said
+        saved = next(line for line in said if "  saved " in line)
+        step = int(saved.split()[1])
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert [path.name for path in Checkpoints(run / "checkpoints").folders()][-1] == f"step-{step}"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) > step
+    assert [line["step"] for line in lines if "checkpoint_seconds" in line] == [step + 1]
+
+
+def test_two_processes_cannot_train_in_one_folder(
+    train: Train, folder: Path, environment: dict[str, str], tiny: list[str]
+) -> None:
+    words = [*tiny, "--train.steps", "1000000", "--run.dir", str(folder / "busy"), "--checkpoint.every", "100000"]
+    with training(folder, environment, words):
+        second = train(*words)
+    assert second.returncode == 2
+    assert "another process trains" in second.stderr

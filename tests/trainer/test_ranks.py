@@ -183,6 +183,6 @@ def test_what_all_ranks_fail_with_is_printed_once(run: Run) -> None:
 
 def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
     first, second = run("warns", "warned", "--checkpoint.export", "false")
-    assert (first.code, second.code) == (0, 0)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
     assert first.out.count("note: all ranks see this") == 1
     assert second.out == "[rank 1] note: rank 1 sees this\n"

@@ -1,0 +1,65 @@
+"""Whole runs inside this process, on models and texts of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from offload.config import Config
+from offload.trainer import Trainer, TrainResult
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+    "bert": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "architectures": ["BertForMaskedLM"],
+    },
+    "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps of a few microseconds gain nothing from threads, and lose much where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Train with settings over a few kilobytes of text; return the result and the lines of metrics.jsonl."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
+
+    def train(name: str, family: str = "llama", **settings: Any) -> tuple[TrainResult, list[dict[str, Any]], str]:
+        folder = tmp_path / f"{family}-shape"
+        AutoConfig.for_model(family, vocab_size=384, **SHAPES[family]).save_pretrained(folder)
+        values = {
+            "run__dir": str(tmp_path / name),
+            "model__path": str(folder / "config.json"),
+            "data__source": str(text),
+            "data__sequence_length": 32,
+            "data__eval_fraction": 0.1,
+            "train__steps": 3,
+            "train__batch_size": 4,
+            "train__precision": "fp32",
+        }
+        config = Config.load(None, {key.replace("__", "."): value for key, value in {**values, **settings}.items()})
+        result = Trainer(config).run()
+        lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
+        return result, lines, capsys.readouterr().out
+
+    return train

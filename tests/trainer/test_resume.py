@@ -1,0 +1,285 @@
+"""Runs that end early and go on: the same bits as a run that never ended, whatever is left of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from offload.checkpoint.folder import Checkpoints
+from offload.engine.engine import Engine
+from offload.errors import CheckpointError, ConfigError, DiskError
+from tests.disks import mounted
+
+DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"train.precision": "bf16", "train.micro_batch_size": 2},
+    "boxed": {"offload.device_memory": "512KiB"},
+    "speculative": {"train.clip": "speculative", "train.max_grad_norm": 0.3},
+    "deferred": {"train.clip": "deferred", "train.max_grad_norm": 0.3, "train.precision": "bf16"},
+    "skip": {"train.on_nonfinite": "skip", "optimizer.schedule": "wsd"},
+    "disk": {"train.precision": "bf16", **DISK},
+}
+
+
+class Ended(BaseException):
+    """The process ends here, as far as a test can do that from inside."""
+
+
+@pytest.fixture
+def end_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function after which the training step of that number, counted from 1 in a process, ends the run."""
+    step, first = Engine.step, [0]
+
+    def ending(self: Engine, *args: Any, **more: Any) -> Any:
+        first[0] -= 1
+        if first[0] == 0:
+            raise Ended
+        return step(self, *args, **more)
+
+    monkeypatch.setattr(Engine, "step", ending)
+    return lambda number: first.__setitem__(0, number)
+
+
+def steps_of(folder: Path) -> list[str]:
+    return [path.name for path in Checkpoints(folder / "checkpoints").folders()]
+
+
+def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    found, wanted = (load_file(folder / "hf/model.safetensors") for folder in (one, other))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path: Path, settings: str) -> None:
+    """Ended in its 6th step, 1 after its last checkpoint; and again, right after its next one.
+
+    Break: leave a random generator, the step number, the counts of updates or a pending update out of a checkpoint.
+    """
+    common = {"train.steps": 9, **SETTINGS[settings]}
+    if settings == "disk":
+        common["offload.nvme_dir"] = str(tmp_path)
+    whole, wanted, _ = run("whole", "gpt2", **common)
+    common |= {"checkpoint.every": 2, "checkpoint.keep": 2}
+    for number in (6, 3):
+        end_in(number)
+        with pytest.raises(Ended):
+            run("parts", "gpt2", **common)
+    result, found, output = run("parts", "gpt2", **common)
+    assert "resumed at step 6 from " in output
+    assert steps_of(result.dir) == ["step-9", "step-8"]
+    assert learnt(found) == learnt(wanted)
+    assert (result.steps, result.eval_loss) == (9, whole.eval_loss)
+    assert_same_weights(result.dir, whole.dir)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) -> None:
+    whole, wanted, _ = run("whole", **{"train.steps": 6})
+    end_in(6)
+    common = {"train.steps": 6, "checkpoint.every": 2}
+    with pytest.raises(Ended):
+        run("parts", **common)
+    folder = whole.dir.with_name("parts") / "checkpoints"
+    flip(folder / "step-4/rank-0.bin")
+    result, found, output = run("parts", **common)
+    assert f"skipped: {folder}/step-4/rank-0.bin is damaged" in output
+    assert "resumed at step 2" in output
+    (aside,) = folder.glob("step-4.aside-*")
+    assert f"a checkpoint above step 2 is now {aside}" in output
+    assert steps_of(result.dir) == ["step-6", "step-4", "step-2"]
+    assert learnt(found) == learnt(wanted)
+    assert_same_weights(result.dir, whole.dir)
+
+
+@pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"])
+def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, name: str) -> None:
+    end_in(6)
+    common = {"train.steps": 6, "checkpoint.every": 2}
+    with pytest.raises(Ended):
+        run("parts", **common)
+    folder = tmp_path / "parts/checkpoints"
+    for step in (2, 4):
+        flip(folder / f"step-{step}" / name)
+    before = files(folder.parent)
+    with pytest.raises(CheckpointError, match=rf"none of the 2 .*step-4/{name} is damaged.*step-2/{name} is damaged"):
+        run("parts", **common)
+    assert files(folder.parent) == before
+    flip(folder / "step-2" / name)
+    with pytest.raises(CheckpointError, match=rf"step-4/{name} is damaged.*The last good one is .*step-2"):
+        run("parts", **common, **{"checkpoint.resume": str(folder / "step-4")})
+    assert files(folder.parent) == {**before, f"checkpoints/step-2/{name}": (folder / "step-2" / name).read_bytes()}
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, end_in: Any) -> None:
+    whole, wanted, _ = run("whole", **{"train.steps": 6})
+    end_in(4)
+    common = {"train.steps": 6, "checkpoint.every": 5}
+    with pytest.raises(Ended):
+        run("parts", **common)
+    result, found, output = run("parts", **common)
+    assert "resumed" not in output
+    assert learnt(found) == learnt(wanted)
+    assert_same_weights(result.dir, whole.dir)
+
+
+def test_a_run_goes_back_to_one_of_its_checkpoints_and_then_on_from_there(run: Any) -> None:
+    common = {"checkpoint.every": 2, "optimizer.schedule": "constant"}
+    first, wanted, _ = run("run", **common, **{"train.steps": 6})
+    back = {"checkpoint.resume": str(first.dir / "checkpoints/step-2"), "optimizer.lr": 1e-2}
+    result, found, output = run("run", **common, **back, **{"train.steps": 4})
+    assert "resumed at step 2" in output
+    assert output.count("a checkpoint above step 2 is now ") == 2
+    assert steps_of(result.dir) == ["step-4", "step-2"]
+    assert learnt(found[:2]) == learnt(wanted[:2])
+    assert [line["lr"] for line in found[2:]] == [1e-2, 1e-2]
+    result, found, output = run("run", **common, **{"train.steps": 5})
+    assert "resumed at step 4" in output
+    assert [line["lr"] for line in found] == [*(line["lr"] for line in wanted[:2]), 1e-2, 1e-2, 1e-2]
+
+
+def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> None:
+    whole, wanted, _ = run("whole", **{"train.steps": 6, "checkpoint.every": 4})
+    resume = {"checkpoint.resume": str(tmp_path / "whole/checkpoints/step-4")}
+    result, found, _ = run("by step", **resume, **{"train.steps": 6})
+    assert learnt(found) == learnt(wanted[4:])
+    assert_same_weights(result.dir, whole.dir)
+    _, found, output = run("by run", **{"train.steps": 7, "checkpoint.resume": str(whole.dir)})
+    assert "resumed at step 6" in output
+    assert [line["step"] for line in found] == [7]
+    assert steps_of(whole.dir) == ["step-6", "step-4"]
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        run("again", **{"checkpoint.resume": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"holds an earlier run .*checkpoint\.resume is "):
+        run("by step", **{"checkpoint.resume": str(whole.dir)})
+
+
+def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> None:
+    common = {"checkpoint.every": 3}
+    first, _, _ = run("run", **common, **{"train.steps": 3})
+    before = files(first.dir)
+    again, lines, output = run("run", **common, **{"train.steps": 3})
+    assert files(first.dir) == before
+    assert (again.steps, again.export) == (3, None)
+    assert "done: 3 steps" in output
+    result, lines, _ = run("run", **common, **{"train.steps": 5})
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert (result.dir / "hf/config.json").exists()
+    assert files(first.dir)["hf/model.safetensors"] != before["hf/model.safetensors"]
+
+
+def test_other_data_make_another_run(run: Any, tmp_path: Path) -> None:
+    run("run", **{"checkpoint.every": 3})
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("number", "numeral"))
+    before = files(tmp_path / "run")
+    with pytest.raises(ConfigError, match="training data is not what the run began with"):
+        run("run", **{"train.steps": 6})
+    assert files(tmp_path / "run") == before
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    with mounted(tmp_path, 16 << 20) as point:
+        yield point
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_full_disk_during_a_save(
+    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path
+) -> None:
+    """Full from the first save on until the fifth step."""
+    whole, wanted, _ = run("whole", **{"train.steps": 7})
+    step = Engine.step
+    done: list[int] = []
+
+    def filling(self: Engine, *args: Any, **more: Any) -> Any:
+        result = step(self, *args, **more)
+        done.append(1)
+        if len(done) == 3:
+            fill(disk / "other")
+        if len(done) == 5:
+            (disk / "other").unlink(missing_ok=True)
+        return result
+
+    monkeypatch.setattr(Engine, "step", filling)
+    settings = {"run.dir": str(disk / "run"), "train.steps": 7, "checkpoint.every": 2, "checkpoint.on_error": on_error}
+    if on_error == "stop":
+        with pytest.raises(DiskError, match="ENOSPC"):
+            run("", **settings)
+        assert len(done) == 4
+        assert [path.name for path in (disk / "run/checkpoints").iterdir() if path.is_dir()] == ["step-2"]
+        (disk / "other").unlink()
+    else:
+        result, found, output = run("", **settings)
+        assert output.count("note: no checkpoint was saved, the last one is of step 2, and training goes on") == 1
+        assert steps_of(result.dir) == ["step-7", "step-6", "step-2"]
+        assert learnt(found) == learnt(wanted)
+        shutil.rmtree(result.dir / "hf")
+    result, found, output = run("", **settings)
+    assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
+    assert learnt(found) == learnt(wanted)
+    assert_same_weights(result.dir, whole.dir)
+
+
+def test_a_last_save_that_fails_is_an_error_after_the_export(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DiskError("no room", 28, Path("there"))
+
+    monkeypatch.setattr(Engine, "save_checkpoint", full)
+    with pytest.raises(DiskError, match="no room"):
+        run("run", **{"checkpoint.every": 2})
+
+
+def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:
+    run("run", **{"checkpoint.every": 3})
+    path = tmp_path / "run/checkpoints/step-3"
+    from offload.checkpoint.reader import Reader
+    from offload.checkpoint.saving import Save
+    from offload.checkpoint.writer import Writer
+
+    with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:
+        save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
+    with pytest.raises(ConfigError, match=r"engine\.save_checkpoint wrote it outside of a run"):
+        run("new", **{"checkpoint.resume": str(tmp_path / "alone")})
+
+
+def fill(path: Path) -> None:
+    """Take all room that a disk has."""
+    with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"1" * 4096)
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file, or flip it back."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_written_is_json(run: Any) -> None:
+    """Every line of a cut file of metrics is whole, also where the last process was killed within one."""
+    result, _, _ = run("run", **{"checkpoint.every": 2, "train.steps": 4})
+    with (result.dir / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "lo')
+    _, lines, _ = run("run", **{"train.steps": 6})
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((result.dir / "metrics.jsonl").read_text().splitlines()[4])["step"] == 5
