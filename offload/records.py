@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.config import Config
@@ -16,8 +17,10 @@ from offload.telemetry.trace import Trace
 class NoRecords:
     """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
 
-    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int, last_step: int) -> None:
-        """Write what the run is, once its first step has shown that it can be done. It went on from `last_step`."""
+    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
+        """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
+        `last_step`: at which it went on.
+        """
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
         """Note a step for the trace, in seconds of `time.perf_counter`."""
@@ -46,10 +49,13 @@ class Records(NoRecords):
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
 
-    def open(self, config: Config, engine: Engine, result: StepResult, world_size: int, last_step: int) -> None:
+    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
         self._folder.write_config(config)
         self._folder.write_json("plan.json", {"fits": True, "tiers": tiers(engine, config)})
-        self._folder.write_json("env.json", {**describe_environment(), "world_size": world_size})
+        self._folder.write_json(
+            "env.json",
+            {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
+        )
         self._metrics = MetricsLog(self._folder.metrics, last_step)
         path = self._folder.path / "trace.json.gz"
         self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)

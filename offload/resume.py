@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from offload.checkpoint.folder import Checkpoints, offer
 from offload.checkpoint.manifest import MANIFEST
@@ -17,11 +18,13 @@ from offload.run_folder import CHECKPOINTS
 @dataclass(frozen=True)
 class Start:
     """config: what was asked for, and for the rest what the run had that is gone on with. folders: the checkpoints to
-    begin at, the first that proves whole as it is read; none to begin with nothing. skipped: what is passed over.
+    begin at, the first that proves whole as it is read; none to begin with nothing. data: what its data were, by
+    `Dataset.state_dict`. skipped: what is passed over, and why.
     """
 
     config: Config
     folders: Sequence[Path] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
 
 
@@ -44,7 +47,7 @@ def find_start(config: Config) -> Start:
                 f"{folder} holds states and no position in a run: engine.save_checkpoint wrote it outside of a run. Go "
                 "on with it by engine.load_checkpoint, or export it and set --model.path to the export."
             )
-        return Start(config.resumed(meta["config"], str(folder)), folders[number:], skipped)
+        return Start(config.resumed(meta["config"], str(folder)), folders[number:], meta["data"], skipped)
     if folders:
         raise none_is_whole(folders, skipped)
     return Start(config)

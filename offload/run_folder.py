@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,13 @@ class RunFolder:
             os.close(self._lock)
             self._lock = -1
 
+    def earlier_pids(self) -> list[int]:
+        """Return the processes of this machine that trained in this folder last, by its env.json; they are gone."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = json.loads((self.path / "env.json").read_text(encoding="utf-8"))
+            return [int(pid) for pid in about["pids"]] if about["host"] == socket.gethostname() else []
+        return []
+
     def write_config(self, config: Config) -> None:
         (self.path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
 
@@ -118,7 +126,9 @@ def _check(path: Path, config: Config, resumes: bool) -> None:
         begins_at = Path(resume).expanduser().resolve()
         is_welcome = resumes and path.resolve() in (begins_at, *begins_at.parents)
     if found and not is_welcome:
-        why = "no checkpoint to go on from" if resume == "auto" else f"checkpoint.resume is {resume}"
+        why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
+        if resume == "auto":
+            why = "no checkpoint to go on from"
         raise ConfigError(
             f"run.dir is {path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. Set "
             "--run.dir to a folder that is new or empty, or move that one away."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
 import shutil
 import time
 import warnings
@@ -46,6 +47,7 @@ from offload.sections import ModelSection
 from offload.signals import StopSignals
 from offload.telemetry.progress import NoProgress, Progress, make_progress
 from offload.tiers.directories import check_dirs
+from offload.tiers.folder import remove_stale
 from offload.together import Notes, Parting, agree, as_one, common, raise_first, rank_0_first, shared, tally
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
@@ -126,6 +128,8 @@ class Trainer:
             parse_throttle(self.config.offload.throttle)
             if self._is_first:
                 self._folder = RunFolder.open(self.config, resumes=bool(start.folders))
+                for left in remove_stale(dirs, self._folder.earlier_pids()).removed:
+                    self._say(f"note: {left.path}, left by this run when it was killed, is removed.")
                 self._records = Records(self._folder)
         path = shared(comm, self._folder.path if self._folder else None, "run folder")
         self._folder = self._folder or RunFolder(path)
@@ -174,6 +178,9 @@ class Trainer:
 
         self._data = data = rank_0_first(comm, "preparation of the data", build)
         agree(comm, "the training data", data.state_dict())
+        if first:
+            with as_one(comm, "comparison of the data"):
+                data.check_state(self._start.data)
         self.config = config = config.resolve_steps(data.num_steps)
         with as_one(comm, "making of the model"):
             self._objective = choose_objective(
@@ -221,8 +228,6 @@ class Trainer:
                 continue
             except OffloadError as error:
                 raise common(error)  # noqa: B904 - as it is
-            with as_one(self._comm, "comparison of the data"):
-                self._data.check_state(meta["data"])
             self._num_done = self._first_step = meta["step"]
             self._first_s, self._num_coarse = meta["seconds"], meta["num_coarse"]
             self._loss, self._eval_loss = meta["loss"], meta["eval_loss"]
@@ -307,6 +312,7 @@ class Trainer:
             if comm.size == 1:
                 raise
             failure = error
+        wants_save, self._stop.wants_save = self._stop.wants_save, False
         is_late = step > 0 and train.max_seconds is not None and self._elapsed >= train.max_seconds
         votes = tally(
             comm,
@@ -314,7 +320,7 @@ class Trainer:
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
-            save=self._stop.wants_save,
+            save=wants_save,
             late=self._is_first and is_late,
             without=batch is None,
         )
@@ -322,10 +328,8 @@ class Trainer:
             self._notes.exchange()
         if votes["failed"]:
             raise_first(comm, failure, "making of a batch")
-        if votes["save"]:
-            self._stop.wants_save = False
-            if not votes["stop"] and step > self._first_step and self._saves.last_step != step:
-                self._save()
+        if votes["save"] and not votes["stop"] and step > self._first_step and self._saves.last_step != step:
+            self._save()
         if votes["stop"]:
             self._stop.agree(comm)
         elif votes["late"]:
@@ -384,7 +388,8 @@ class Trainer:
         assert self._engine is not None
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
-        self._records.open(self.config, self._engine, result, self._comm.size, self._first_step)
+        pids = self._comm.gather_objects(os.getpid(), "process ids")
+        self._records.open(self.config, self._engine, result, pids, self._first_step)
         if self._is_first:
             self._saves.begin()
         held = tiers(self._engine, self.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ class Dataset:
         }
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
-    def check_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError when `state`, of a `state_dict`, belongs to other batches than these."""
         keys = {"sequence_length": "data", "packing": "data", "batch_size": "train", "seed": "run"}
         own = self.state_dict()

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -112,10 +112,12 @@ def find_stale(dirs: Sequence[str | Path]) -> list[StaleFolder]:
     return found
 
 
-def remove_stale(dirs: Sequence[str | Path]) -> Cleaned:
-    """Remove what `find_stale` returns, each folder under its lock."""
+def remove_stale(dirs: Sequence[str | Path], pids: Collection[int] | None = None) -> Cleaned:
+    """Remove what `find_stale` returns, each folder under its lock; with `pids` only what these processes made."""
     cleaned = Cleaned()
     for stale in find_stale(dirs):
+        if pids is not None and stale.pid not in pids:
+            continue
         reason = ""
         try:
             with _held_if_stale(stale.path, fcntl.LOCK_EX) as still:
