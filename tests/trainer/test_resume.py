@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "boxed": {"offload.device_memory": "512KiB"},
     "speculative": {"train.clip": "speculative", "train.max_grad_norm": 0.3},
     "deferred": {"train.clip": "deferred", "train.max_grad_norm": 0.3, "train.precision": "bf16"},
+    "late": {"train.clip": "deferred", "offload.throttle": {"update": {"latency_seconds": 0.01}}},
     "skip": {"train.on_nonfinite": "skip", "optimizer.schedule": "wsd"},
     "disk": {"train.precision": "bf16", **DISK},
 }
