@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from offload.checkpoint.models import Kind, locate
+from offload.checkpoint.models import Kind, locate, vocab_size
 from offload.config import Config
 from offload.data.dataset import Dataset, build_dataset
-from offload.data.tokenizer import tokenizer_folder
+from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
 from offload.engine.engine import Engine
 from offload.optim.adamw import AdamW
 from offload.partition.comm import Comm
@@ -94,6 +95,20 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         seed=config.run.seed,
         progress=progress,
     )
+
+
+def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
+    """Give pretrained embeddings a row for every token that was added to the tokenizer; tell whether any was missing.
+    Raises ConfigError.
+    """
+    if config.model.init != "pretrained" or trains_tokenizer(config):
+        return False
+    folder, known = locate(config.model), vocab_size(architecture)
+    path = config.data.tokenizer or tokenizer_folder(None if folder is None else str(folder))
+    is_given = config.data.tokenizer is not None
+    needed = known if path is None else grown_vocabulary(load_tokenizer(path), known, is_given)
+    architecture.get_text_config().vocab_size = needed
+    return needed > known
 
 
 def trains_tokenizer(config: Config) -> bool:

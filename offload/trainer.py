@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from offload.lanes.throttle import parse_throttle
 from offload.objectives import Batch, choose_objective
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
-from offload.parts import build_data, engine, placement, stages, trains_tokenizer, with_decisions
+from offload.parts import build_data, engine, grow_vocabulary, placement, stages, trains_tokenizer, with_decisions
 from offload.records import NoRecords, Records, tiers
 from offload.resume import Start, find_start, none_is_whole
 from offload.run_folder import RunFolder
@@ -171,6 +170,7 @@ class Trainer:
             self._kind = model_kind(architecture)
             config = self.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
             check_sequence_length(architecture, int(config.data.sequence_length or 0))
+            grows = grow_vocabulary(config, architecture)
         vocabulary = vocab_size(architecture)
 
         def build(alive: Callable[[], object]) -> Dataset:
@@ -202,11 +202,15 @@ class Trainer:
                 seed=config.run.seed,
                 config=architecture,
                 sequence_length=int(config.data.sequence_length or 0),
+                grow=grows,
             )
+            for note in built.notes:
+                self._notes.add(note)
             built.model.train()
         num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
         name = type(built.model).__name__
         self._engine = engine(config, replace(built, fill=_no_weights) if first else built, comm)
+        built.close()
         self._say(
             f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
             f"{self._engine.device}" + (f", {comm.size} ranks" if comm.size > 1 else "")
@@ -488,18 +492,9 @@ class Trainer:
         )
 
     def _export(self, folder: RunFolder) -> Path:
-        """Write the Hugging Face folder under another name first, so that hf/ is whole whenever it exists."""
+        """Write the Hugging Face folder, tokenizer included: whole, or not at all."""
         assert self._engine is not None
-        partial = folder.path / "hf.partial"
-        if self._is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        self._engine.export(partial)
-        with as_one(self._comm, "end of the export"):
-            if self._is_first:
-                if self._data.tokenizer is not None:
-                    self._data.tokenizer.save_pretrained(partial)
-                shutil.rmtree(folder.hf, ignore_errors=True)
-                partial.rename(folder.hf)
+        self._engine.export(folder.hf, files=self._files, replace=True)
         self._say(f"exported to {folder.hf}")
         return folder.hf
 

@@ -9,6 +9,7 @@ transformers itself, with the whole model in memory, can do it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -232,6 +233,58 @@ def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         return remove(dict(tensors), model)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise CannotStream(f"tied weights of {type(model).__name__} are not told apart: {error}") from error
+
+
+def separate(model: nn.Module, name: str) -> None:
+    """Give a tied parameter memory of its own, which is not filled."""
+    owner, _, key = name.rpartition(".")
+    tied = model.get_parameter(name)
+    value = torch.empty(tied.shape, dtype=tied.dtype)
+    model.get_submodule(owner)._parameters[key] = nn.Parameter(value, tied.requires_grad)
+    tied_names_of: Any = model.all_tied_weights_keys
+    tied_names_of.pop(name)
+
+
+def conversions_used(model: nn.Module) -> dict[str, Any]:
+    """Return, for JSON, what a model that was read from a folder needs to be written as it was there, and what its
+    configuration does not say: the rules that `plan_reading` used, and the tied weights that had values of their own.
+
+    Raises CannotStream.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    rules: Any = getattr(model, "_weight_conversions", None)
+    now, by_configuration = tied_names(model), model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {
+        "rules": None if rules is None else [_description(rule) for rule in rules],
+        "untied": sorted(by_configuration.keys() - now.keys()),
+    }
+
+
+def use_conversions(model: nn.Module, used: Mapping[str, Any]) -> None:
+    """Prepare a model, fresh from its configuration, for what `conversions_used` said of another one: tied weights that
+    had values of their own get memory of their own, and it is written under the names that were read.
+
+    Raises CannotStream where transformers has other rules than the ones that were used.
+    """
+    for name in used.get("untied", ()):
+        separate(model, name)
+    if used.get("rules") is None:
+        return
+    _, mapping = _internals()
+    known = {json.dumps(_description(rule)): rule for rule in mapping.get_model_conversion_mapping(model)}
+    wanted = [json.dumps(description) for description in used["rules"]]
+    lacking = [description for description in wanted if description not in known]
+    if lacking:
+        raise CannotStream(
+            f"the weights of {type(model).__name__} were read by a rule that transformers {transformers.__version__} "
+            f"does not have: {lacking[0]}."
+        )
+    model._weight_conversions = [known[description] for description in wanted]  # type: ignore[assignment]
+
+
+def _description(rule: Any) -> list[Any]:
+    return [type(rule).__name__, list(rule.source_patterns), list(rule.target_patterns), rule.scope_prefix]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

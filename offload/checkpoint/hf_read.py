@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from offload.checkpoint.hf_names import (
     Shape,
     expected,
     plan_reading,
+    separate,
     settle_buffers,
     stays_fp32,
     tied_names,
@@ -51,7 +53,7 @@ class LoadReport:
 
 class FolderWeights:
     """The weights of a folder for one model. `fill(name, module)` is to be called just before a module's parameters are
-    taken: it reads those, once.
+    taken.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class FolderWeights:
             for prefix, owner in model.named_modules()
             for key in owner._parameters
         }
-        self._pending = {name for name in self._places.values() if name is not None}
+        self._pending: dict[str, weakref.ref[nn.Parameter]] = {
+            name: weakref.ref(state[name]) for name in self._places.values() if name is not None
+        }
         self._initial: Callable[[str, nn.Module], None] | None = None
         if deferred is not None:
             self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
@@ -109,32 +113,37 @@ class FolderWeights:
             raise ConfigError(f"the weights in {folder} lack {', '.join(sorted(absent)[:3])}.")
         self._read_buffers(state)
 
-    def fill(self, name: str, module: nn.Module) -> None:
-        """Give the parameters of a module, called `name`, their values: those that were not filled before.
+    def fill(self, name: str, module: nn.Module) -> dict[nn.Parameter, Source]:
+        """Give the parameters of a module, called `name`, their values: those that were not filled before. What can be
+        read piece by piece is left to the caller: where to read it from is returned, once.
 
-        Memory: the parameters; of fused ones two or three times as much for a moment, one after another; of stacks the
-        parameter and one row. Raises DiskError.
+        Memory: of fused parameters two or three times as much for a moment, one after another; of stacks the parameter
+        and one row. Raises DiskError.
         """
         trim_heap()  # what was taken before is free by now, and malloc would keep most of it
         wanted: dict[str, nn.Parameter] = {}
         for owner in module.modules():
-            for key, parameter in owner._parameters.items():
+            for key, here in owner._parameters.items():
                 first = self._places.get((id(owner), key))
-                if parameter is not None and first in self._pending:
-                    wanted[first] = parameter
+                # What was taken has another parameter in its place.
+                if here is not None and first in self._pending and here is self._pending[first]():
+                    wanted[first] = here
+        left: dict[nn.Parameter, Source] = {}
         fused: dict[int, dict[str, torch.Tensor]] = {}  # several parameters may come from one conversion
         for first, parameter in wanted.items():
-            source = self._sources[first]
+            source: Source = self._sources[first]
             if isinstance(source, Fused):
                 values = fused.get(id(source.conversion)) or source.convert()
-                value = values.pop(first)
+                parameter.data = values.pop(first)
                 fused[id(source.conversion)] = {key: each for key, each in values.items() if key in wanted}
+            elif isinstance(source, Stacked):  # its rows should not be read twice
+                parameter.data = source.read(0, math.prod(source.shape)).view(source.shape)
             else:
-                value = source.read(0, math.prod(source.shape)).view(source.shape)
-            parameter.data = value
-            self._pending.discard(first)
+                left[parameter] = source
+            del self._pending[first]
         if self._initial is not None:
             self._initial(name, module)
+        return left
 
     def source(self, name: str) -> Source | None:
         """Return where the values of a parameter come from; None where no file has it, and it is initialised."""
@@ -211,10 +220,7 @@ class FolderWeights:
                 if mine is not None and its is not None:
                     del self._sources[name]
                 continue
-            owner, _, key = name.rpartition(".")
-            value = torch.empty(mine.shape, dtype=mine.dtype)
-            self._model.get_submodule(owner)._parameters[key] = nn.Parameter(value, state[name].requires_grad)
-            self._model.all_tied_weights_keys.pop(name)  # type: ignore[operator, union-attr]
+            separate(self._model, name)
             untied.append(name)
         return tied, untied
 
@@ -300,9 +306,16 @@ def _no_weights(folder: Path) -> str:
         )
     return (
         f"{folder} has its weights as pytorch_model.bin, which can run any code when it is read, and is not read by "
-        f'parts. Convert it once: python -c "import transformers as t; a, b = {str(folder)!r}, '
-        f"{str(folder) + '-safetensors'!r}; t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b);"
-        f' t.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and set --model.path {folder}-safetensors.'
+        f"parts. {conversion(str(folder), f'{folder}-safetensors')}"
+    )
+
+
+def conversion(source: str, folder: str) -> str:
+    """Say how weights become safetensors in a folder."""
+    return (
+        f'Convert them once: python -c "import transformers as t; a, b = {source!r}, {folder!r}; '
+        "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
+        f't.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and set --model.path {folder}.'
     )
 
 

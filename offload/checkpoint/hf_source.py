@@ -5,11 +5,12 @@ ranges of the flat parameter, so that a rank can read its share alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from offload.checkpoint.hf_names import Conversion, Shape
 from offload.checkpoint.tensor_file import TensorFile
@@ -25,6 +26,12 @@ class Source(Protocol):
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements `begin` to `end` of the flat parameter, fresh. Raises DiskError."""
+
+
+Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
+"""Called with a module and its name just before its parameters are taken: gives them their values, or says where those
+of some are to be read.
+"""
 
 
 @dataclass

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from offload.checkpoint.hf_names import Conversion, plan_writing, stays_fp32, untied
-from offload.checkpoint.tensor_file import DTYPES, TensorFile, TensorFileWriter, Written
+from offload.checkpoint.tensor_file import DTYPES, Read, TensorFile, TensorFileWriter, Written, reader
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text
 from offload.native_io import sync_path
 from offload.tiers.host import trim_heap
 
-Get = Callable[[str], torch.Tensor]
+Get = Callable[[str, int, int], torch.Tensor]
 SHARD_BYTES = 5 << 30
-# fmt: off
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
-    "*.jinja",
-)
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -55,19 +51,20 @@ def write_model(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    files: Iterable[Path] = (),
+    files: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Exported:
     """Write `model`, whose parameters only need to have the right shapes and dtypes, as `save_pretrained` would.
 
-    `get(name)` returns a parameter's values, any float dtype, in its shape; it is called once for each, in the order of
-    the model, by the first of its names (tied ones have several). Buffers are the model's.
+    `get(name, begin, end)` returns elements of a flat parameter, in any float dtype. It is asked for each of them once,
+    in the order of the model, by the first of its names (tied ones have several). Buffers are the model's.
     `dtype`: of the floating parameters, but for those that transformers keeps in fp32; None for each one's own.
-    `shard_bytes`: of a file of weights at most, but for a tensor that is larger. `files` are copied, a tokenizer's.
+    `shard_bytes`: of a file of weights at most, but for a tensor that is larger. `files`, by name, go with it, such as
+    those of its tokenizer.
     `replace`: an earlier export in `folder` gives way, once the new one is whole.
 
-    Memory: one parameter, as `get` returns it; of fused ones, twice as much. A module that is not transformers' becomes
-    one `model.safetensors` or several, under its own names, without a configuration.
+    Memory: a piece of a parameter, or a row of experts; of fused ones, all that are fused together, twice. A module
+    that is not transformers' becomes one `model.safetensors` or several, under its own names, without a configuration.
     Raises ConfigError, DiskError, CannotStream where only `save_pretrained` itself can do it, and OffloadError where
     what is read back is not what was written.
     """
@@ -76,8 +73,8 @@ def write_model(
     plan = _Plan(model, dtype)
     with _made(folder, replace) as made:
         write_configuration(model, made, plan.main_dtype)
-        for path in files:
-            shutil.copyfile(path, made / path.name)
+        for name, data in (files or {}).items():
+            (made / name).write_bytes(data)
         written = _write_weights(model, plan, get, made, shard_bytes)
         for each in written:
             _verify(each)
@@ -88,11 +85,6 @@ def write_model(
         sum(each.num_bytes for each in written),
         {name: value for each in written for name, value in each.hashes.items()},
     )
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that belong to its tokenizer, for `files` of `write_model`."""
-    return sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 class _Plan:
@@ -129,6 +121,11 @@ class _Plan:
                 f"{type(model).__name__} has tensors of {unknown.pop()}, which safetensors does not have."
             )
 
+    def reader(self, source: str, get: Get) -> Read:
+        """Return what gives elements of a tensor of the model."""
+        name, here = self.values[source]
+        return partial(get, name) if isinstance(here, nn.Parameter) else reader(here)
+
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating parameter, as transformers does."""
@@ -161,29 +158,30 @@ def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_
 
 
 def _write_group(group: Conversion, plan: _Plan, get: Get, of_name: Mapping[str, TensorFileWriter]) -> None:
+    if group.is_identity:
+        (name,) = group.outputs
+        of_name[name].write(name, plan.reader(group.sources[0], get))
+        return
     for name, value in _converted(group, plan, get):
-        of_name[name].write(name, value)
+        assert tuple(value.shape) == of_name[name].entries[name].shape, (name, value.shape)
+        of_name[name].write(name, reader(value))
 
 
 def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a group is written as, in their dtype or that of `get`."""
-
-    def values(dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-        for source in group.sources:
-            name, here = plan.values[source]
-            value = get(name).detach() if isinstance(here, nn.Parameter) else here
-            yield value if dtype is None else value.to(dtype)
-
-    if group.is_identity:
-        ((name, _),) = group.outputs.items()
-        yield name, next(values(None))
-    elif group.is_cut:
-        stack = next(values(None))
+    if group.is_cut:
+        (source,) = group.sources
+        read, shape = plan.reader(source, get), plan.values[source][1].shape
+        width = math.prod(shape[1:])
         for row in range(group.rows):
-            yield from group.cut_row(row, stack[row]).items()
+            yield from group.cut_row(row, read(row * width, (row + 1) * width).view(shape[1:])).items()
     else:
         dtype = plan.tensors[next(iter(group.outputs))].dtype
-        yield from group.run(values(dtype)).items()
+        shapes = [plan.values[source][1].shape for source in group.sources]
+        yield from group.run(
+            plan.reader(source, get)(0, math.prod(shape)).view(shape).to(dtype)
+            for source, shape in zip(group.sources, shapes, strict=True)
+        ).items()
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:

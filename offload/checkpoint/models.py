@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from offload.checkpoint.deferred import DeferredInit
-from offload.checkpoint.mapped import MappedWeights
-from offload.errors import ConfigError
+from offload.checkpoint.hf_names import CannotStream, Shape
+from offload.checkpoint.hf_read import LoadReport, conversion, read_model, weight_files
+from offload.checkpoint.hf_source import Fill
+from offload.errors import ConfigError, OffloadError, format_bytes
 from offload.presets import PRESETS
 from offload.sections import ModelSection
 
-Fill = Callable[[str, nn.Module], None]
+_NUM_NAMES = 3  # of parameters, in a note
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,21 @@ class BuiltModel:
     """A model ready for the engine.
 
     `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial
-    values, or lets go of the file pages of those taken before. `folder` is where a tokenizer may be; None for a preset.
+    values, or returns from where these are to be read. `folder` is where a tokenizer may be; None for a preset.
+    `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
     """
 
     model: nn.Module
     fill: Fill
     folder: Path | None
+    notes: tuple[str, ...] = ()
+    close: Callable[[], None] = lambda: None
 
     def fill_all(self) -> None:
         """Give every parameter its initial value, for use without an engine."""
-        self.fill("", self.model)
+        for parameter, source in (self.fill("", self.model) or {}).items():
+            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+        self.close()
 
 
 def quiet_transformers() -> None:
@@ -203,12 +210,19 @@ def model_kind(config: PreTrainedConfig) -> Kind:
 
 
 def build_model(
-    section: ModelSection, *, seed: int, config: PreTrainedConfig | None = None, sequence_length: int = 0
+    section: ModelSection,
+    *,
+    seed: int,
+    config: PreTrainedConfig | None = None,
+    sequence_length: int = 0,
+    grow: bool = False,
 ) -> BuiltModel:
-    """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises ConfigError.
+    """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises OffloadError.
 
     `init: random`: the architecture as transformers builds it, fp32, writes to parameters put off until `fill`.
-    `init: pretrained`: transformers' own loading, in the dtype of the files.
+    `init: pretrained`: as transformers' own loading, in the dtype of the files, which are read on `fill`. With `grow`,
+    the embeddings of `config` may have more rows than the files. Of what the files lack, parameters of a head are
+    initialised, with a note: a folder of the base model gets a new head. Any of the base model is refused.
     """
     path = locate(section)
     config = config or load_model_config(section)
@@ -220,55 +234,90 @@ def build_model(
     options = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     try:
         if pretrained:
-            model = _load(kind.auto, section, path, config, options)
-            fill: Fill = MappedWeights()
+            built = _load(kind.auto, section, path, config, seed=seed, grow=grow, **options)
         else:
             with DeferredInit(seed) as deferred:
                 model = kind.auto.from_config(config, dtype=torch.float32, **options)
-            fill = deferred.bind(model)
-    except ConfigError:
+            built = BuiltModel(model, deferred.bind(model), folder)
+    except OffloadError:
         raise
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         where = section.path or f"preset {section.preset or 'tiny'}"
         where += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
         raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
-    _check_position_table(model, sequence_length)
-    return BuiltModel(model, fill, folder)
+    _check_position_table(built.model, sequence_length)
+    return built
 
 
 def _load(
-    auto: Any, section: ModelSection, path: Path | None, config: PreTrainedConfig, options: dict[str, Any]
-) -> nn.Module:
+    auto: Any,
+    section: ModelSection,
+    path: Path | None,
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    grow: bool,
+    **options: Any,
+) -> BuiltModel:
     if path is None or path.is_file():
         raise ConfigError(
             f"model.path is {section.path}, a file without weights, but model.init is pretrained; set --model.init "
             "random, or give the folder."
         )
-    if not _weight_files(path):
+    if not Path(str(section.path)).expanduser().exists() and not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path is {section.path}, which has a config.json but no weights (*.safetensors or "
-            "pytorch_model*.bin); set --model.init random to start from random ones."
+            f"the hub's model {section.path} has no weights as safetensors. "
+            + conversion(str(section.path), str(section.path).rpartition("/")[2])
         )
     try:
-        model, info = auto.from_pretrained(
-            str(path) if path.exists() else section.path,
-            config=config,
-            dtype="auto",
-            output_loading_info=True,
-            **options,
+        model, weights = read_model(auto, path, config, seed=seed, grow=grow, **options)
+    except CannotStream as error:
+        warnings.warn(
+            f"the weights of {path} are read by transformers, which holds all of them in memory at once "
+            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}",
+            stacklevel=2,
         )
-    except (
-        Exception
-    ) as error:  # a damaged file surfaces as SafetensorError, UnpicklingError, OSError, RuntimeError, ...
-        raise ConfigError(f"the weights of model.path {section.path} cannot be read: {_brief(error)}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
+        return _load_whole(auto, path, config, options)
+    _check_complete(model, path, weights.report.missing)
+    return BuiltModel(model, weights.fill, path, tuple(_notes(weights.report)), weights.close)
+
+
+def _load_whole(auto: Any, path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> BuiltModel:
+    try:
+        model, info = auto.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **options)
+    except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: whatever is wrong in a file
+        raise ConfigError(f"the weights of {path} cannot be read: {_brief(error)}") from error
+    state = model.state_dict()
+    missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
+    _check_complete(model, path, missing)
+    unexpected: dict[str, Shape] = dict.fromkeys(sorted(info["unexpected_keys"]), ())
+    return BuiltModel(model, lambda _name, _module: None, path, tuple(_notes(LoadReport({}, [], missing, unexpected))))
+
+
+def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) -> None:
+    """Refuse a folder that lacks parameters of the base model. Raises ConfigError."""
+    prefix = getattr(model, "base_model_prefix", "")
+    has_head = bool(prefix) and hasattr(model, prefix)
+    lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
+    if lacking:
         raise ConfigError(
-            f"the weights of model.path {section.path} lack {len(missing)} parameters of {type(model).__name__}, for "
-            f"example {missing[0]}; give a folder with all weights, or set --model.init random."
+            f"the weights of {path} lack {len(lacking)} parameters of {type(model).__name__}, for example "
+            f"{lacking[0]}; give a folder with all weights, or set --model.init random."
         )
-    return model
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+def _notes(report: LoadReport) -> Iterator[str]:
+    """Yield what is worth a line; tied weights that are tied as the configuration says are not."""
+    for name, (old, new) in report.grown.items():
+        yield (
+            f"{name} grows from {old[0]:,} to {new[0]:,} rows, for tokens that were added to the tokenizer; each new "
+            "row is the mean of the others."
+        )
+    for names, what in (
+        (report.untied, "not tied, though the configuration ties them: they have other values in the files"),
+        (report.missing, "not in the files, and initialised at random"),
+        (report.unexpected, "not read: the model has no place for them"),
+    ):
+        if names:
+            some = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
+            yield f"{len(names)} of the weights are {what} ({some})."

@@ -11,7 +11,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,10 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_PIECE_BYTES = 1 << 23  # read back, converted or written at once
+_PIECE_BYTES = 1 << 21  # read back, converted or written at once
+
+Read = Callable[[int, int], torch.Tensor]
+"""Gives elements `begin` to `end` of a tensor, flat."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +190,15 @@ class TensorFileWriter:
             self._file.close()
             raise
 
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Write all of a tensor, converted to the dtype of its entry piece by piece. Raises DiskError."""
+    def write(self, name: str, read: Read) -> None:
+        """Write all of a tensor, piece by piece as `read` gives it, converted to the dtype of its entry. Raises
+        DiskError.
+        """
         entry = self.entries[name]
-        assert tuple(value.shape) == entry.shape, (name, value.shape, entry.shape)
-        flat = value.detach().reshape(-1)
         digest, step = xxhash.xxh3_128(), max(1, _PIECE_BYTES // entry.dtype.itemsize)
-        for begin in range(0, flat.numel(), step):
-            piece = as_bytes(flat[begin : begin + step].to("cpu", entry.dtype))
+        numel = math.prod(entry.shape)
+        for begin in range(0, numel, step):
+            piece = as_bytes(read(begin, min(begin + step, numel)).to("cpu", entry.dtype))
             digest.update(piece)
             self._write(piece, entry.begin + begin * entry.dtype.itemsize)
         self._hashes[name] = digest.hexdigest()
@@ -258,6 +262,12 @@ def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple
         for name, (dtype, shape) in order
     }
     return len(text).to_bytes(8, "little") + text, entries
+
+
+def reader(value: torch.Tensor) -> Read:
+    """Return what reads a tensor that is in memory."""
+    flat = value.detach().reshape(-1)
+    return lambda begin, end: flat[begin:end]
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:

@@ -70,18 +70,43 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
     Special tokens beyond it that mark nothing here are tolerated (Gemma 3's text models ship an image token of that
     kind): the data is checked id by id when it is encoded.
     """
-    num_tokens = max([len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values())])
-    if num_tokens <= vocab_size:
+    if all(_marks_nothing(tokenizer, index) for index in _beyond(tokenizer, vocab_size)):
         return
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    added = tokenizer.added_tokens_decoder
-    beyond = [index for index in tokenizer.get_vocab().values() if index >= vocab_size]
-    if all(index in added and added[index].special and index not in used for index in beyond):
-        return
+    num_tokens = _num_tokens(tokenizer)
     raise ConfigError(
         f"The tokenizer {name} has {num_tokens} tokens, the model's vocabulary has {vocab_size}. Choose another "
         f"data.tokenizer, or a model with vocab_size of at least {num_tokens}."
     )
+
+
+def grown_vocabulary(tokenizer: Any, vocab_size: int, is_given: bool) -> int:
+    """Return how many rows a model's embedding of `vocab_size` rows needs for the tokens that were added to its
+    tokenizer: `vocab_size`, or more.
+
+    Where others lie beyond it, the tokenizer is another model's, which `check_vocabulary` refuses. A token that marks
+    nothing, nor is in the chat template, needs a row only where the tokenizer `is_given` by the user.
+    """
+    beyond = _beyond(tokenizer, vocab_size)
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    if any(index not in added for index in beyond):
+        return vocab_size
+    needs = any(is_given or not _marks_nothing(tokenizer, each) or str(added[each]) in template for each in beyond)
+    return _num_tokens(tokenizer) if needs else vocab_size
+
+
+def _beyond(tokenizer: Any, vocab_size: int) -> list[int]:
+    return [index for index in tokenizer.get_vocab().values() if index >= vocab_size]
+
+
+def _marks_nothing(tokenizer: Any, index: int) -> bool:
+    """True for a special token that is not one of those that packing and padding use."""
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    return index in added and added[index].special and index not in used
+
+
+def _num_tokens(tokenizer: Any) -> int:
+    return max([len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values())])
 
 
 def hash_tokenizer(tokenizer: Any) -> str:

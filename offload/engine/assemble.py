@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.hf_source import Fill, Source
+from offload.checkpoint.tensor_file import reader
 from offload.engine.checkpoints import Checkpoints, OnDisk, OnHost
 from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
@@ -50,9 +52,7 @@ _DISPATCH_S = 3e-4
 
 
 class Assembly:
-    """A model whose parameters stream. `standing[index]` is what hangs in the model for a parameter between its
-    uses.
-    """
+    """A model whose parameters stream."""
 
     def __init__(
         self,
@@ -166,13 +166,12 @@ class Assembly:
             has_peers=comm.size > 1,
         )
         self.units: list[Unit] = []
-        self.standing: dict[int, nn.Parameter] = {}
         for number, candidate in enumerate(candidates):
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.stream))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
 
-    def begin(self, fill: Callable[[str, nn.Module], None] | None) -> None:
+    def begin(self, fill: Fill | None) -> None:
         """Take the weights over, and reroute the units."""
         try:
             self._take(fill)
@@ -228,31 +227,37 @@ class Assembly:
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self.stream.is_weight(tensor)
 
-    def _take(self, fill: Callable[[str, nn.Module], None] | None) -> None:
+    def _take(self, fill: Fill | None) -> None:
         """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
         # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
         # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
+        given: dict[nn.Parameter, Source] = {}
+        resting: dict[int, nn.Parameter] = {}
         for number, unit in enumerate(sorted(self.units, key=lambda unit: not unit.whole)):
             source = number % self.comm.size if fill is not None else 0
             if fill is not None and source == self.comm.rank:
-                fill(unit.name, unit.module)
+                given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
             for place in unit.places:
                 parameter = place.module._parameters[place.key]
                 assert parameter is not None
-                if place.parameter not in self.standing:
-                    self.store.write(place.parameter, parameter, source)
-                    self.standing[place.parameter] = resting_parameter(
-                        self.infos[place.parameter], self.device.torch_device
-                    )
-                unit.resting[place.parameter] = self.standing[place.parameter]
+                if place.parameter not in resting:
+                    read = given.pop(parameter).read if parameter in given else reader(parameter)
+                    self.store.write(place.parameter, read, parameter.dtype, source)
+                    resting[place.parameter] = resting_parameter(self.infos[place.parameter], self.device.torch_device)
+                unit.resting[place.parameter] = resting[place.parameter]
             unit.install(unit.resting)
 
-    def indices(self) -> dict[int, int]:
-        """Return the index of whatever hangs in the model for a parameter, by its id. (Where a tied weight stays on the
-        device for one unit and streams for another, two things hang for one parameter.)
-        """
-        hanging = [*self.standing.items(), *(item for unit in self.units for item in unit.resting.items())]
-        return {id(parameter): index for index, parameter in hanging}
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Hang one NaN in the model for every parameter, also for those that stay on the device."""
+        resident = [unit for unit in self.units if unit.resident]
+        for unit in resident:
+            unit.install(unit.resting)
+        try:
+            yield
+        finally:
+            for unit in resident:
+                unit.install(unit.live())
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
@@ -278,9 +283,7 @@ class Assembly:
                 other.forget_live()
         for region in unit.regions:
             self.gradients.make_lasting(region)
-        live = unit.live()
-        unit.install(live)
-        self.standing.update(live)
+        unit.install(unit.live())
 
     def _forget_places(self) -> None:
         """The device's memory for weights is about to become another."""
@@ -367,7 +370,7 @@ def assemble(
     model: nn.Module,
     settings: Settings,
     counters: Counters,
-    fill: Callable[[str, nn.Module], None] | None,
+    fill: Fill | None,
     comm: Comm,
 ) -> Assembly:
     """Find the units, plan, check the budgets, and only then allocate. Collective."""

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload.checkpoint.export import export_model
+from offload.checkpoint.hf_source import Fill
+from offload.checkpoint.hf_write import SHARD_BYTES
 from offload.checkpoint.reader import Reader
 from offload.engine.assemble import Assembly, assemble
+from offload.engine.exporting import export_model
 from offload.engine.learned import DepartedError
 from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
 from offload.engine.losses import Losses
@@ -64,8 +66,9 @@ class Engine:
     argument.
 
     The model is consumed: its parameters move into the engine, unit by unit. `fill(name, module)`, where given, is
-    called right before a unit's parameters are taken, and may write them (so that a model need never be whole in
-    memory); over several ranks it is called on one of them for each unit. Without it all ranks get rank 0's weights.
+    called right before a unit's parameters are taken, and may write them, or return from where they are read piece by
+    piece (so that neither a model nor a parameter need ever be whole in memory); over several ranks it is called on one
+    of them for each unit. Without it all ranks get rank 0's weights.
 
     Over several ranks (those of `comm`, or of the process group, or of torchrun's variables) every call is collective:
     all ranks make the same calls in the same order, each on its own rows.
@@ -88,7 +91,7 @@ class Engine:
         seed: int = 0,
         debug: bool | int = False,
         head_chunk_bytes: int | str | None = "256MiB",
-        fill: Callable[[str, nn.Module], None] | None = None,
+        fill: Fill | None = None,
         comm: Comm | None = None,
     ) -> None:
         _check(precision, ("fp32", "bf16"), "train.precision")
@@ -294,15 +297,26 @@ class Engine:
         ledgers = (self._parts.device.ledger, self._parts.host, self._parts.nvme_ledger)
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
-    def export(self, path: str | Path) -> None:
-        """Write the model as a Hugging Face folder: configuration and safetensors, in the dtype in which the
-        device uses each weight. Collective; rank 0 writes.
+    def export(
+        self,
+        path: str | Path,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        files: Mapping[str, bytes] | None = None,
+        replace: bool = False,
+    ) -> None:
+        """Write the model as a Hugging Face folder: configuration, as it was given, and safetensors, piece by piece.
+        Collective; rank 0 writes. The folder is there whole, or not at all.
+
+        dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit.
+        shard_bytes: of a file of weights at most. files: rank 0's, by name, go with it, such as those of its
+        tokenizer. replace: an earlier export gives way.
+
+        Raises, on all ranks, ConfigError or DiskError.
         """
         self._settle("export")
-        folder = Path(path) if self.comm.rank == 0 else None
-        with self._parts.unchanged_config(), self.counters.unchanged():
-            export_model(self.model, self._parts.store, self._parts.indices(), folder)
-        self.comm.barrier("end of the export")
+        with self.counters.unchanged():
+            export_model(self._parts, Path(path), dtype, shard_bytes, files or {}, replace)
 
     def save_checkpoint(
         self, path: str | Path, meta: Mapping[str, Any] | None = None, files: Mapping[str, bytes] | None = None

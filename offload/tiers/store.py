@@ -7,7 +7,8 @@ holds what its sharding says of a plane.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,8 +26,10 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.loan import Loan
 from offload.tiers.nvme import Nvme, Record
 
-_PIECE = 1 << 24
-"""Elements that travel at once when weights come from another rank."""
+Read = Callable[[int, int], torch.Tensor]
+_PIECE = 1 << 20
+"""Elements of a parameter that are taken over at once."""
+_MASTER = ("weights", "low")
 
 
 def plane_dtype(region: Region, plane: str) -> torch.dtype:
@@ -244,90 +247,100 @@ class Store:
         rings = self._nvme.pinned_bytes if self._nvme is not None else 0
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
-    def write(self, parameter: int, value: torch.Tensor, source: int | None = None) -> None:
-        """Set the master weights of one parameter from a tensor of any float dtype and shape. Collective with `source`:
-        of that rank's tensor, whatever the others give.
-        """
-        region, position = self._home[parameter]
-        state, flat = self.states[region], value.detach().reshape(-1)
-        if source is not None and self.comm.size > 1:
-            what = f"first weights of {self._infos[parameter].name}"
-            flat = flat.cpu() if source == self.comm.rank else torch.empty(flat.shape, dtype=flat.dtype)
-            for start in range(0, len(flat), _PIECE):
-                self.comm.broadcast(flat[start : start + _PIECE], source, what)
-        for part in state.held:
-            for planes, mine, its in self._opened(state, position, part, ("weights", "low"), changes=True):
-                piece = flat[its]
-                if not state.region.has_low:
-                    planes["weights"][mine].copy_(piece)
-                    continue
-                low: torch.Tensor | int = 0
-                if piece.dtype != torch.bfloat16:
-                    piece, low = native.split(piece.float().to(planes["weights"].device))
-                planes["weights"][mine].copy_(piece)
-                if "low" in planes:
-                    planes["low"][mine] = low
-
-    def read(self, parameter: int) -> torch.Tensor:
-        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape. Collective."""
-        found = torch.empty(self._infos[parameter].shape, dtype=torch.float32)
-        for planes, mine, its in self.opened(parameter, "weights", "low"):
-            weights = planes["weights"][mine].cpu()
-            found.view(-1)[its] = native.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
-        return self._completed(parameter, found)
-
-    def view(self, parameter: int) -> torch.Tensor:
-        """Return the travelling weights of one parameter (bf16, or fp32), in its shape: without a copy where they are
-        in memory, in one piece. Collective.
+    def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
+        """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
+        `dtype`, any float one. Collective with `source`: that rank's alone is asked.
         """
         region, position = self._home[parameter]
         state, info = self.states[region], self._infos[parameter]
-        if "weights" in state.planes and not self.sharding.gathers:
-            return state.planes["weights"][state.span(position)].view(info.shape)
-        found = torch.empty(info.shape, dtype=plane_dtype(state.region, "weights"))
-        for planes, mine, its in self.opened(parameter, "weights"):
-            found.view(-1)[its] = planes["weights"][mine]
-        return self._completed(parameter, found)
+        is_shared = source is not None and self.comm.size > 1
+        for begin in range(0, info.numel, _PIECE):
+            end = min(begin + _PIECE, info.numel)
+            if not is_shared:
+                flat = read(begin, end)
+            else:
+                flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(end - begin, dtype=dtype)
+                self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
+            for parts in (state.parts, *state.others.values()):
+                for planes, mine, its in self._opened(state, position, parts, _MASTER, begin, end, changes=True):
+                    self._put(planes, mine, flat[its], state.region.has_low)
 
-    def _completed(self, parameter: int, found: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a parameter in which each rank has filled what it updates, with what the others have."""
+    @staticmethod
+    def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
+        """Set elements of a part, of a split master or a plain one."""
+        low: torch.Tensor | int = 0
+        if is_split and piece.dtype != torch.bfloat16:
+            piece, low = native.split(piece.float().to(planes["weights"].device))
+        planes["weights"][mine].copy_(piece)
+        if "low" in planes:
+            planes["low"][mine] = low
+
+    def read(self, parameter: int) -> torch.Tensor:
+        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape. Collective."""
+        info = self._infos[parameter]
+        return self.read_range(parameter, 0, info.numel).view(info.shape)
+
+    def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
+        """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
+        of what the device uses (bf16, or fp32). Collective.
+        """
+        region, _ = self._home[parameter]
+        dtype = plane_dtype(self.states[region].region, "weights") if travelling else torch.float32
+        found = torch.empty(end - begin, dtype=dtype)
+        for planes, mine, its in self.opened(parameter, *_MASTER[: 1 if travelling else 2], begin=begin, end=end):
+            weights = planes["weights"][mine].cpu()
+            found[its] = native.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
+        return self._completed(parameter, begin, found)
+
+    def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
+        """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
+        others have.
+        """
         region, position = self._home[parameter]
         state, what = self.states[region], f"weights of {self._infos[parameter].name}"
         if self.sharding.num_ranges > 1:
-            span = state.span(position)
+            start = state.span(position).start + begin
             for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
-                begin, end = max(span.start, first), min(span.stop, last)
-                if begin < end:
-                    self.comm.broadcast(found.view(-1)[begin - span.start : end - span.start], rank, what)
+                low, high = max(start, first), min(start + len(found), last)
+                if low < high:
+                    self.comm.broadcast(found[low - start : high - start], rank, what)
         return found
 
     def opened(
-        self, parameter: int, *names: str, changes: bool = False
+        self, parameter: int, *names: str, begin: int = 0, end: int | None = None, changes: bool = False
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield (planes of a part, the parameter's elements in them, those in the parameter) of every part with a share
-        of a parameter that this rank updates, for this thread to read or, with `changes`, to write.
+        """Return (planes of a part, the parameter's elements in them, the same counted from `begin`) of every part with
+        a share of elements `begin` to `end` of a parameter that this rank updates, for this thread to read or, with
+        `changes`, to write.
         """
         region, position = self._home[parameter]
-        state = self.states[region]
-        for part in state.parts:
-            yield from self._opened(state, position, part, names, changes)
+        state, end = self.states[region], self._infos[parameter].numel if end is None else end
+        return self._opened(state, position, state.parts, names, begin, end, changes)
 
     def _opened(
-        self, state: RegionState, position: int, part: Part, names: Sequence[str], changes: bool
+        self,
+        state: RegionState,
+        position: int,
+        parts: Sequence[Part],
+        names: Sequence[str],
+        first: int,
+        last: int,
+        changes: bool,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        span = state.span(position)
-        begin, end = max(span.start, part.begin), min(span.stop, part.end)
-        if begin >= end:
-            return
-        loan = part.lend(*names)
-        give_back = loan.read
-        try:
-            self._lanes.wait(loan.after, behind=loan.behind if changes else ())
-            mine, its = (slice(begin - start, end - start) for start in (part.begin, span.start))
-            yield loan.planes, mine, its
-            give_back = loan.changed if changes else loan.read
-        finally:
-            give_back(Ticket("compute", is_done=True))
+        first, last = (state.span(position).start + number for number in (first, last))
+        low = bisect_right(parts, first, key=lambda part: part.end)
+        high = bisect_left(parts, last, key=lambda part: part.begin)
+        for part in parts[low:high] if first < last else ():
+            begin, end = max(first, part.begin), min(last, part.end)
+            loan = part.lend(*names)
+            give_back = loan.read
+            try:
+                self._lanes.wait(loan.after, behind=loan.behind if changes else ())
+                mine, its = (slice(begin - start, end - start) for start in (part.begin, first))
+                yield loan.planes, mine, its
+                give_back = loan.changed if changes else loan.read
+            finally:
+                give_back(Ticket("compute", is_done=True))
 
     def publish(self, region: Region, number: int, own: Loan, after: Sequence[Ticket]) -> None:
         """Give the new weights of part `number` of this rank's range, `own`, to all ranks once these tickets are done,

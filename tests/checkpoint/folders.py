@@ -63,8 +63,14 @@ def fill_by_parts(model: nn.Module, weights: FolderWeights) -> None:
     """Fill the innermost modules first, as an engine with small units would, then what hangs on their parents."""
     for name, module in model.named_modules():
         if not list(module.children()):
-            weights.fill(name, module)
-    weights.fill("", model)
+            fill(weights, name, module)
+    fill(weights, "", model)
+
+
+def fill(weights: FolderWeights, name: str, module: nn.Module) -> None:
+    """Fill a module, also with what is left to be read piece by piece."""
+    for parameter, source in weights.fill(name, module).items():
+        parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

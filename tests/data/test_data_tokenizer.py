@@ -10,6 +10,7 @@ import pytest
 
 from offload.data.tokenizer import (
     check_vocabulary,
+    grown_vocabulary,
     hash_tokenizer,
     load_tokenizer,
     tokenizer_folder,
@@ -98,6 +99,23 @@ def test_more_tokens_than_the_models_vocabulary(bpe: Any) -> None:
     check_vocabulary(bpe, len(bpe), "x")
     with pytest.raises(ConfigError, match=rf"has {len(bpe)} tokens, the model's vocabulary has 100"):
         check_vocabulary(bpe, 100, "x")
+
+
+def test_embeddings_grow_for_added_tokens_alone(bpe_folder: Callable[..., str]) -> None:
+    """Break: count the vocabulary without the added tokens."""
+    tokenizer = load_tokenizer(bpe_folder())
+    size = len(tokenizer)
+    assert grown_vocabulary(tokenizer, size, True) == size
+    assert grown_vocabulary(tokenizer, size - 1, True) == size - 1, "another model's tokenizer is refused instead"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    assert grown_vocabulary(tokenizer, size, False) == size
+    assert grown_vocabulary(tokenizer, size, True) == size + 1
+    tokenizer.chat_template = "{{ '<|image|>' }}"
+    assert grown_vocabulary(tokenizer, size, False) == size + 1
+    tokenizer.chat_template = None
+    tokenizer.add_tokens(["offload"])
+    assert grown_vocabulary(tokenizer, size, False) == size + 2
+    assert grown_vocabulary(tokenizer, size + 100, True) == size + 100
 
 
 def test_a_special_token_beyond_the_vocabulary_is_tolerated_until_used(bpe_folder: Callable[..., str]) -> None:

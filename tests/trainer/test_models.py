@@ -6,19 +6,22 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
+from offload.checkpoint import models
 from offload.checkpoint.deferred import DeferredInit
-from offload.checkpoint.mapped import MappedWeights
-from offload.checkpoint.models import build_model, check_sequence_length, load_model_config, model_kind
-from offload.errors import ConfigError
+from offload.checkpoint.hf_names import CannotStream
+from offload.checkpoint.models import BuiltModel, build_model, check_sequence_length, load_model_config, model_kind
+from offload.errors import ConfigError, DiskError
 from offload.presets import PRESETS
 from offload.sections import ModelSection
 
@@ -180,25 +183,6 @@ def test_pretrained_weights_are_those_of_the_folder(tmp_path: Path) -> None:
     assert not torch.equal(next(random.model.parameters()), next(theirs.parameters()))
 
 
-def test_pages_of_taken_weights_are_dropped_and_those_in_place_kept(tmp_path: Path) -> None:
-    folder = saved(tmp_path)
-    model = build_model(ModelSection(path=str(folder)), seed=0).model
-    fill = MappedWeights()
-    taken, kept = model.model.layers[0].mlp, model.model.layers[1].mlp
-    values = {name: parameter.detach().clone() for name, parameter in kept.named_parameters()}
-    fill("taken", taken)
-    for owner in list(taken.modules()):
-        for key in list(owner._parameters):
-            owner._parameters[key] = nn.Parameter(torch.zeros(()))
-    fill("kept", kept)
-    with torch.no_grad():
-        for parameter in kept.parameters():
-            parameter.add_(1.0)  # written to: dropping these pages would undo it
-    fill("next", model.lm_head)
-    for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter, values[name] + 1.0)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -230,7 +214,7 @@ def test_missing_and_damaged_weights_are_errors(tmp_path: Path) -> None:
     folder = saved(tmp_path / "cut")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"damaged.*the file has"):
         build_model(ModelSection(path=str(folder)), seed=0)
 
 
@@ -240,6 +224,84 @@ def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     with pytest.raises(ConfigError, match=r"lack 9 parameters .*layers\.4"):
         build_model(ModelSection(path=str(folder)), seed=0)
+
+
+def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> BuiltModel:
+    """Change the tensors of a folder; return the model that it gives, filled."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    built = build_model(ModelSection(path=str(folder)), seed=0)
+    built.fill_all()
+    return built
+
+
+def test_a_head_that_no_file_has_is_initialised_with_a_note(tmp_path: Path) -> None:
+    """Also where the files are those of the base model alone."""
+    model = model_kind(config := AutoConfig.for_model("llama", **FAMILIES["llama"])).auto.from_config(config)
+    model.model.save_pretrained(tmp_path)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    built = resaved(tmp_path, lambda tensors: tensors.update({f"of.no.use.{n}": torch.zeros(2) for n in range(5)}))
+    assert built.notes == (
+        "1 of the weights are not in the files, and initialised at random (lm_head.weight).",
+        "5 of the weights are not read: the model has no place for them (of.no.use.0, of.no.use.1, of.no.use.2, ...).",
+    )
+    assert torch.equal(built.model.model.norm.weight, model.model.norm.weight)
+    assert 0 < built.model.lm_head.weight.std() < 0.1
+
+
+def test_weights_that_are_tied_by_the_configuration_alone_stay_apart_with_a_note(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"], tie_word_embeddings=True)
+    model_kind(config).auto.from_config(config).save_pretrained(tmp_path)
+    head = torch.ones(512, 64)
+    built = resaved(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    (note,) = built.notes
+    assert note.startswith("1 of the weights are not tied, though the configuration ties them")
+    assert note.endswith("(lm_head.weight).")
+    assert torch.equal(built.model.lm_head.weight, head)
+    assert build_model(ModelSection(path=str(saved(tmp_path / "plain"))), seed=0).notes == ()
+
+
+def test_what_cannot_be_read_by_parts_is_read_whole_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotStream("other rules.")
+
+    folder = saved(tmp_path)
+    wanted = build_model(ModelSection(path=str(folder)), seed=0)
+    wanted.fill_all()
+    monkeypatch.setattr(models, "read_model", refuse)
+    with pytest.warns(UserWarning, match=r"all of them in memory at once \(4\.\d+ MiB\): other rules"):
+        built = build_model(ModelSection(path=str(folder)), seed=0)
+    built.fill_all()
+    for (name, mine), other in zip(built.model.named_parameters(), wanted.model.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_errors_of_our_own_come_through_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise DiskError("a bad sector", 5, folder)
+
+    folder = saved(tmp_path)
+    monkeypatch.setattr(models, "read_model", fail)
+    with pytest.raises(DiskError, match="^a bad sector$"):
+        build_model(ModelSection(path=str(folder)), seed=0)
+
+
+def test_weights_of_torch_alone_are_refused_with_the_command_that_converts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*Convert them once: python -c .*-safetensors"):
+        build_model(ModelSection(path=str(folder)), seed=0)
+    (folder / "pytorch_model.bin").unlink()  # of a hub's model only safetensors are downloaded
+    monkeypatch.setattr(models, "locate", lambda section: folder)
+    with pytest.raises(ConfigError, match=r"the hub's model some/one has no weights as safetensors.*--model.path one"):
+        build_model(ModelSection(path="some/one"), seed=0)
 
 
 def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:

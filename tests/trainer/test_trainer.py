@@ -53,6 +53,29 @@ def test_an_export_is_trained_on(run: Any) -> None:
     assert lines[0]["loss"] < 5.0  # a fresh model begins at ln 384 = 5.95
 
 
+def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, tmp_path: Path) -> None:
+    """Break: leave the configuration's vocabulary as it was; read the model without growing."""
+    first, _, _ = run("first", train__steps=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(first.export)
+    known, added = 384, ["offload", "stream"]
+    tokenizer.add_tokens([f"<filler {number}>" for number in range(known - len(tokenizer))] + added)
+    tokenizer.save_pretrained(tmp_path / "more")
+    text = tmp_path / "added.txt"
+    text.write_text("\n".join(f"{number} offload stream {number}" for number in range(300)))
+    settings = {"model__path": str(first.export), "data__tokenizer": str(tmp_path / "more"), "data__source": str(text)}
+    second, _, said = run("second", **settings, train__steps=1, optimizer__lr=0.0)
+    assert "model.embed_tokens.weight grows from 384 to 386 rows" in said
+    old, new = (transformers.AutoModelForCausalLM.from_pretrained(each.export) for each in (first, second))
+    assert new.config.vocab_size == 386
+    for before, after in zip(old.parameters(), new.parameters(), strict=True):
+        assert torch.equal(before, after[: len(before)])
+    table = old.get_input_embeddings().weight
+    assert torch.equal(new.get_input_embeddings().weight[384:], table.double().mean(0).float().expand(2, -1))
+    assert len(transformers.AutoTokenizer.from_pretrained(second.export)) == 386
+    with pytest.raises(ConfigError, match="has 386 tokens, the model's vocabulary has 384"):
+        run("random", **settings, model__init="random")
+
+
 def test_time_is_a_limit_and_epochs_are_steps(run: Any) -> None:
     result, lines, said = run("timed", train__steps=10**6, train__max_seconds=1, optimizer__lr=1e-4)
     assert 1 <= result.steps == len(lines) < 10**6

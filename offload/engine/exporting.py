@@ -1,0 +1,71 @@
+"""A model that streams, as a Hugging Face folder: its states are read piece by piece, on any tier and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.hf_write import write_model
+from offload.engine.assemble import Assembly
+from offload.errors import ConfigError
+from offload.partition.outcome import outcome
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_END = -1
+
+
+def export_model(
+    parts: Assembly,
+    folder: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    files: Mapping[str, bytes],
+    replace: bool,
+) -> None:
+    """Write the folder, as `write_model`. Collective: rank 0 writes, and tells the others which elements of which
+    parameter it needs next. No update may be on its way.
+
+    Raises, on all ranks, ConfigError, DiskError, or what else `outcome` raises where rank 0 cannot write.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
+    comm = parts.comm
+    # What the device uses is rounded to bf16 at most: any other dtype is made of the fp32 masters.
+    read = partial(parts.store.read_range, travelling=dtype in (None, torch.bfloat16))
+    if comm.rank:
+        while (wanted := _told(parts, _END, 0, 0))[0] != _END:
+            read(*wanted)
+        outcome(comm, None, None, "export")
+        return
+    index_of = {info.name: info.index for info in parts.infos}
+    failure: Exception | None = None
+    is_reading = False
+
+    def get(name: str, begin: int, end: int) -> torch.Tensor:
+        nonlocal is_reading
+        is_reading = True
+        values = read(*_told(parts, index_of[name], begin, end))
+        is_reading = False
+        return values
+
+    try:
+        with parts.unchanged_config(), parts.at_rest():
+            write_model(parts.model, get, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
+    except Exception as error:
+        if is_reading or comm.size == 1:  # the others are not where they could be told
+            raise
+        failure = error
+    _told(parts, _END, 0, 0)
+    outcome(comm, None, failure, "export")
+
+
+def _told(parts: Assembly, index: int, begin: int, end: int) -> tuple[int, int, int]:
+    """Return rank 0's three numbers."""
+    if parts.comm.size == 1:
+        return index, begin, end
+    numbers = torch.tensor([index, begin, end])
+    parts.comm.broadcast(numbers, 0, "what is exported next")
+    return tuple(numbers.tolist())

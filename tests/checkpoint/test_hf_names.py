@@ -1,0 +1,74 @@
+"""What a model remembers of the folder that it came from, for another process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from offload.checkpoint.hf_names import CannotStream, conversions_used, use_conversions
+from offload.checkpoint.hf_write import write_model
+from tests.checkpoint.folders import fill_by_parts, llama, read
+from tests.checkpoint.test_hf_write import contents, rest
+from tests.zoo.families import families
+
+
+def rename(folder: Path, old: str, new: str) -> None:
+    path = folder / "model.safetensors"
+    save_file({k.replace(old, new): v for k, v in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("llama", "", ""),
+        ("mixtral", "", ""),
+        ("olmo_hybrid", "", ""),
+        ("bert", "LayerNorm.weight", "LayerNorm.gamma"),  # as before 2019
+    ],
+)
+def test_a_fresh_model_is_written_as_the_one_that_was_read(name: str, old: str, new: str, tmp_path: Path) -> None:
+    """Break: do not tell a fresh model, and old names are lost."""
+    model = families()[name].build()
+    model.save_pretrained(tmp_path / "given")
+    rename(tmp_path / "given", old, new)
+    found, weights = read(type(model), tmp_path / "given")
+    fill_by_parts(found, weights)
+    used = json.loads(json.dumps(conversions_used(found)))
+    assert used["untied"] == []
+    fresh = families()[name].build()  # the same weights, from a seed
+    assert conversions_used(fresh) == {"rules": None, "untied": []}
+    fresh.generation_config = found.generation_config
+    use_conversions(fresh, used)
+    write_model(found, rest(found), tmp_path / "read")
+    write_model(fresh, rest(fresh), tmp_path / "fresh")
+    read_again, written = contents(tmp_path / "read"), contents(tmp_path / "fresh")
+    assert read_again["model.safetensors"] == written["model.safetensors"]
+    given, again = (load_file(tmp_path / each / "model.safetensors") for each in ("given", "fresh"))
+    assert given.keys() == again.keys()
+
+
+def test_weights_that_were_read_untied_are_untied_again(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(llama(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"lm_head.weight": torch.ones(40, 32)}, path, metadata={"format": "pt"})
+    found, _ = read(LlamaForCausalLM, tmp_path)
+    used = json.loads(json.dumps(conversions_used(found)))
+    assert used["untied"] == ["lm_head.weight"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    use_conversions(model, used)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in found.named_parameters()]
+    assert conversions_used(model)["untied"] == ["lm_head.weight"]
+
+
+def test_other_modules_remember_nothing_and_rules_of_another_version_are_an_error() -> None:
+    assert conversions_used(nn.Linear(2, 2)) == {}
+    use_conversions(nn.Linear(2, 2), {})
+    with pytest.raises(CannotStream, match=r"does not have: .*no such name"):
+        use_conversions(LlamaForCausalLM(llama()), {"rules": [["WeightRenaming", ["no such name"], ["x"], None]]})

@@ -1,0 +1,177 @@
+"""What an engine takes over from a Hugging Face folder, it writes as it was: on any tier, over ranks, in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from offload import Engine, Placement
+from offload.checkpoint import tensor_file
+from offload.checkpoint.hf_names import CannotStream
+from offload.checkpoint.models import BuiltModel, build_model
+from offload.engine import exporting
+from offload.errors import ConfigError
+from offload.sections import ModelSection
+from offload.tiers import store
+from tests.engine.compare import same_bits
+from tests.engine.exporting_jobs import ON_DISK, exported, refused
+from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.ranks import run
+from tests.engine.ranks_child import numbers, small_tiles
+
+FAMILIES = {"llama": llama, "gemma2": gemma2, "gpt2": gpt2, "mixtral": mixtral}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So that small parameters are taken over and written in many pieces, over many tiles."""
+    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(store, "_PIECE", 700)
+    with small_tiles():
+        yield
+
+
+def source(folder: Path, make: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
+    build(make).to(dtype).save_pretrained(folder / "given")
+    return folder / "given"
+
+
+def taken(folder: Path) -> BuiltModel:
+    return build_model(ModelSection(path=str(folder)), seed=0)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    wanted, found = tensors(one), tensors(other)
+    return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16", torch.bfloat16), ("bf16", torch.float32), ("fp32", torch.float32)],
+    ids=["bf16", "split", "fp32"],
+)
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_a_folder_comes_back_bit_for_bit(make: Any, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Break: leave the low halves out of an fp32 export."""
+    given = source(tmp_path, make, dtype)
+    built = taken(given)
+    engine = Engine(built.model, precision=precision, fill=built.fill)
+    before = numbers(engine.counters)
+    engine.export(tmp_path / "out", dtype=None if precision == "fp32" or dtype == torch.bfloat16 else dtype)
+    assert numbers(engine.counters) == before
+    assert differing(given, tmp_path / "out") == []
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (given, tmp_path / "out")]
+    assert configs[0] == configs[1]
+    engine.step(tokens())
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_states_on_disk_are_exported_in_shards(dtype: torch.dtype, tmp_path: Path, small_pieces: None) -> None:
+    """Break: count the elements of a piece from the parameter's start instead of the piece's."""
+    given = source(tmp_path, mixtral, dtype)
+    placement = Placement(**ON_DISK, nvme_dir=str(tmp_path))
+    built = taken(given)
+    engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
+    engine.export(tmp_path / "out", dtype=dtype, shard_bytes=30_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert differing(given, tmp_path / "out") == []
+    engine.close()
+
+
+def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
+    engine = Engine(build(llama), precision="bf16")
+    engine.step(tokens())
+    engine.export(tmp_path / "fp32", dtype=torch.float32)
+    engine.export(tmp_path / "bf16", dtype=torch.bfloat16)
+    engine.export(tmp_path / "own")
+    engine.export(tmp_path / "fp16", dtype=torch.float16)
+    masters, half = tensors(tmp_path / "fp32"), tensors(tmp_path / "fp16")
+    for name, value in engine.named_parameters():
+        assert same_bits(masters[name], value), name
+        assert same_bits(half[name], value.half()), name
+    assert differing(tmp_path / "bf16", tmp_path / "own") == []
+    with pytest.raises(ConfigError, match="int8"):
+        engine.export(tmp_path / "int8", dtype=torch.int8)
+
+
+def test_files_come_along_and_only_an_earlier_export_gives_way(tmp_path: Path) -> None:
+    engine, out = Engine(build(llama)), tmp_path / "out"
+    engine.export(out, files={"tokenizer.json": b"{}"})
+    assert (out / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match="exists"):
+        engine.export(out)
+    engine.export(out, replace=True)
+    assert not (out / "tokenizer.json").exists()
+    engine.step(tokens())
+
+
+def test_a_model_that_cannot_be_written_by_parts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotStream("other rules")
+
+    engine = Engine(build(llama))
+    monkeypatch.setattr(exporting, "write_model", refuse)
+    with pytest.raises(CannotStream, match="other rules"):
+        engine.export(tmp_path / "out")
+    engine.step(tokens())
+
+
+class Tied(nn.Module):
+    """Its table stays on the device for one unit, and streams for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.blocks[0].table = self.embed.weight
+
+
+def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
+    engine = Engine(build(Tied))
+    assert {unit.resident for unit in engine._parts.units} == {True, False}
+    engine.export(tmp_path / "out")
+    assert sorted(tensors(tmp_path / "out")) == sorted(name for name, _ in engine.named_parameters())
+    engine.close(restore=True)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
+    """Break: let the other ranks read what the device uses where rank 0 reads masters."""
+    given = source(tmp_path, mixtral, torch.float32)
+    counts = run(2, exported, given=str(given), folder=str(tmp_path), zero_stage=stage, on_disk=on_disk)
+    assert differing(given, tmp_path / "fp32") == []
+    rounded = {name: value.bfloat16() for name, value in tensors(given).items()}
+    assert all(
+        (value - rounded[name]).abs().max() <= 2**-7 * rounded[name].abs().max()
+        for name, value in tensors(tmp_path / "own").items()
+    )
+    assert counts[0] == counts[1], "both read the same pieces"
+    assert counts[0] > 0
+
+
+@pytest.mark.parametrize("way", ["exists", "full disk", "bug"])
+def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, tmp_path: Path) -> None:
+    """Break: leave without telling the others."""
+    errors = run(2, refused, way=way, path=str(tmp_path / "out"))
+    kind, words = {
+        "exists": ("ConfigError", "exists"),
+        "full disk": ("DiskError", "No space left"),
+        "bug": ("OffloadError", "failed: RuntimeError: a bug"),
+    }[way]
+    assert errors[0][0] == kind
+    assert words in errors[0][1]
+    assert errors[1] == errors[0]
+    assert way == "exists" or not list(tmp_path.iterdir())

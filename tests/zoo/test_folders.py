@@ -1,0 +1,65 @@
+"""Every causal language model of transformers goes from a folder through an engine into a folder, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offload import Engine
+from offload.checkpoint.models import build_model
+from offload.sections import ModelSection
+from tests.checkpoint.folders import read, same
+from tests.checkpoint.test_hf_write import logits, tensors
+from tests.zoo.families import UNBUILDABLE, families
+
+pytestmark = pytest.mark.slow
+
+
+def cases() -> list[object]:
+    marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", cases())
+def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """fp32 folders through split masters, too. What is written loads with transformers, with equal logits.
+
+    A few tensors have another dtype after transformers' own loading (routers become fp32): these equal what it saves.
+    """
+    family, given, out = families()[name], tmp_path / "given", tmp_path / "out"
+    family.build(dtype=dtype, calm=True).save_pretrained(given)
+    auto: Any = AutoModelForCausalLM
+    if auto._model_mapping.get(family.model_class.config_class, None) is family.model_class:
+        built = build_model(ModelSection(path=str(given)), seed=0)
+        assert not built.notes
+        model, fill = built.model, built.fill
+    else:  # a part of a larger model, or a family that shares its configuration
+        auto = family.model_class
+        model, weights = read(auto, given)
+        fill = weights.fill
+    own = None if model.dtype == torch.bfloat16 else model.dtype  # xlnet calls itself fp32, by its first parameter
+    engine = Engine(model.train(), precision="bf16", fill=fill)
+    engine.export(out, dtype=own)
+    engine.close()
+    theirs = auto.from_pretrained(given, dtype="auto")
+    theirs.save_pretrained(tmp_path / "theirs")
+    first, wanted, found = tensors(given), tensors(tmp_path / "theirs"), tensors(out)
+    assert found.keys() == wanted.keys() == first.keys()
+    assert [key for key in wanted if not same(wanted[key], found[key])] == []
+    assert [key for key in first if not same(first[key].to(found[key].dtype), found[key])] == []
+
+    again, info = auto.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert type(again) is family.model_class
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    if dtype == torch.float32 and not family.is_random:
+        for parameter in (*again.parameters(), *theirs.parameters()):
+            parameter.data = parameter.data.clone()  # a mapped file's alignment changes how kernels sum
+        batch = {k: v for k, v in family.batch().items() if k != "labels" or "input_ids" not in family.batch()}
+        logits(again, batch)  # the first run of phimoe in a process differs from all later ones
+        assert same(logits(again, batch), logits(theirs, batch))
