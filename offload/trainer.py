@@ -10,44 +10,31 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import nn
+from typing import Any
 
 from offload.checkpoint import reload
-from offload.checkpoint.models import (
-    build_model,
-    check_sequence_length,
-    load_model_config,
-    max_positions,
-    model_kind,
-    quiet_transformers,
-    vocab_size,
-)
 from offload.config import Config
-from offload.data.dataset import Dataset, share
-from offload.data.tokenizer import as_files
+from offload.data.dataset import share
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
-from offload.errors import CheckpointError, ConfigError, InterruptedRun, OffloadError, format_bytes
+from offload.errors import ConfigError, InterruptedRun, format_bytes
 from offload.lanes.throttle import parse_throttle
-from offload.objectives import Batch, choose_objective
+from offload.objectives import Batch
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
-from offload.parts import build_data, engine, grow_vocabulary, placement, stages, trains_tokenizer, with_decisions
+from offload.parts import placement, with_decisions
 from offload.records import NoRecords, Records, tiers
-from offload.resume import Start, find_start, none_is_whole
+from offload.resume import Start, find_start
+from offload.run import make_run
 from offload.run_folder import RunFolder
 from offload.saves import Saves
-from offload.sections import ModelSection
 from offload.signals import StopSignals
 from offload.telemetry.progress import NoProgress, Progress, make_progress
 from offload.tiers.directories import check_dirs
 from offload.tiers.folder import remove_stale
-from offload.together import Notes, Parting, agree, as_one, common, raise_first, rank_0_first, shared, tally
+from offload.together import Notes, Parting, agree, as_one, common, raise_first, shared, tally
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
 
@@ -117,7 +104,7 @@ class Trainer:
         agree(comm, "the configuration", dict(self.config.items()))
         with as_one(comm, "look for a checkpoint"):
             found = find_start(self.config) if self._is_first else None
-        self._start = start = cast(Start, shared(comm, found, "start of the run"))
+        start: Start = shared(comm, found, "start of the run")
         self.config = start.config
         with as_one(comm, "check of the settings"):  # what cannot be placed or played is refused before any work
             self.config.check_ranks(comm.size)
@@ -132,9 +119,15 @@ class Trainer:
                 self._records = Records(self._folder)
         path = shared(comm, self._folder.path if self._folder else None, "run folder")
         self._folder = self._folder or RunFolder(path)
-        self._prepare()
-        self._resume()
-        section, last = self.config.checkpoint, self._num_done if start.folders else None
+        run = make_run(start, comm, self._say, self._notes.add)
+        self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
+        self._engine, self._files = run.engine, run.files
+        self._notes.exchange()
+        if run.meta is not None:
+            self._num_done = self._first_step = run.meta["step"]
+            self._first_s, self._num_coarse = run.meta["seconds"], run.meta["num_coarse"]
+            self._loss, self._eval_loss = run.meta["loss"], run.meta["eval_loss"]
+        section, last = self.config.checkpoint, self._num_done if run.meta is not None else None
         self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
         self._stop.begin()
         try:
@@ -152,93 +145,6 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self._progress.say(text)
-
-    # -- before the first step ---------------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Read the architecture, make the data, then the model and its engine; each checks what it can before the
-        next.
-        """
-        comm = self._comm
-        with as_one(comm, "reading of the architecture"):
-            quiet_transformers()
-            torch.manual_seed(self.config.run.seed)
-            # Gone on with is the model that was trained; the folder that it was made from may be another one by now.
-            first = next(iter(self._start.folders), None)
-            begins_at = ModelSection(path=str(first / "config.json"), init="random") if first else self.config.model
-            architecture = load_model_config(begins_at)
-            self._kind = model_kind(architecture)
-            config = self.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
-            check_sequence_length(architecture, int(config.data.sequence_length or 0))
-            grows = grow_vocabulary(config, architecture)
-        vocabulary = vocab_size(architecture)
-
-        def build(alive: Callable[[], object]) -> Dataset:
-            return build_data(config, self._kind, vocabulary, stages(self._say, alive))
-
-        self._data = data = rank_0_first(comm, "preparation of the data", build)
-        agree(comm, "the training data", data.state_dict())
-        if first:
-            with as_one(comm, "comparison of the data"):
-                data.check_state(self._start.data)
-        self.config = config = config.resolve_steps(data.num_steps)
-        with as_one(comm, "making of the model"):
-            self._objective = choose_objective(
-                self._kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed
-            )
-            for note in data.notes:
-                self._say(f"note: {note}")
-            self._say(
-                f"data: {data.num_train_rows:,} rows of {config.data.sequence_length} tokens to train on, "
-                f"{data.num_eval_rows:,} to evaluate; objective: {self._objective.name}"
-            )
-
-            self._files = as_files(data.tokenizer) if self._is_first else {}
-            if first is None and config.model.init == "random" and trains_tokenizer(config):
-                architecture.bos_token_id = data.tokenizer.bos_token_id
-                architecture.eos_token_id = data.tokenizer.eos_token_id
-            built = build_model(
-                begins_at if first else config.model,
-                seed=config.run.seed,
-                config=architecture,
-                sequence_length=int(config.data.sequence_length or 0),
-                grow=grows,
-            )
-            for note in built.notes:
-                self._notes.add(note)
-            built.model.train()
-        num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
-        name = type(built.model).__name__
-        self._engine = engine(config, replace(built, fill=_no_weights) if first else built, comm)
-        built.close()
-        self._say(
-            f"model: {name}, {num_parameters:,} parameters, {config.model.init} weights, {config.train.precision} on "
-            f"{self._engine.device}" + (f", {comm.size} ranks" if comm.size > 1 else "")
-        )
-        self._notes.exchange()
-
-    def _resume(self) -> None:
-        """Take over the states of the first checkpoint of `_start` that is whole, if it has any. Collective."""
-        assert self._engine is not None
-        for reason in self._start.skipped:
-            self._say(f"note: a checkpoint is skipped: {reason}")
-        reasons: list[str] = []
-        for folder in self._start.folders:
-            try:
-                meta = self._engine.load_checkpoint(folder)
-            except CheckpointError as error:
-                self._say(f"note: a checkpoint is skipped: {error}")
-                reasons.append(str(error))
-                continue
-            except OffloadError as error:
-                raise common(error)  # noqa: B904 - as it is
-            self._num_done = self._first_step = meta["step"]
-            self._first_s, self._num_coarse = meta["seconds"], meta["num_coarse"]
-            self._loss, self._eval_loss = meta["loss"], meta["eval_loss"]
-            self._say(f"resumed at step {self._num_done} from {folder}")
-            return
-        if reasons:
-            raise common(none_is_whole(self._start.folders, reasons))
 
     # -- the steps ---------------------------------------------------------------------------------------------------
 
@@ -511,10 +417,6 @@ class Trainer:
                 model, self._data.tokenizer, probe.batch["input_ids"][:, :16], seed=self.config.run.seed
             )
             self._say(f"sample: {prompt!r} -> {text!r}")
-
-
-def _no_weights(_name: str, _module: nn.Module) -> None:
-    """Those of the checkpoint come, when the engine is there."""
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class Assembly:
             self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
+        self.built_in = str(self._dtypes[0]).removeprefix("torch.")
         self._configs = _freeze_cache(model)
         _put_buffers(model, self.device.torch_device)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
 from offload.checkpoint.manifest import Entry
 from offload.checkpoint.reader import Reader
@@ -52,7 +53,11 @@ def save_states(
             part = writer.finish()
         told = comm.gather_objects((part, _random(parts)), "parts of the checkpoint")
         own = {"step": parts.stream.step_number, "clip": clip, "updates": dict(_updates(parts))}
-        own["random"] = [random for _, random in told]
+        own |= {
+            "random": [random for _, random in told],
+            "built_in": parts.built_in,
+            "conversions": _conversions(parts),
+        }
         with as_one(comm, "end of the checkpoint"):
             if save is not None:
                 save.commit(contents, [its for its, _ in told], {"engine": own, "meta": dict(meta)})
@@ -121,6 +126,14 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
     found = {name: buffer for name, buffer in model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}
+
+
+def _conversions(parts: Assembly) -> dict[str, Any]:
+    """Return what an export needs beside the configuration."""
+    try:
+        return conversions_used(parts.model)
+    except CannotStream:  # an export without it goes by the family's own rules; no reason to lose a checkpoint
+        return {}
 
 
 def _configuration(parts: Assembly) -> dict[str, bytes]:

@@ -17,11 +17,11 @@ AT = 2  # the step, from 0
 
 def happen(way: str, rank: int) -> None:
     """Put the accident of this `way` in its place."""
-    from offload import trainer
+    from offload import run
     from offload.data.dataset import Dataset
     from offload.engine.engine import Engine
 
-    make_batch, make_step, build = Dataset.batch, Engine.step, trainer.build_data
+    make_batch, make_step, build = Dataset.batch, Engine.step, run.build_data
     num_steps = 0
 
     def batch(self: Dataset, step: int, *which: int) -> Any:
@@ -52,7 +52,7 @@ def happen(way: str, rank: int) -> None:
             print(f"rank {rank} makes the data", flush=True)
         return build(*args)
 
-    Dataset.batch, Engine.step, trainer.build_data = batch, step, build_data  # type: ignore[method-assign]
+    Dataset.batch, Engine.step, run.build_data = batch, step, build_data  # type: ignore[method-assign]
 
 
 def warn(text: str) -> None:
