@@ -32,6 +32,7 @@ from offload.errors import (
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+_Options = typing.TypeVar("_Options")
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
 
@@ -107,6 +108,18 @@ def wants_debug(words: Sequence[str]) -> bool:
             value = value or (words[index + 1] if index + 1 < len(words) else "true")
             return value.lower() not in ("false", "no", "0")
     return False
+
+
+def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
+    """Return the options of a command as a `kind`, a dataclass that tyro reads. Raises ConfigError for an unknown
+    option; a missing or impossible value ends the process with 2, --help with 0.
+    """
+    options, unknown = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
+    if unknown:
+        names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
+        raise ConfigError(f"unknown option {unknown[0]}{close}; see --help.")
+    return options
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from offload.checkpoint import saving
@@ -43,11 +43,13 @@ class Checkpoints:
             return None
         return self.path / name if _STEP.fullmatch(name) and (self.path / name).is_dir() else None
 
-    def newest_that_verifies(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+    def newest_that_verifies(
+        self, verify: Callable[[Path], object] = verify
+    ) -> tuple[Path | None, list[tuple[Path, str]]]:
         """Return the checkpoint of the highest step that is whole, read from end to end, and those above it that are
-        not, each with the reason.
+        not, each with the reason. `verify` may be one that shows how far it is.
         """
-        return _first_that_verifies(self.folders())
+        return _first_that_verifies(self.folders(), verify)
 
     def target(self, step: int) -> Path:
         """Return the folder for a step's checkpoint, to be saved there; what there is of that step stays until the new
@@ -89,6 +91,11 @@ class Checkpoints:
         return saving.clear(self.path)
 
 
+def is_step_folder(folder: Path) -> bool:
+    """Tell whether a folder has the name of a step's checkpoint."""
+    return _STEP.fullmatch(folder.name) is not None
+
+
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -97,8 +104,15 @@ def verify_or_offer(folder: Path) -> None:
     """Verify a checkpoint that was asked for by name. Raises CheckpointError, which says which of those beside it is
     good; finding that out reads them.
     """
-    try:
+    with offering_another(folder):
         verify(folder)
+
+
+@contextlib.contextmanager
+def offering_another(folder: Path) -> Iterator[None]:
+    """Within, a CheckpointError of this checkpoint says which of those beside it is good, as in `verify_or_offer`."""
+    try:
+        yield
     except CheckpointError as error:
         raise offer(folder, str(error), error.path) from None
 
@@ -108,12 +122,14 @@ def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointErro
     which says which of those beside it is good; finding that out reads them.
     """
     others = [path for path in Checkpoints(folder.parent).folders() if path.name != folder.name]
-    good, _ = _first_that_verifies(others)
+    good, _ = _first_that_verifies(others, verify)
     found = f"The last good one is {good}." if good else "There is no other one beside it that is good."
     return CheckpointError(f"{reason} {found}", path or folder)
 
 
-def _first_that_verifies(folders: Sequence[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
+def _first_that_verifies(
+    folders: Sequence[Path], verify: Callable[[Path], object]
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     skipped = []
     for folder in folders:
         try:

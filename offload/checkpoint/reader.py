@@ -14,7 +14,7 @@ import contextlib
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -84,12 +84,20 @@ class Reader:
             self._copy(found.file, found.offset + (begin - found.begin) * width, data[:size])
             data, begin, index = data[size:], found.end, index + 1
 
-    def verify(self) -> None:
-        """Read all there is and compare it with its checksums. Raises CheckpointError for the first that differs."""
+    @property
+    def num_bytes(self) -> int:
+        """Of all data files."""
+        return sum(file.num_bytes for file in self._manifest.files.values())
+
+    def verify(self, tell: Callable[[int], object] = lambda _num_bytes: None) -> None:
+        """Read all there is and compare it with its checksums; `tell` is called with the size of each piece. Raises
+        CheckpointError for the first that differs.
+        """
         buffer = np.empty(self._chunk_bytes, np.uint8)
         for name, file in self._manifest.files.items():
             for index in range(len(file.checksums)):
                 self._load(name, index, buffer[: file.chunk_size(index)])
+                tell(file.chunk_size(index))
 
     def close(self) -> None:
         """Close the files."""

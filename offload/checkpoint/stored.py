@@ -1,0 +1,180 @@
+"""Weights from a checkpoint, for the model that it is of: what `hf_read.py` is for a Hugging Face folder."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig
+
+from offload import native
+from offload.checkpoint.deferred import DeferredInit
+from offload.checkpoint.folder import offering_another
+from offload.checkpoint.given import configuration
+from offload.checkpoint.hf_names import Shape, separate, settle_buffers, stays_fp32, tied_names, use_conversions
+from offload.checkpoint.hf_write import SHARD_BYTES, Exported, write_model
+from offload.checkpoint.models import model_kind
+from offload.checkpoint.reader import Reader
+from offload.errors import ConfigError
+from offload.telemetry.byte_progress import byte_progress
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""By the names that commands have for them; None for each parameter's own."""
+_CONFIGURATION = ("config.json", "generation_config.json")
+_BLOCK_NUMEL = 1 << 22  # elements that are joined or converted at once
+
+
+@dataclass
+class Stored:
+    """One parameter of a checkpoint, as a `Source` (hf_source.py): in fp32 its master weights, in any other dtype what
+    the device computes with.
+    """
+
+    reader: Reader
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return elements `begin` to `end` of the flat parameter, fresh. Raises CheckpointError."""
+        planes = self.reader.contents[self.name].planes
+        has_low = "low" in planes and self.dtype == torch.float32
+        if planes["weights"] == self.dtype:
+            return self._plane("weights", begin, end)
+        found = torch.empty(end - begin, dtype=self.dtype)
+        for low in range(begin, end, _BLOCK_NUMEL):
+            high = min(low + _BLOCK_NUMEL, end)
+            block = self._plane("weights", low, high)
+            found[low - begin : high - begin] = native.join(block, self._plane("low", low, high)) if has_low else block
+        return found
+
+    def _plane(self, plane: str, begin: int, end: int) -> torch.Tensor:
+        found = torch.empty(end - begin, dtype=self.reader.contents[self.name].planes[plane])
+        self.reader.read(self.name, plane, begin, found)
+        return found
+
+
+class StoredWeights:
+    """The weights of a checkpoint for one model. Read from one thread at a time."""
+
+    def __init__(self, model: nn.Module, reader: Reader, dtype: torch.dtype | None) -> None:
+        """Settle dtypes and ties of `model`, whose parameters are not filled; its buffers are read at once.
+
+        dtype: None for that in which each parameter was trained; else of all but those that transformers keeps in fp32.
+        Raises ConfigError where the checkpoint is of another model, CheckpointError.
+        """
+        self._reader = reader
+        _untie(model, reader)
+        state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        _check(state, reader)
+        first: dict[int, str] = {}
+        for name in reader.contents:
+            first.setdefault(id(state[name]), name)
+        is_kept = stays_fp32(model, dtype or torch.float32)
+        self._sources: dict[str, Stored] = {}
+        for name, value in state.items():
+            entry = reader.contents[first[id(value)]]
+            if isinstance(value, nn.Parameter):
+                wanted = torch.float32 if is_kept(name) else dtype or entry.planes["weights"]
+                self._sources[name] = Stored(reader, first[id(value)], entry.shape, wanted)
+                if value.dtype != wanted:
+                    value.data = torch.empty(entry.shape, dtype=wanted)
+            else:
+                owner, _, key = name.rpartition(".")
+                found = torch.empty(entry.shape, dtype=entry.planes["buffer"])
+                reader.read(first[id(value)], "buffer", 0, found)
+                model.get_submodule(owner)._buffers[key] = found
+
+    def source(self, name: str) -> Stored:
+        """Return where the values of a parameter come from."""
+        return self._sources[name]
+
+    def files(self) -> dict[str, bytes]:
+        """Return what is kept beside the model and its configuration, by name: the tokenizer's files."""
+        return {name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _CONFIGURATION}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+
+def read_stored(folder: Path, dtype: torch.dtype | None = None) -> tuple[nn.Module, StoredWeights]:
+    """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
+
+    Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
+    """
+    with ExitStack() as opened:
+        reader = opened.enter_context(Reader(folder))
+        if "config.json" not in reader.attached:
+            raise ConfigError(
+                f"{folder} has no config.json: it is of a model that is not transformers', which cannot be built "
+                "here. Load it with engine.load_checkpoint, and export it with engine.export."
+            )
+        config = configuration(folder)
+        in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
+        with DeferredInit(0):
+            main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
+            model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main)
+            settle_buffers(model)
+            use_conversions(model, reader.meta.get("engine", {}).get("conversions") or {})
+        if "generation_config.json" in reader.attached:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        weights = StoredWeights(model, reader, dtype)
+        opened.pop_all()
+    return model.eval(), weights
+
+
+def export_stored(
+    folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int | None = SHARD_BYTES
+) -> Exported:
+    """Write a checkpoint's model to `out`, a new Hugging Face folder, and show how far it is.
+
+    dtype: as of StoredWeights. shard_bytes: of a file of weights at most; None for one file. Memory: one parameter.
+    Raises CheckpointError, which says which other checkpoint is good; ConfigError, DiskError, OffloadError, as
+    `write_model`.
+    """
+    with offering_another(folder):
+        model, weights = read_stored(folder, dtype)
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        with closing(weights), byte_progress("exporting", total) as tell:
+
+            def get(name: str, begin: int, end: int) -> torch.Tensor:
+                value = weights.source(name).read(begin, end)
+                tell(value.nbytes)
+                return value
+
+            return write_model(
+                model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=weights.files()
+            )
+
+
+def _untie(model: nn.Module, reader: Reader) -> None:
+    """Part what the configuration ties, but the training had apart."""
+    state = model.state_dict(keep_vars=True)
+    for name, other in tied_names(model).items():
+        if {name, other} <= reader.contents.keys() and state[name] is state[other]:
+            separate(model, name)
+
+
+def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
+    """Raise ConfigError unless the checkpoint has all of a model's state, and nothing else."""
+    found = {id(state[name]) for name in reader.contents if name in state}
+    wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in found]
+    for name, entry in reader.contents.items():
+        if name not in state:
+            wrong.append(f"the model has no {name}")
+        elif tuple(state[name].shape) != entry.shape:
+            wrong.append(f"{name} is {list(entry.shape)} there and {list(state[name].shape)} in the model")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"{reader.path} does not fit the model of its own config.json as transformers {transformers.__version__} "
+            f"builds it: {'; '.join(wrong[:3])}{more}. Use the version of transformers that it was trained with."
+        )

@@ -1,0 +1,71 @@
+"""`python -m offload.export`: a checkpoint as a Hugging Face folder, however large the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from offload.cli import parse_options, run_command
+from offload.errors import ConfigError, format_bytes
+from offload.sections import parse_size
+
+DESCRIPTION = (
+    "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "
+    "would. Every byte is verified when it is read, and the result is read back. Memory: one parameter. "
+    "Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments."
+)
+
+
+@dataclasses.dataclass
+class Options:
+    checkpoint: Annotated[
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(
+            metavar="CHECKPOINT", help="RUN/checkpoints/step-N, or RUN for the newest one that is whole (all are read)"
+        ),
+    ]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="a new or empty folder")]
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        tyro.conf.arg(
+            metavar="{auto,bf16,fp32}",
+            help="of the weights: auto is what the model was trained in, fp32 are the master weights",
+        ),
+    ] = "auto"
+    shard_size: Annotated[
+        str, tyro.conf.arg(metavar="SIZE", help="of a file of weights at most, but for a larger tensor; none: one file")
+    ] = "5GiB"
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+
+
+def main(words: list[str]) -> int:
+    options = parse_options(Options, words, prog="python -m offload.export", description=DESCRIPTION)
+    shard_bytes = parse_size(options.shard_size, "--shard-size")
+    given, out = Path(options.checkpoint).expanduser(), Path(options.out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
+    from offload.checkpoint.given import chosen_checkpoint  # imports torch
+    from offload.checkpoint.models import quiet_transformers
+    from offload.checkpoint.stored import DTYPES, export_stored
+
+    quiet_transformers()
+    folder = chosen_checkpoint(given, _say)
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{out} lies in the checkpoint {folder}, which may hold nothing else; give another folder.")
+    done = export_stored(folder, out, DTYPES[options.dtype], shard_bytes)
+    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+    print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and the same.")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,127 @@
+"""`python -m offload.generate`: continue a text with a model that may be larger than memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from offload.cli import parse_options, run_command
+from offload.errors import ConfigError, format_bytes
+from offload.sections import parse_size
+
+DESCRIPTION = (
+    "Continue a text with a causal or an encoder-decoder model. Weights that do not fit the memory are read again for "
+    "every token, ahead of compute. Text goes to stdout as it comes. What is not given is as generation_config.json "
+    "says. Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments, 130 interrupted."
+)
+
+
+@dataclasses.dataclass
+class Options:
+    model: Annotated[
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(
+            metavar="FOLDER|CHECKPOINT",
+            help="a Hugging Face folder, RUN/checkpoints/step-N, or RUN for its newest whole checkpoint (all are read)",
+        ),
+    ]
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help="what to continue; - reads it from stdin")]
+    max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N", help="tokens to write at most")] = 128
+    temperature: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="T", help="0 takes the likeliest token", help_behavior_hint="(default: the model's)"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        tyro.conf.arg(
+            metavar="P",
+            help="draw from the likeliest tokens that have this probability together",
+            help_behavior_hint="(default: the model's)",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="K",
+            help="draw from so many of the likeliest tokens; 0 for all",
+            help_behavior_hint="(default: the model's)",
+        ),
+    ] = None
+    seed: Annotated[int, tyro.conf.arg(metavar="N", help="the same seed draws the same text")] = 0
+    memory: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="SIZE",
+            help="for weights on the device; two units are there in any case, none: no limit, auto: what is free but "
+            "for a tenth, at least 1 GiB",
+        ),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="auto: the GPU if there is one")] = "auto"
+    chat: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="put the prompt into the tokenizer's chat template")
+    ] = False
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        tyro.conf.arg(help="of the weights: auto is that of the folder, or what a checkpoint was trained in"),
+    ] = "auto"
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+
+
+def main(words: list[str]) -> int:
+    options = parse_options(Options, words, prog="python -m offload.generate", description=DESCRIPTION)
+    _check(options)
+    memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
+    prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
+    import torch
+
+    from offload.checkpoint.given import chosen_model
+    from offload.checkpoint.models import quiet_transformers
+    from offload.checkpoint.stored import DTYPES
+    from offload.sampling import Choices, Sampler, free_memory
+
+    quiet_transformers()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, and torch finds no GPU; give --device cpu.")
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    path = chosen_model(Path(options.model).expanduser(), _say)
+    if memory_bytes == -1:
+        memory_bytes = free_memory(device)
+    choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
+    with Sampler(path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, device=device) as sampler:
+        done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
+        total = sampler.stream.total_bytes
+    print()
+    _say(
+        f"{len(done.token_ids)} tokens in {done.seconds:.1f} s, {len(done.token_ids) / done.seconds:.3g} a second; "
+        f"{format_bytes(total)} of weights, {format_bytes(done.bytes_read)} read while writing"
+    )
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Raises ConfigError."""
+    for name, value, allowed, is_right in (
+        ("max-new-tokens", options.max_new_tokens, "1 or more", options.max_new_tokens >= 1),
+        ("temperature", options.temperature, "0 or more", (options.temperature or 0) >= 0),
+        ("top-p", options.top_p, "above 0 and at most 1", options.top_p is None or 0 < options.top_p <= 1),
+        ("top-k", options.top_k, "0 or more", (options.top_k or 0) >= 0),
+    ):
+        if not is_right:
+            raise ConfigError(f"--{name} is {value}; it should be {allowed}.")
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,171 @@
+"""What is exported from a checkpoint is what the engine exports, and what is damaged is never exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offload import Engine
+from offload.checkpoint import stored
+from offload.checkpoint.stored import export_stored, read_stored
+from offload.errors import CheckpointError, ConfigError, DiskError
+from tests.checkpoint.folders import same
+from tests.checkpoint.test_hf_write import contents
+from tests.checkpoint.trained import flip, tensors_of, train
+from tests.disks import mounted
+from tests.engine.families import t5, tokens
+from tests.zoo.families import families
+
+FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")
+"""Plain; fused experts; tied; Conv1D; an encoder; kept in fp32, with buffers; a sequence-to-sequence model."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_BLOCK_NUMEL", 1000)
+
+
+def made(name: str, folder: Path, precision: str):
+    if name == "t5":
+        torch.manual_seed(0)
+        return train(t5(), tokens(), folder, precision=precision)
+    family = families()[name]
+    return train(family.build(calm=True), family.batch(), folder, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_that_of_the_engine_byte_for_byte(name: str, precision: str, tmp_path: Path) -> None:
+    trained = made(name, tmp_path, precision)
+    export_stored(trained.checkpoint, tmp_path / "ours")
+    tokenizer = contents(tmp_path / "tokenizer")
+    assert len(tokenizer) >= 2
+    assert contents(tmp_path / "ours") == contents(trained.export) | tokenizer
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precision: str, tmp_path: Path) -> None:
+    trained = made(name, tmp_path, precision)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = tmp_path / str(dtype)
+        export_stored(trained.checkpoint, out, dtype)
+        model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+        found = dict(model.named_parameters())
+        assert model.config.dtype == dtype
+        assert found.keys() == trained.masters.keys()
+        rounded = tensors_of(trained.export)
+        for parameter, master in trained.masters.items():
+            if dtype == torch.float32:
+                assert same(found[parameter].detach(), master), parameter
+            elif precision == "bf16" and parameter in rounded:  # what the device computed with
+                assert same(found[parameter].detach(), rounded[parameter]), parameter
+            elif precision == "fp32":
+                assert same(found[parameter].detach(), master.bfloat16()), parameter
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_shards_hold_the_same(name: str, tmp_path: Path) -> None:
+    trained = made(name, tmp_path, "bf16")
+    done = export_stored(trained.checkpoint, tmp_path / "ours", shard_bytes=50_000)
+    assert len(done.files) > 2
+    whole, parts = tensors_of(trained.export), tensors_of(tmp_path / "ours")
+    assert whole.keys() == parts.keys()
+    assert all(same(whole[key], parts[key]) for key in whole)
+    state = AutoModelForCausalLM.from_pretrained(trained.export).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(same(state[key], again[key]) for key in state)
+
+
+def test_what_the_configuration_ties_but_the_training_had_apart_stays_apart(tmp_path: Path) -> None:
+    family = families()["gemma2"]
+    model = family.build(calm=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.all_tied_weights_keys.pop("lm_head.weight")
+    trained = train(model, family.batch(), tmp_path)
+    export_stored(trained.checkpoint, tmp_path / "ours")
+    found = tensors_of(tmp_path / "ours")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert same(found[name], trained.masters[name])
+    assert not same(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_dtypes_and_buffers_are_those_of_the_training(tmp_path: Path) -> None:
+    family = families()["deepseek_v3"]
+    model = family.build(calm=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in model.state_dict()}
+    assert buffers
+    for number, value in enumerate(buffers.values()):
+        value.add_(number + 0.5)
+    expected = {name: value.clone() for name, value in buffers.items()}
+    trained = train(model, family.batch(), tmp_path, precision="bf16")
+    found, weights = read_stored(trained.checkpoint)
+    weights.close()
+    assert all(same(found.get_buffer(name), value) for name, value in expected.items())
+    assert not found.training
+
+
+def test_buffers_that_are_in_no_file_are_those_of_from_pretrained(tmp_path: Path) -> None:
+    """Codegen's tables of positions depend on the dtype in which they are made."""
+    trained = made("codegen", tmp_path, "bf16")
+    expected = dict(AutoModelForCausalLM.from_pretrained(trained.export, dtype="auto").named_buffers())
+    found, weights = read_stored(trained.checkpoint)
+    weights.close()
+    assert expected.keys() == dict(found.named_buffers()).keys()
+    assert all(same(value, expected[name]) for name, value in found.named_buffers())
+
+
+@pytest.mark.parametrize("others", ["good", "damaged", "none"])
+def test_a_damaged_checkpoint_is_one_error_that_offers_another_and_leaves_nothing(others: str, tmp_path: Path) -> None:
+    trained = made("llama", tmp_path, "bf16")
+    bad = trained.checkpoint.with_name("step-2")
+    if others == "none":
+        trained.checkpoint.rename(bad)
+    else:
+        shutil.copytree(trained.checkpoint, bad)
+    flip(bad / "rank-0.bin", 1000)
+    if others == "damaged":
+        flip(trained.checkpoint / "rank-0.bin")
+    offer = "The last good one is .*step-1" if others == "good" else "There is no other one"
+    with pytest.raises(CheckpointError, match=rf"step-2/rank-0\.bin is damaged.*{offer}"):
+        export_stored(bad, tmp_path / "out")
+    assert not any(path.name.startswith((".out", "out")) for path in tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    trained = made("llama", tmp_path, "fp32")
+    with mounted(tmp_path, 1 << 20) as disk:
+        (disk / "ballast").write_bytes(bytes(600_000))
+        before = sorted(path.name for path in disk.iterdir())
+        with pytest.raises(DiskError, match=r"cannot be written: No space left on device"):
+            export_stored(trained.checkpoint, disk / "out")
+        assert sorted(path.name for path in disk.iterdir()) == before
+
+
+def test_a_model_that_is_not_transformers_is_refused(tmp_path: Path) -> None:
+    engine = Engine(nn.Linear(3, 4))
+    engine.step({"input": torch.ones(2, 3)}, loss_fn=lambda outputs, batch: outputs.sum())
+    engine.save_checkpoint(tmp_path / "step-1")
+    engine.close()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        export_stored(tmp_path / "step-1", tmp_path / "out")
+
+
+def test_a_model_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another version of transformers might build it from the same configuration."""
+    trained = made("llama", tmp_path, "fp32")
+    read = stored.configuration
+
+    def other(folder: Path):
+        config = read(folder)
+        config.intermediate_size, config.num_hidden_layers = 8, 1
+        return config
+
+    monkeypatch.setattr(stored, "configuration", other)
+    with pytest.raises(ConfigError, match=r"does not fit the model of its own config\.json.* in the model"):
+        read_stored(trained.checkpoint)

@@ -1,0 +1,59 @@
+"""Models that were trained a step, as checkpoints and as the folders that the engine exports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import Engine
+from offload.checkpoint.tensor_file import TensorFile
+from offload.data.tokenizer import train_bpe
+
+TEXT = "the weights of a block are fetched, used and given back; then the next block is fetched. "
+
+
+@dataclass(frozen=True)
+class Trained:
+    """checkpoint: the folder that was saved; export: the one that the engine wrote; masters: fp32, by name."""
+
+    checkpoint: Path
+    export: Path
+    masters: dict[str, torch.Tensor]
+
+
+def tokenizer(vocab_size: int) -> Any:
+    """Return a tokenizer of at most so many tokens."""
+    return train_bpe([TEXT, TEXT.upper()], vocab_size)
+
+
+def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path, **settings: Any) -> Trained:
+    """Train a step; save a checkpoint with a tokenizer as folder/checkpoints/step-1 and an export as folder/theirs."""
+    tokenizer(64).save_pretrained(folder / "tokenizer")
+    files = {path.name: path.read_bytes() for path in (folder / "tokenizer").iterdir()}
+    engine = Engine(model, **settings)
+    engine.step(batch)
+    engine.save_checkpoint(folder / "checkpoints" / "step-1", files=files)
+    engine.export(folder / "theirs")
+    masters = dict(engine.named_parameters())
+    engine.close()
+    return Trained(folder / "checkpoints" / "step-1", folder / "theirs", masters)
+
+
+def flip(path: Path, position: int = -1000) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a Hugging Face folder by their names there."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with TensorFile(path) as file:
+            found.update({name: file.read(name).view(entry.shape) for name, entry in file.entries.items()})
+    return found

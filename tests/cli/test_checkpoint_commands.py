@@ -1,0 +1,280 @@
+"""`export`, `verify` and `generate` as a user runs them: what they print, how they exit, what they leave."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offload import export, generate, verify
+from offload.errors import CheckpointError, ConfigError
+from tests.checkpoint.trained import flip, tokenizer, train
+from tests.cli.conftest import ROOT
+from tests.zoo.families import families
+
+Call = Callable[..., "tuple[int | None, str]"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with steps 1, 2 and 3, and an export in two files or more."""
+    folder = tmp_path_factory.mktemp("commands")
+    family = families()["llama"]
+    trained = train(family.build(calm=True), family.batch(), folder / "run", precision="bf16")
+    for step in (2, 3):
+        shutil.copytree(trained.checkpoint, trained.checkpoint.with_name(f"step-{step}"))
+    (folder / "run" / "checkpoints" / "latest").write_text("step-3\n")
+    AutoModelForCausalLM.from_pretrained(trained.export).save_pretrained(folder / "hf", max_shard_size=60_000)
+    tokenizer(64).save_pretrained(folder / "hf")
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the run folder, to be damaged."""
+    return shutil.copytree(made / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command in this process; return its exit code and what it printed on stdout."""
+
+    def do(command: Any, *words: object) -> tuple[int | None, str]:
+        capsys.readouterr()
+        code = command.main([str(word) for word in words])
+        return code, capsys.readouterr().out
+
+    return do
+
+
+@pytest.mark.parametrize("name", ["export", "verify", "generate"])
+def test_help_and_a_process_of_its_own(name: str, made: Path, tmp_path: Path) -> None:
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-X", "importtime", "-m", f"offload.{name}", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    done = start("--help")
+    assert done.returncode == 0
+    assert f"python -m offload.{name}" in done.stdout
+    assert "Exit codes: 0" in done.stdout
+    assert not any(line.endswith((" torch", " transformers")) for line in done.stderr.splitlines())
+    more = {"export": [str(tmp_path / "out")], "verify": [], "generate": ["--prompt", "a"]}[name]
+    assert start(str(made / "run"), *more).returncode == 0
+    for words, words_said in (
+        (["nowhere", *more], "nowhere"),
+        ([str(made), *more, "--debgu"], "did you mean --debug?"),
+    ):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        done = start(*words)
+        said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+        assert done.returncode == 2
+        assert len(said) == 1
+        assert said[0].startswith("offload: ")
+        assert words_said in said[0]
+
+
+# -- export ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
+def test_export_takes_the_newest_that_is_whole_and_says_which(given: str, run: Path, capsys: Any) -> None:
+    flip(run / "checkpoints" / "step-3" / "rank-0.bin")
+    code = export.main([str(run.parent / given), str(run.parent / "out")])
+    printed = capsys.readouterr()
+    assert code == 0
+    assert "step-3 is left out: " in printed.err
+    assert "rank-0.bin is damaged" in printed.err
+    assert f"whole: {run / 'checkpoints' / 'step-2'}" in printed.err
+    assert "in 1 file, read back and the same" in printed.out
+    model = AutoModelForCausalLM.from_pretrained(run.parent / "out")
+    assert model.num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(run.parent / "out").chat_template
+
+
+def test_export_in_shards_and_another_dtype(run: Path, call: Call) -> None:
+    out = run.parent / "out"
+    step = run / "checkpoints" / "step-1"
+    assert call(export, step, out, "--dtype", "fp32", "--shard-size", "100KiB")[0] == 0
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_export_of_what_is_damaged_leaves_nothing(run: Path, call: Call) -> None:
+    out = run.parent / "out"
+    flip(run / "checkpoints" / "step-2" / "rank-0.bin", 100)
+    with pytest.raises(CheckpointError, match=r"rank-0\.bin is damaged.*The last good one is .*step-3"):
+        call(export, run / "checkpoints" / "step-2", out)
+    for step in (1, 3):
+        (run / "checkpoints" / f"step-{step}" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+        call(export, run, out)
+    assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
+
+
+def test_export_to_where_something_is_is_refused(run: Path, call: Call) -> None:
+    step = run / "checkpoints" / "step-1"
+    with pytest.raises(ConfigError, match="is there already"):
+        call(export, step, run)
+    with pytest.raises(ConfigError, match="lies in the checkpoint"):
+        call(export, step, step / "hf")
+    with pytest.raises(ConfigError, match="--shard-size is 'much'"):
+        call(export, step, run.parent / "out", "--shard-size", "much")
+    assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
+
+
+# -- verify ------------------------------------------------------------------------------------------------------
+
+
+def damages() -> dict[str, tuple[Callable[[Path], object], str]]:
+    def truncate(step: Path) -> None:
+        data = (step / "rank-0.bin").read_bytes()
+        (step / "rank-0.bin").write_bytes(data[:-1])
+
+    return {
+        "flipped": (lambda step: flip(step / "rank-0.bin"), "rank-0.bin is damaged"),
+        "flipped manifest": (lambda step: flip(step / "manifest.json", 300), "manifest.json is damaged"),
+        "flipped configuration": (lambda step: flip(step / "config.json", 30), "config.json is damaged"),
+        "truncated": (truncate, "rank-0.bin was truncated"),
+        "missing": (lambda step: (step / "rank-0.bin").unlink(), "rank-0.bin is missing"),
+        "missing manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+        "extra": (lambda step: (step / "notes.txt").write_text(""), "notes.txt does not belong to the checkpoint"),
+    }
+
+
+@pytest.mark.parametrize("name", damages())
+def test_verify_names_what_is_damaged_in_a_run(name: str, run: Path, call: Call) -> None:
+    damage, words = damages()[name]
+    steps = [run / "checkpoints" / f"step-{number}" for number in (1, 2, 3)]
+    for given in (*steps, run, run / "checkpoints"):
+        assert call(verify, given)[0] == 0
+    damage(steps[2])
+    for given in (run, run / "checkpoints"):
+        code, printed = call(verify, given)
+        lines = printed.splitlines()
+        assert code == 1
+        assert [line.startswith(f"{step}: OK: ") for line, step in zip(lines, steps, strict=False)] == [
+            True,
+            True,
+            False,
+        ]
+        assert lines[2].startswith(f"{steps[2]}: DAMAGED: ")
+        assert words in lines[2]
+        assert lines[3:] == [f"the newest that is whole: {steps[1]}"]
+    assert call(verify, steps[2])[0] == 1
+    assert call(verify, steps[1])[0] == 0
+
+
+def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        call(verify, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds neither checkpoints nor"):
+        call(verify, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        call(verify, tmp_path / "file")
+
+
+def in_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def in_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def first(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+NORM = "model.norm.weight"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "header": (lambda folder: flip(first(folder), 12), "damaged or no safetensors file"),
+    "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header tells of"),
+    "missing": (lambda folder: first(folder).unlink(), "which model.safetensors.index.json names"),
+    "moved": (lambda folder: in_index(folder, lambda names: names.update({NORM: first(folder).name})), f"lacks {NORM}"),
+    "unnamed": (lambda folder: in_index(folder, lambda names: names.pop(NORM)), f"does not name {NORM}"),
+    "shape": (lambda folder: in_config(folder, intermediate_size=8), "do not fit"),
+    "layers": (lambda folder: in_config(folder, num_hidden_layers=9), "of the parameters of LlamaForCausalLM"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "configuration": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_verify_of_a_hugging_face_folder(name: str, made: Path, tmp_path: Path, call: Call) -> None:
+    damage, words = FAULTS[name]
+    folder = shutil.copytree(made / "hf", tmp_path / "hf")
+    code, printed = call(verify, folder)
+    assert code == 0
+    assert "OK: 21 tensors" in printed
+    assert "shapes are those of LlamaForCausalLM" in printed
+    damage(folder)
+    code, printed = call(verify, folder)
+    assert code == 1
+    assert printed.startswith(f"{folder}: DAMAGED: ")
+    assert words in printed
+    assert printed.count("\n") == 1
+
+
+def test_verify_tells_what_it_cannot_compare(made: Path, tmp_path: Path, call: Call) -> None:
+    folder = shutil.copytree(made / "hf", tmp_path / "hf")
+    in_config(folder, architectures=["LlamaForSequenceClassification"])
+    code, printed = call(verify, folder)
+    assert code == 0
+    assert "not compared with the configuration: LlamaForSequenceClassification" in printed
+    in_config(folder, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    code, printed = call(verify, folder)
+    assert code == 0
+    assert "but 9 tensors are not used" in printed
+
+
+# -- generate ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Call, monkeypatch: Any) -> None:
+    words = ["--prompt", "the weights", "--temperature", "1.5", "--max-new-tokens", "12", "--memory"]
+    texts = {
+        call(generate, folder, *words, memory, *more)[1]
+        for folder, more in (
+            (made / "hf", ()),
+            (made / "run", ()),
+            (made / "run" / "checkpoints" / "step-1", ("--dtype", "auto", "--device", "cpu")),
+        )
+        for memory in ("0", "300KiB", "none", "auto")
+    }
+    assert len(texts) == 1
+    assert len(texts.pop().strip()) > 5
+    seeds = {call(generate, made / "hf", *words, "0", "--seed", seed)[1] for seed in (0, 1, 2)}
+    assert len(seeds) == 3
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the weights\n"))
+    assert call(generate, made / "hf", "--prompt", "-", *words[2:], "0", "--seed", "1")[1] in seeds
+    chat = call(generate, made / "hf", *words, "0", "--chat")[1]
+    assert chat not in seeds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; it should be 1 or more"),
+        (["--temperature", "-1"], "--temperature is -1.0; it should be 0 or more"),
+        (["--top-p", "0"], "--top-p is 0.0; it should be above 0"),
+        (["--top-k", "-2"], "--top-k is -2"),
+        (["--memory", "lots"], "--memory is 'lots'"),
+    ],
+)
+def test_generate_refuses_what_cannot_be(words: list[str], said: str, made: Path, call: Call) -> None:
+    with pytest.raises(ConfigError) as error:
+        call(generate, made / "hf", "--prompt", "a", *words)
+    assert said in str(error.value)
