@@ -5,13 +5,14 @@ with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.checkpoint.models import (
+    BuiltModel,
     Kind,
     build_model,
     check_sequence_length,
@@ -21,6 +22,7 @@ from offload.checkpoint.models import (
     quiet_transformers,
     vocab_size,
 )
+from offload.checkpoint.stored import rebuild_model
 from offload.config import Config
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
@@ -59,7 +61,7 @@ def make_run(start: Start, comm: Comm, say: Say, note: Say) -> Run:
     """
     # Gone on with is the model that was trained; the folder that it was made from may be another one by now.
     first = next(iter(start.folders), None)
-    begins_at = ModelSection(path=str(first / "config.json"), init="random") if first else start.config.model
+    begins_at = ModelSection(path=str(first / "config.json")) if first else start.config.model
     with as_one(comm, "reading of the architecture"):
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)
@@ -91,19 +93,22 @@ def make_run(start: Start, comm: Comm, say: Say, note: Say) -> Run:
         if first is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
-        built = build_model(
-            begins_at if first else config.model,
-            seed=config.run.seed,
-            config=architecture,
-            sequence_length=int(config.data.sequence_length or 0),
-            grow=grows,
-        )
+        if first:
+            built = BuiltModel(rebuild_model(first, config.model), _no_weights, first)
+        else:
+            built = build_model(
+                config.model,
+                seed=config.run.seed,
+                config=architecture,
+                sequence_length=int(config.data.sequence_length or 0),
+                grow=grows,
+            )
         for text in built.notes:
             note(text)
         built.model.train()
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
-    made = engine(config, replace(built, fill=_no_weights) if first else built, comm)
+    made = engine(config, built, comm)
     built.close()
     weights = "the weights of a checkpoint" if first else f"{config.model.init} weights"
     say(

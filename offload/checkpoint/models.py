@@ -231,7 +231,7 @@ def build_model(
     kind = model_kind(config)
     if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, where the configuration makes none
-    options = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    options = attention_options(section)
     try:
         if pretrained:
             built = _load(kind.auto, section, path, config, seed=seed, grow=grow, **options)
@@ -247,6 +247,11 @@ def build_model(
         raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
     _check_position_table(built.model, sequence_length)
     return built
+
+
+def attention_options(section: ModelSection) -> dict[str, Any]:
+    """Return what `from_config` and `from_pretrained` are told of how attention is computed."""
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
 
 
 def _load(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,11 +19,12 @@ from offload import native
 from offload.checkpoint.deferred import DeferredInit
 from offload.checkpoint.folder import offering_another
 from offload.checkpoint.given import configuration
-from offload.checkpoint.hf_names import Shape, separate, settle_buffers, stays_fp32, tied_names, use_conversions
+from offload.checkpoint.hf_names import Shape, settle_buffers, stays_fp32, use_conversions
 from offload.checkpoint.hf_write import SHARD_BYTES, Exported, write_model
-from offload.checkpoint.models import model_kind
+from offload.checkpoint.models import attention_options, model_kind
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
+from offload.sections import ModelSection
 from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,7 +73,6 @@ class StoredWeights:
         Raises ConfigError where the checkpoint is of another model, CheckpointError.
         """
         self._reader = reader
-        _untie(model, reader)
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         _check(state, reader)
         first: dict[int, str] = {}
@@ -105,8 +106,13 @@ class StoredWeights:
         self._reader.close()
 
 
-def read_stored(folder: Path, dtype: torch.dtype | None = None) -> tuple[nn.Module, StoredWeights]:
+def read_stored(
+    folder: Path, dtype: torch.dtype | None = None, *, built_alike: bool = False, **options: Any
+) -> tuple[nn.Module, StoredWeights]:
     """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
+
+    built_alike: in the dtype in which it was built for its training, so that buffers that are in no file have the same
+    bits. options: for the Auto class's `from_config`, such as attn_implementation.
 
     Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
     """
@@ -121,14 +127,26 @@ def read_stored(folder: Path, dtype: torch.dtype | None = None) -> tuple[nn.Modu
         in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
         with DeferredInit(0):
             main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
-            model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main)
+            if built_alike:
+                main = getattr(torch, reader.meta["engine"]["built_in"])
+            model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
             settle_buffers(model)
-            use_conversions(model, reader.meta.get("engine", {}).get("conversions") or {})
+            use_conversions(model, reader.meta["engine"]["conversions"])
         if "generation_config.json" in reader.attached:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         weights = StoredWeights(model, reader, dtype)
         opened.pop_all()
     return model.eval(), weights
+
+
+def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
+    """Build the model of a checkpoint, as it was built for its training and without its weights, to go on with it.
+
+    Raises as `read_stored`.
+    """
+    model, weights = read_stored(folder, built_alike=True, **attention_options(section))
+    weights.close()
+    return model
 
 
 def export_stored(
@@ -153,14 +171,6 @@ def export_stored(
             return write_model(
                 model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=weights.files()
             )
-
-
-def _untie(model: nn.Module, reader: Reader) -> None:
-    """Part what the configuration ties, but the training had apart."""
-    state = model.state_dict(keep_vars=True)
-    for name, other in tied_names(model).items():
-        if {name, other} <= reader.contents.keys() and state[name] is state[other]:
-            separate(model, name)
 
 
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:

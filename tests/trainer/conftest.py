@@ -25,6 +25,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_ctx": 64, "n_positions": 64},
+    "mixtral": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
+    "gemma2": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
 }
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.checkpoint.folder import Checkpoints
+from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.disks import mounted
+from tests.trainer.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -53,6 +57,20 @@ def steps_of(folder: Path) -> list[str]:
     return [path.name for path in Checkpoints(folder / "checkpoints").folders()]
 
 
+def make_folder(family: str, folder: Path) -> None:
+    """Make a pretrained model in bf16, with a tokenizer; gemma2's head is tied by its configuration, but not here."""
+    config = AutoConfig.for_model(family, vocab_size=384, **SHAPES[family])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    if family == "gemma2":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = [f"{number} is a number, {number + 1} is the next one." for number in range(400)]
+    train_bpe(text, 384).save_pretrained(folder)
+
+
 def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
 
@@ -85,6 +103,28 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
     assert learnt(found) == learnt(wanted)
     assert (result.steps, result.eval_loss) == (9, whole.eval_loss)
     assert_same_weights(result.dir, whole.dir)
+
+
+@pytest.mark.parametrize("family", ["codegen", "mixtral", "gemma2"])
+def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
+    """Its weights are in the checkpoints: nothing is read of the folder but the tokenizer. The export has the names and
+    the layout of the folder all the same.
+
+    Break: build the resumed model in another dtype, without its buffers settled, or without its conversions.
+    """
+    folder = tmp_path / "folder"
+    make_folder(family, folder)
+    common = {"model.path": str(folder), "train.precision": "bf16", "train.steps": 4, "checkpoint.every": 2}
+    whole, wanted, _ = run("whole", **common)
+    end_in(4)
+    with pytest.raises(Ended):
+        run("parts", **common)
+    (folder / "model.safetensors").unlink()
+    result, found, output = run("parts", **common)
+    assert "the weights of a checkpoint" in output
+    assert learnt(found) == learnt(wanted)
+    assert_same_weights(result.dir, whole.dir)
+    assert files(result.dir / "hf")["config.json"] == files(whole.dir / "hf")["config.json"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) -> None:
