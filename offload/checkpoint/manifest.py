@@ -40,7 +40,7 @@ _FORMAT, _VERSION = "offload checkpoint", 1
 _HEAD, _DIGITS = b'{"checksum": "', 16
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.bin")  # no separator, no "..", nothing hidden: it stays inside
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_DTYPES = {
+DTYPE_OF = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -128,7 +128,7 @@ class Manifest(BaseModel):
     def contents(self) -> dict[str, Entry]:
         """Return what is in the checkpoint."""
         return {
-            name: Entry(tuple(each.shape), {plane: _DTYPES[it.dtype] for plane, it in each.planes.items()})
+            name: Entry(tuple(each.shape), {plane: DTYPE_OF[it.dtype] for plane, it in each.planes.items()})
             for name, each in self.parameters.items()
         }
 
@@ -184,9 +184,9 @@ class Manifest(BaseModel):
         for name, parameter in self.parameters.items():
             for plane, found in parameter.planes.items():
                 what = f"{plane} of {name}"
-                if found.dtype not in _DTYPES:
+                if found.dtype not in DTYPE_OF:
                     raise ValueError(f"{what} has the unknown dtype {found.dtype!r}")
-                width = _DTYPES[found.dtype].itemsize
+                width = DTYPE_OF[found.dtype].itemsize
                 _check_cover(what, found.slices, math.prod(parameter.shape))
                 for begin, end, file_name, offset in found.slices:
                     num_bytes = (end - begin) * width
@@ -248,8 +248,8 @@ def checksum(data: Any) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Return the name by which a manifest knows a dtype. Raises ValueError for one that it does not know."""
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"a checkpoint holds no {name}; it may be one of {', '.join(_DTYPES)}")
+    if name not in DTYPE_OF:
+        raise ValueError(f"a checkpoint holds no {name}; it may be one of {', '.join(DTYPE_OF)}")
     return name
 
 

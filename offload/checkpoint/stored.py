@@ -21,6 +21,7 @@ from offload.checkpoint.folder import offering_another
 from offload.checkpoint.given import configuration
 from offload.checkpoint.hf_names import Shape, settle_buffers, stays_fp32, use_conversions
 from offload.checkpoint.hf_write import SHARD_BYTES, Exported, write_model
+from offload.checkpoint.manifest import DTYPE_OF
 from offload.checkpoint.models import attention_options, model_kind
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
@@ -97,6 +98,11 @@ class StoredWeights:
         """Return where the values of a parameter come from."""
         return self._sources[name]
 
+    def built_in(self, name: str) -> torch.dtype:
+        """Return the dtype in which a parameter was built for its training."""
+        built_in = self._reader.meta["engine"]["built_in"]
+        return DTYPE_OF[built_in["others"].get(name, built_in["main"])]
+
     def files(self) -> dict[str, bytes]:
         """Return what is kept beside the model and its configuration, by name: the tokenizer's files."""
         return {name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _CONFIGURATION}
@@ -111,8 +117,8 @@ def read_stored(
 ) -> tuple[nn.Module, StoredWeights]:
     """Build the model of a checkpoint, in eval mode, without its weights; `dtype` is as of StoredWeights.
 
-    built_alike: in the dtype in which it was built for its training, so that buffers that are in no file have the same
-    bits. options: for the Auto class's `from_config`, such as attn_implementation.
+    built_alike: in the dtype in which it was built for its training, so that its configuration and the buffers that are
+    in no file are the same. options: for the Auto class's `from_config`, such as attn_implementation.
 
     Raises CheckpointError, and ConfigError where the checkpoint does not say what model it is of.
     """
@@ -128,7 +134,7 @@ def read_stored(
         with DeferredInit(0):
             main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
             if built_alike:
-                main = getattr(torch, reader.meta["engine"]["built_in"])
+                main = DTYPE_OF[reader.meta["engine"]["built_in"]["main"]]
             model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
             settle_buffers(model)
             use_conversions(model, reader.meta["engine"]["conversions"])
@@ -145,7 +151,9 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
     Raises as `read_stored`.
     """
     model, weights = read_stored(folder, built_alike=True, **attention_options(section))
-    weights.close()
+    with closing(weights):
+        for name, parameter in model.named_parameters():
+            parameter.data = torch.empty(parameter.shape, dtype=weights.built_in(name))
     return model
 
 
@@ -159,7 +167,7 @@ def export_stored(
     `write_model`.
     """
     with offering_another(folder):
-        model, weights = read_stored(folder, dtype)
+        model, weights = read_stored(folder, dtype, built_alike=True)
         total = sum(parameter.nbytes for parameter in model.parameters())
         with closing(weights), byte_progress("exporting", total) as tell:
 

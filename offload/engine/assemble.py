@@ -79,8 +79,7 @@ class Assembly:
         if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
             self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
-        self._dtypes = [parameter.dtype for _, parameter in model.named_parameters()]
-        self.built_in = str(self._dtypes[0]).removeprefix("torch.")
+        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
         self._configs = _freeze_cache(model)
         _put_buffers(model, self.device.torch_device)
 
@@ -350,7 +349,7 @@ class Assembly:
             for place in unit.places:
                 index = place.parameter
                 if restore and index not in made:
-                    value = self.store.read(index).to(self.device.torch_device, self._dtypes[index])
+                    value = self.store.read(index).to(self.device.torch_device, self.dtypes[index])
                     made[index] = nn.Parameter(value, requires_grad=self.infos[index].trainable)
                 put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
             unit.forget_live()

@@ -5,6 +5,7 @@ another placement can read what this one wrote.
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 
 from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
-from offload.checkpoint.manifest import Entry
+from offload.checkpoint.manifest import Entry, name_of
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
@@ -55,7 +56,7 @@ def save_states(
         own = {"step": parts.stream.step_number, "clip": clip, "updates": dict(_updates(parts))}
         own |= {
             "random": [random for _, random in told],
-            "built_in": parts.built_in,
+            "built_in": _built_in(parts),
             "conversions": _conversions(parts),
         }
         with as_one(comm, "end of the checkpoint"):
@@ -126,6 +127,18 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
     found = {name: buffer for name, buffer in model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}
+
+
+def _built_in(parts: Assembly) -> dict[str, Any]:
+    """Return the dtype in which most of the model was built, and those of the other parameters: by them it is decided
+    what is kept in fp32.
+    """
+    dtypes = {info.name: name_of(dtype) for info, dtype in zip(parts.infos, parts.dtypes, strict=True)}
+    counts: Counter[str] = Counter()
+    for info in parts.infos:
+        counts[dtypes[info.name]] += info.numel
+    main = counts.most_common(1)[0][0]
+    return {"main": main, "others": {name: dtype for name, dtype in dtypes.items() if dtype != main}}
 
 
 def _conversions(parts: Assembly) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Every causal language model of transformers goes on from a checkpoint alone, and is exported from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offload import Engine
+from offload.checkpoint.models import build_model
+from offload.checkpoint.stored import export_stored, rebuild_model
+from offload.sections import ModelSection
+from tests.checkpoint.folders import same
+from tests.checkpoint.test_hf_write import tensors
+from tests.zoo.families import UNBUILDABLE, families
+
+pytestmark = pytest.mark.slow
+
+
+def cases() -> list[object]:
+    marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
+
+
+def is_known(family: Any) -> bool:
+    found = AutoModelForCausalLM._model_mapping.get(family.model_class.config_class, None)
+    return found is family.model_class
+
+
+@pytest.mark.parametrize("way", ["random in fp32", "a folder in bf16"])
+@pytest.mark.parametrize("name", cases())
+def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) -> None:
+    """The model that is built from it alone trains on with the same bits, buffers included.
+
+    Break: build it in another dtype; leave out persistent buffers.
+    """
+    family, batch = families()[name], families()[name].batch()
+    if not is_known(family):
+        pytest.skip("no Auto class makes it of its configuration alone")
+    given, is_random = tmp_path / "given", way == "random in fp32"
+    family.build(dtype=torch.bfloat16).save_pretrained(given)
+    built = build_model(ModelSection(path=str(given), init="random" if is_random else "pretrained"), seed=0)
+    engine = Engine(built.model.train(), precision="bf16", fill=built.fill)
+    try:
+        engine.step(batch)
+    except RuntimeError as error:
+        if not is_random or ("dtype" not in str(error) and "scalar type" not in str(error)):
+            raise
+        pytest.skip("in plain PyTorch, too, a model built in fp32 does not run in bf16")
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.export(tmp_path / "theirs")
+    again = Engine(rebuild_model(tmp_path / "saved", ModelSection()).train(), precision="bf16", fill=nothing)
+    again.load_checkpoint(tmp_path / "saved")
+    if not family.is_random:
+        torch.manual_seed(1)
+        wanted = engine.step(batch)
+        torch.manual_seed(1)
+        found = again.step(batch)
+        assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    assert buffers(again.model).keys() == buffers(engine.model).keys()
+    assert [key for key, value in buffers(engine.model).items() if not same(value, buffers(again.model)[key])] == []
+    engine.close()
+    again.close()
+    export_stored(tmp_path / "saved", tmp_path / "ours")
+    ours, theirs = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [key for key, value in theirs.items() if not same(value, ours[key])] == []
+    for path in (tmp_path / "theirs").glob("*.json"):
+        assert path.read_bytes() == (tmp_path / "ours" / path.name).read_bytes(), path.name
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers())
+
+
+def nothing(_name: str, _module: nn.Module) -> None:
+    """The checkpoint has the weights."""
