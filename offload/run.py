@@ -27,11 +27,12 @@ from offload.config import Config
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, OffloadError
+from offload.errors import CheckpointError, OffloadError, format_bytes
 from offload.objectives import Objective, choose_objective
 from offload.partition.comm import Comm
 from offload.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.resume import Start, none_is_whole
+from offload.run_folder import LONG_BYTES
 from offload.sections import ModelSection
 from offload.together import agree, as_one, common, rank_0_first
 
@@ -128,6 +129,9 @@ def _load(start: Start, made: Engine, say: Say) -> Mapping[str, Any] | None:
         say(f"note: a checkpoint is skipped: {reason}")
     reasons: list[str] = []
     for folder in start.folders:
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        if num_bytes > LONG_BYTES:
+            say(f"reading {format_bytes(num_bytes)} of states from {folder} ...")
         try:
             meta = made.load_checkpoint(folder)
         except CheckpointError as error:

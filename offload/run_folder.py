@@ -15,6 +15,7 @@ from offload.config import Config
 from offload.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
+LONG_BYTES = 4 << 30  # of a checkpoint: what takes so long that a line is said before it is written or read
 _OF_A_RUN = (
     "config.yaml",
     "plan.json",

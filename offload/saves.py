@@ -11,6 +11,7 @@ from offload.checkpoint.folder import Checkpoints
 from offload.engine.engine import Engine
 from offload.errors import DiskError, format_bytes
 from offload.partition.comm import Comm
+from offload.run_folder import LONG_BYTES
 from offload.sections import CheckpointSection
 from offload.together import as_one
 
@@ -41,6 +42,8 @@ class Saves:
         Raises DiskError, on all ranks, after which training can go on.
         """
         begin = time.perf_counter()
+        if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
+            self._say(f"step {step}  saving about {format_bytes(about)} a rank ...")
         with as_one(self._comm, "making room for a checkpoint"):
             path = self._checkpoints.path / f"step-{step}"
             if self._comm.rank == 0:
