@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from offload.checkpoint.hf_names import Conversion, plan_writing, stays_fp32, untied
+from offload.checkpoint.saving import clear, take_place
 from offload.checkpoint.tensor_file import DTYPES, Read, TensorFile, TensorFileWriter, Written, reader
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text
 from offload.native_io import sync_path
@@ -234,19 +235,21 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder beside `folder`, which takes its place at the end, and is removed on any error."""
     made = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     try:
+        if replace:
+            clear(folder.parent)  # brings back what a process that was killed had half replaced
         for left in folder.parent.glob(f".{folder.name}.part-*"):
             if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists() or left == made:
                 shutil.rmtree(left)  # of an export that was killed
         made.mkdir(parents=True)
         yield made
-        if replace and folder.exists():
-            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-            folder.rename(old)
-            made.rename(folder)
-            shutil.rmtree(old)
+        old = None
+        if replace:
+            old = take_place(made, folder)
         else:
             made.rename(folder)  # an empty folder gives way
         sync_path(folder.parent)
+        if old is not None:
+            shutil.rmtree(old)
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OffloadError):

@@ -80,7 +80,7 @@ class Save:
             os.fsync(self._lock)
             sync_path(self.path)  # after this the folder is complete, whatever happens
         with as_disk_errors("the publishing", self.target):
-            old = _take_place(self.path, self.target)
+            old = take_place(self.path, self.target)
             self._unlock()
             sync_path(self.target.parent)  # before the old one goes
         if old:
@@ -130,7 +130,7 @@ def clear(parent: Path) -> list[Path]:
             continue
         with contextlib.suppress(OSError):
             if found[2] == "replaced" and not (target := parent / found[1]).exists():
-                path.rename(target)  # the process ended between the two renames of `_take_place`
+                path.rename(target)  # the process ended between the two renames of `take_place`
                 continue
             lock = _lock_manifest(path) if found[2] == "partial" else -1
             try:
@@ -200,8 +200,10 @@ def _lock_manifest(folder: Path) -> int:
     return fd
 
 
-def _take_place(path: Path, target: Path) -> Path | None:
-    """Rename a complete folder to its own name; return where the one is that was there before. Raises OSError."""
+def take_place(path: Path, target: Path) -> Path | None:
+    """Rename a complete folder to its own name, in one step where the system can; return where the one is that was there
+    before, if any. Raises OSError.
+    """
     try:
         path.rename(target)
         return None
