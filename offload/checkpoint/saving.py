@@ -201,8 +201,8 @@ def _lock_manifest(folder: Path) -> int:
 
 
 def take_place(path: Path, target: Path) -> Path | None:
-    """Rename a complete folder to its own name, in one step where the system can; return where the one is that was there
-    before, if any. Raises OSError.
+    """Rename a complete folder to its own name, in one step where the system can do that; return where the one is that
+    was there before, if any. Raises OSError.
     """
     try:
         path.rename(target)
