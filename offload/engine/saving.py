@@ -5,9 +5,9 @@ another placement can read what this one wrote.
 from __future__ import annotations
 
 import base64
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +26,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.lanes.ticket import Ticket
 from offload.partition.layout import PLANES, Region
 from offload.partition.outcome import as_one
+from offload.tiers.loan import Loan
 from offload.tiers.store import Part, plane_dtype
 
 _STATES = PLANES[:-1]
@@ -161,23 +162,44 @@ def _write(parts: Assembly, writer: Writer) -> None:
     if parts.comm.rank == 0:
         for name, buffer in _buffers(parts.model).items():
             writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
-    store = parts.store
-    for state in store.states:
-        shard = store.sharding.shard(state.region)
-        for part in state.parts:
-            if part.end <= shard.start or shard.stop <= part.begin:
-                continue
-            loan = part.lend(*_STATES)
-            try:
-                parts.lanes.wait(loan.after)
-                for name, plane in loan.planes.items():
-                    for index, begin, end, start in _pieces(parts, state.region, part):
-                        begin, end = max(begin, shard.start), min(end, shard.stop)
-                        if begin < end:
-                            piece = plane[begin - part.begin : end - part.begin].cpu()
-                            writer.write(parts.infos[index].name, name, begin - start, piece)
-            finally:
-                loan.read(Ticket("compute", is_done=True))
+    sharding = parts.store.sharding
+    with closing(_lent(parts)) as lent:
+        for region, part, loan in lent:
+            shard = sharding.shard(region)
+            parts.lanes.wait(loan.after)
+            for name, plane in loan.planes.items():
+                for index, begin, end, start in _pieces(parts, region, part):
+                    begin, end = max(begin, shard.start), min(end, shard.stop)
+                    if begin < end:
+                        piece = plane[begin - part.begin : end - part.begin].cpu()
+                        writer.write(parts.infos[index].name, name, begin - start, piece)
+
+
+def _lent(parts: Assembly) -> Generator[tuple[Region, Part, Loan], None, None]:
+    """Yield the parts that this rank writes, lent; what of the next one is on disk is on its way meanwhile."""
+    shares = [(state.region, parts.store.sharding.shard(state.region), state.parts) for state in parts.store.states]
+    wanted = [
+        (region, part)
+        for region, shard, its in shares
+        for part in its
+        if part.begin < shard.stop and shard.start < part.end
+    ]
+    open_now: deque[tuple[Region, Part, Loan]] = deque()
+    try:
+        for number in range(len(wanted) + 1):
+            if number < len(wanted):
+                region, part = wanted[number]
+                open_now.append((region, part, part.lend(*_STATES)))
+            if number:
+                yield open_now[0]
+                _give_back(open_now.popleft()[2])
+    finally:
+        for _, _, loan in open_now:
+            _give_back(loan)
+
+
+def _give_back(loan: Loan) -> None:
+    loan.read(Ticket("compute", is_done=True))
 
 
 def _fill(parts: Assembly, reader: Reader, region: Region, part: Part) -> None:
