@@ -13,13 +13,14 @@ WORKERS ?= -n 2 --dist loadfile
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-zoo lint type bench sanitize check clean
+.PHONY: help setup build train test test-zoo soak lint type bench sanitize check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
 	@echo "make test      pytest                        (ARGS=...)"
 	@echo "make test-zoo  every causal LM family of transformers against plain PyTorch"
+	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
@@ -66,6 +67,9 @@ test: $(READY)
 
 test-zoo: $(READY)
 	$(BIN)/python -m pytest $(WORKERS:loadfile=load) -m slow tests/zoo $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -u -m pytest -s -m slow tests/soak $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

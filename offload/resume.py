@@ -71,7 +71,7 @@ def _candidates(config: Config) -> Sequence[Path]:
     if resume == "auto":
         return Checkpoints(Path(str(config.run.dir)).expanduser() / CHECKPOINTS).folders()
     path = Path(resume).expanduser()
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # one that has lost its manifest, too
         return (path,)
     found = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
     if not found:

@@ -6,17 +6,19 @@
 
 Pieces are copied one after another into chunks, and a full chunk is hashed and written with aiofiles by an event loop
 in a thread of its own: a few at a time, so `write` waits where the disk is slower, and memory is bounded by
-`_BUFFERS` chunks whatever is saved.
+`_BUFFERS` chunks whatever is saved. Writes go past the page cache (O_DIRECT) where the file system has that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import mmap
 import os
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,8 @@ from offload.native_io import disk_error
 
 _IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
 _BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _T = TypeVar("_T")
 
@@ -51,8 +55,8 @@ class Writer:
         self._slices: list[tuple[str, str, Slice]] = []
         self._checksums: dict[int, str] = {}
         self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._free.put(np.empty(chunk_bytes, np.uint8))  # memory is taken at the first use
+        for buffer in _buffers(chunk_bytes):
+            self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
         self._is_open = True
@@ -172,20 +176,36 @@ class Writer:
         self._loop.close()
 
 
+def _buffers(chunk_bytes: int) -> Iterator[np.ndarray]:
+    """Yield memory for chunks, aligned for direct writes where chunks are whole pages; it is taken at the first use."""
+    memory = mmap.mmap(-1, _BUFFERS * chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
+    yield from np.frombuffer(memory, np.uint8).reshape(_BUFFERS, chunk_bytes)
+
+
 async def _open(path: Path) -> Any:
-    return await aiofiles.open(path, "xb", buffering=0)
+    file = await aiofiles.open(path, "xb", buffering=0)
+    with contextlib.suppress(OSError):  # a file system that has none
+        _set_direct(file.fileno(), True)
+    return file
+
+
+def _set_direct(fd: int, is_direct: bool) -> None:
+    """Go past the page cache, or through it. Raises OSError."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | (_O_DIRECT if is_direct else 0))
 
 
 def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     """Write a chunk; return its checksum."""
     left, at = data.data, offset
     while left:
+        # What is no whole pages, the end of the file or what a full disk has no room for, has to go through the cache.
+        if (len(left) | at) % mmap.PAGESIZE:
+            _set_direct(fd, False)
         count = os.pwrite(fd, left, at)  # Python calls again after a signal
         left, at = left[count:], at + count
-    # The disk starts on it at once instead of at the final fsync, which had taken as long as all writes before it; and
-    # pages that are on the disk leave the page cache, where they were in the way of others.
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
     return checksum(data)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
+import os
 import random
 import threading
 import tracemalloc
@@ -202,6 +205,30 @@ class TestBounds:
             tracemalloc.stop()
         assert torch.equal(out, torch.arange(1 << 20, dtype=torch.float32))
         assert peak < 25 * self.CHUNK_BYTES
+
+    def test_writes_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch):
+        """And the bytes are the same where there is none, and for a tail that is no whole pages."""
+        set_direct, asked = writing._set_direct, []
+
+        def refuse(fd: int, is_direct: bool) -> None:
+            asked.append(is_direct)
+            if is_direct:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            set_direct(fd, is_direct)
+
+        contents = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
+        values = torch.arange((1 << 16) + 5, dtype=torch.float32)
+        for name, change in (("direct", set_direct), ("buffered", refuse)):
+            monkeypatch.setattr(writing, "_set_direct", change)
+            with Save(tmp_path / name) as made, Writer(made.path, 0, contents, chunk_bytes=self.CHUNK_BYTES) as writer:
+                flags = fcntl.fcntl(writer._file.fileno(), fcntl.F_GETFL)
+                writer.write("p", "weights", 0, values)
+                made.commit(contents, [writer.finish()], {})
+            verify(tmp_path / name)
+            assert name == "direct" or not flags & writing._O_DIRECT
+        assert asked == [True, False]
+        direct, buffered = ((tmp_path / name / "rank-0.bin").read_bytes() for name in ("direct", "buffered"))
+        assert direct == buffered == values.numpy().tobytes()
 
     def test_a_writer_waits_for_the_disk(self, tmp_path, monkeypatch):
         gate, write_now, entered = threading.Event(), writing._write_now, threading.Semaphore(0)

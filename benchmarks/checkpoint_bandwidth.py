@@ -1,0 +1,144 @@
+"""A checkpoint of about 2 GiB of states, saved and loaded, against fio writing and reading one file of that size.
+
+python benchmarks/checkpoint_bandwidth.py --dir FOLDER > benchmarks/results/checkpoint.json     # minutes; needs fio
+
+A save ends when all is on the disk (fsync), as fio's pass does, and a load begins with an empty page cache. Ours goes
+through the page cache; fio is measured so, and with O_DIRECT, which a disk that is faster than a copy in memory likes
+better. Training stands still while a save lasts. All take turns on the same disk, round after round; a ratio is the
+median over the rounds of two rates measured a moment apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import Engine, Placement
+from offload.benches.nvme import run_fio
+from offload.benches.report import Result, document
+from offload.checkpoint.manifest import CHUNK_BYTES
+
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13, "vocab_size": 8192}
+FIO = {
+    "fio, buffered": ["--ioengine=psync"],
+    "fio, O_DIRECT": ["--ioengine=io_uring", "--iodepth=4", "--direct=1"],
+}
+
+
+def main() -> None:
+    """Measure, and print the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="folder on the disk to measure")
+    parser.add_argument("--pairs", type=int, default=9, help="rounds, after one to warm up (default %(default)s)")
+    arguments = parser.parse_args()
+    fio = shutil.which("fio")
+    if fio is None:
+        sys.exit("fio is not installed (on Debian and Ubuntu: apt-get install fio)")
+    results: list[Result] = []
+    for tier in ("cpu", "nvme"):
+        with tempfile.TemporaryDirectory(dir=arguments.dir) as inside:
+            results += measure(tier, Path(inside), fio, arguments.pairs)
+    print(document(results))
+
+
+def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
+    """Return the rates of an engine whose states are on that tier, and fio's."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    placement = Placement(parameters=tier, optimizer=tier, gradients=tier, nvme_dir=str(folder))
+    with closing(Engine(model, placement=placement, precision="bf16")) as engine:
+        ids = torch.randint(0, SHAPE["vocab_size"], (1, 32))
+        engine.step({"input_ids": ids, "labels": ids})  # moments that are not zero
+        path, other = folder / "checkpoint", folder / "file"
+        engine.save_checkpoint(path)
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        shutil.rmtree(path)
+        size = num_bytes // CHUNK_BYTES * CHUNK_BYTES
+
+        def of_fio(direction: str, options: list[str]) -> float:
+            command = [fio, "--output-format=json", "--name=pass", f"--filename={other}", f"--rw={direction}"]
+            command += [f"--bs={CHUNK_BYTES}", f"--size={size}", "--end_fsync=1", "--fallocate=none", *options]
+            done = run_fio(command)
+            return done.num_bytes / done.seconds / 1e9
+
+        def pass_of(work: Callable[[Path], object]) -> float:
+            begin = time.perf_counter()
+            work(path)
+            return num_bytes / (time.perf_counter() - begin) / 1e9
+
+        rounds: list[dict[str, float]] = []
+        for number in range(num_pairs + 1):
+            rates = {}
+            passes: list[tuple[str, Callable[[], float]]] = [("save", lambda: pass_of(engine.save_checkpoint))]
+            passes += [(f"{name}: write", lambda more=more: of_fio("write", more)) for name, more in FIO.items()]
+            for name, work in turned(passes, number):
+                forget([*path.parent.glob("checkpoint/*"), other])
+                if name.endswith("write"):
+                    other.unlink(missing_ok=True)  # ours is a new file too
+                rates[name] = work()
+            passes = [("load", lambda: pass_of(engine.load_checkpoint))]
+            passes += [(f"{name}: read", lambda more=more: of_fio("read", more)) for name, more in FIO.items()]
+            for name, work in turned(passes, number):
+                forget([*path.iterdir(), other])
+                rates[name] = work()
+            shutil.rmtree(path)
+            other.unlink()
+            print(f"{tier}, {number} of {num_pairs}:", json.dumps(rates), file=sys.stderr, flush=True)
+            rounds.append(rates)
+    return summarise(tier, num_bytes, rounds[1:])
+
+
+def turned(passes: list[tuple[str, Callable[[], float]]], number: int) -> list[tuple[str, Callable[[], float]]]:
+    """Return the passes in another order each round, so that nobody always comes after the same one."""
+    first = number % len(passes)
+    return passes[first:] + passes[:first]
+
+
+def forget(paths: list[Path]) -> None:
+    """Take files out of the page cache."""
+    for path in paths:
+        if path.exists():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def summarise(tier: str, num_bytes: int, rounds: list[dict[str, float]]) -> list[Result]:
+    """Return the medians, and of what is compared also the quartiles of the ratios."""
+    results = []
+    for name in rounds[0]:
+        rates = [each[name] for each in rounds]
+        value = round(statistics.median(rates), 3)
+        details = {"bytes": num_bytes, "pairs": len(rates), "all": [round(rate, 3) for rate in rates]}
+        if name not in ("save", "load"):
+            results.append(Result(f"{tier}, {name}", value, "GB/s", details=details))
+            continue
+        for other in FIO:
+            reference = f"{other}: {'write' if name == 'save' else 'read'}"
+            ratios = [each[name] / each[reference] for each in rounds]
+            low, middle, high = (round(each, 3) for each in statistics.quantiles(ratios, n=4, method="inclusive"))
+            more = {"lower_quartile": low, "upper_quartile": high, **details}
+            results.append(Result(f"{tier}, {name}", value, "GB/s", f"{tier}, {reference}", middle, more))
+        seconds = statistics.median(num_bytes / rate / 1e9 for rate in rates)
+        what = "training stands still for a save" if name == "save" else "a load takes"
+        results.append(Result(f"{tier}, {what}", round(seconds, 2), "s"))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What the tests of whole processes start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.soak.runs import Forks, make_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run."""
+    return make_folder(tmp_path_factory.mktemp("soak"))
+
+
+@pytest.fixture(scope="module")
+def forks(folder: Path) -> Iterator[Forks]:
+    with Forks(folder) as started:
+        yield started

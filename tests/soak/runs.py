@@ -1,0 +1,218 @@
+"""Runs of `offload.train` over a few kilobytes of text whose processes can be killed: started as a user does, or forked
+from a process that has imported torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors.torch import load_file
+
+from offload.checkpoint.folder import Checkpoints
+from tests.partition.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120
+# Some 3 million parameters with dropout: 38 MB of states, which take long enough to save to be hit on the way.
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}
+# And some ten thousand without, whose steps take milliseconds.
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+LARGE = ["--model.path", "gpt2.json", "--train.precision", "bf16", "--train.max_grad_norm", "0.3"]
+SMALL = ["--model.path", "llama.json", "--train.precision", "fp32"]
+WORDS = [
+    *("--data.source", "text.txt", "--data.sequence_length", "32", "--train.batch_size", "4"),
+    *("--checkpoint.keep", "2", "--train.log_every", "1000000"),
+]
+TIERS = {
+    "memory": [],
+    "nvme": [
+        *("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.gradients", "nvme"),
+        *("--offload.nvme_dir", "disk"),
+    ],
+}
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder from which the commands run. An epoch has about 22 steps, so that runs go through several."""
+    (path / "gpt2.json").write_text(json.dumps(GPT2))
+    (path / "llama.json").write_text(json.dumps(LLAMA))
+    (path / "text.txt").write_text(
+        "\n".join(f"{number} is a number, {number + 1} the next one." for number in range(220))
+    )
+    (path / "disk").mkdir()
+    return path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TERM": "dumb",
+    }
+
+
+class Commands:
+    """Starts `python -m offload.train`, as a user does; several ranks by --gpus."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, words: Sequence[str], log: Path, num_ranks: int) -> Processes:
+        more = ["--gpus", str(num_ranks)] if num_ranks > 1 else []
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "offload.train", *words, *more],
+                cwd=self.folder,
+                env=environment(self.folder),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        return Processes([process], num_ranks)
+
+
+class Forks:
+    """Forks processes that are that command, but for its first seconds; several ranks with torchrun's variables."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.soak.forks_child"],
+            cwd=ROOT,
+            env=environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, words: Sequence[str], log: Path, num_ranks: int) -> Processes:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        started = []
+        for rank in range(num_ranks):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+            asked = {"words": list(words), "env": env, "cwd": str(self.folder), "log": str(log)}
+            started.append(Forked(self, self.ask(asked)))
+        return Processes(started, num_ranks)
+
+    def ask(self, asked: Any) -> Any:
+        assert self._child.stdin
+        assert self._child.stdout
+        self._child.stdin.write(json.dumps(asked) + "\n")
+        self._child.stdin.flush()
+        return json.loads(self._child.stdout.readline())
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.communicate(timeout=10)
+
+
+@dataclass
+class Forked:
+    """A process of a `Forks`, with the part of Popen that is needed here."""
+
+    forks: Forks
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.forks.ask(self.pid)
+        return self.returncode
+
+
+@dataclass
+class Processes:
+    """What was started: the command, which has children where it has several ranks; or each of its ranks."""
+
+    started: Sequence[Any]
+    num_ranks: int
+
+    def pids(self, rank: int | None = None) -> list[int]:
+        """Return the ids of all processes, or of the one of a rank."""
+        if len(self.started) == self.num_ranks:
+            return [each.pid for each in self.started] if rank is None else [self.started[rank].pid]
+        parent, ranks = psutil.Process(self.started[0].pid), {}
+        for each in parent.children():
+            with suppress(psutil.Error):
+                ranks[int(each.environ().get("RANK", -1))] = each.pid
+        return [parent.pid, *ranks.values()] if rank is None else [ranks[rank]]
+
+    def is_running(self) -> bool:
+        return None in [each.poll() for each in self.started]
+
+    def kill(self) -> None:
+        """Kill all of them, if they still run."""
+        if self.is_running():
+            for pid in self.pids():
+                os.kill(pid, signal.SIGKILL)
+
+    def codes(self) -> set[int]:
+        """Wait for the end; return the exit codes."""
+        until = time.monotonic() + PATIENCE_S
+        while self.is_running():
+            assert time.monotonic() < until, "they do not end"
+            time.sleep(0.01)
+        return {each.poll() for each in self.started}
+
+
+@dataclass
+class Run:
+    """A run folder, and the command that trains there. `place`: where that folder is; None for beside the logs."""
+
+    starter: Commands | Forks
+    name: str
+    words: Sequence[str]
+    num_ranks: int = 1
+    place: Path | None = None
+    logs: list[Path] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return (self.place or self.starter.folder) / self.name
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints")
+
+    def start(self) -> Processes:
+        """Start the command: each time the same one."""
+        self.logs.append(self.starter.folder / f"{self.name}-{len(self.logs)}.log")
+        return self.starter.start([*WORDS, *self.words, "--run.dir", str(self.path)], self.logs[-1], self.num_ranks)
+
+    def said(self) -> str:
+        """Return what the last one that was started has printed."""
+        return self.logs[-1].read_text(errors="replace") if self.logs[-1].exists() else ""
+
+    def learnt(self) -> list[tuple[Any, ...]]:
+        """Return of each line of metrics.jsonl what does not depend on time."""
+        lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
+        return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+
+    def weights(self) -> Mapping[str, Any]:
+        return load_file(self.path / "hf/model.safetensors")

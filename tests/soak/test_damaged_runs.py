@@ -1,0 +1,202 @@
+"""A run's checkpoint, saved by two ranks, with every kind of damage: whoever asks for it by its path is told which file
+it is and which checkpoint is good, and whoever does not begins at that one, with its bits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.checkpoint.manifest import MANIFEST, checksum
+from offload.cli import parse_config
+from offload.config import Config
+from offload.errors import CheckpointError
+from offload.resume import find_start
+from offload.trainer import Trainer
+from tests.soak.runs import SMALL, WORDS, Forks, Run
+
+FILES = [
+    *(MANIFEST, "rank-0.bin", "rank-1.bin", "config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(forks: Forks) -> Run:
+    """A run of two ranks with step-2 and step-4, which is to have 6 steps."""
+    run = Run(forks, "saved", [*SMALL, "--train.steps", "4", "--checkpoint.every", "2"], num_ranks=2)
+    assert run.start().codes() == {0}, run.said()
+    for name in ("step-2", "step-4"):
+        assert sorted(path.name for path in (run.checkpoints.path / name).iterdir()) == sorted(FILES)
+    return run
+
+
+@pytest.fixture
+def run(saved: Run, tmp_path: Path) -> Run:
+    """That run, to be damaged."""
+    words = [*SMALL, "--train.steps", "6", "--checkpoint.every", "2"]
+    copy = Run(saved.starter, tmp_path.name, words, place=tmp_path)
+    shutil.copytree(saved.path, copy.path)
+    return copy
+
+
+class Ended(BaseException):
+    """The run is over, as all was seen that was to be."""
+
+
+class Loader:
+    """A run in this process that has all but its states: these are taken from whatever checkpoint there is, as often as
+    one likes.
+    """
+
+    def __init__(self, run: Run, trainer: Trainer, resume: Callable[[Trainer], None], folder: Path) -> None:
+        self.run, self._trainer, self._resume, self._states = run, trainer, resume, folder / "states"
+        self._configs = {}
+        for how in ("auto", str(run.checkpoints.path / "step-4")):
+            self._configs[how] = config_of(run, "--checkpoint.resume", how)
+        self.said: list[str] = []
+        trainer._say = self.said.append  # type: ignore[method-assign]
+        self.load(str(run.checkpoints.path / "step-4"))
+        (self.run.checkpoints.path / "step-4").rename(folder / "step-4")
+        self.load("auto")
+        self._of_step_2 = self.states()
+        (folder / "step-4").rename(self.run.checkpoints.path / "step-4")
+
+    def load(self, how: str) -> None:
+        """Do what a run does with `--checkpoint.resume`."""
+        self.said.clear()
+        self._trainer._start = find_start(self._configs[how])
+        for reason in self._trainer._start.skipped:
+            self.said.append(reason)
+        self._resume(self._trainer)
+
+    def states(self) -> dict[str, bytes]:
+        """Return all that a checkpoint of the states, as they are now, holds."""
+        assert self._trainer._engine
+        self._trainer._engine.save_checkpoint(self._states)
+        return {each.name: each.read_bytes() for each in self._states.iterdir()}
+
+    def check(self, name: str) -> None:
+        """Assert that step-4 is refused for a file of it."""
+        bad, good = (self.run.checkpoints.path / step for step in ("step-4", "step-2"))
+        with pytest.raises(CheckpointError) as caught:
+            self.load(str(bad))
+        assert f"{bad / name} " in str(caught.value)
+        assert f"The last good one is {good}." in str(caught.value)
+        assert caught.value.exit_code == 1
+        self.load("auto")
+        assert [text for text in self.said if f"{bad / name} " in text], self.said
+        assert self.said[-1] == f"resumed at step 2 from {good}"
+        assert self.states() == self._of_step_2
+
+
+def config_of(run: Run, *words: str) -> Config:
+    return parse_config([*WORDS, *run.words, "--run.dir", str(run.path), *words], prog="", description="")
+
+
+@pytest.fixture
+def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that calls another one with a `Loader`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    resume = Trainer._resume
+
+    def call(work: Callable[[Loader], None]) -> None:
+        def instead(self: Trainer) -> None:
+            work(Loader(run, self, resume, tmp_path))
+            raise Ended
+
+        monkeypatch.setattr(Trainer, "_resume", instead)
+        with pytest.raises(Ended):
+            Trainer(config_of(run)).run()
+
+    return call
+
+
+def test_flipped_bits(inside: Any) -> None:
+    """Break: leave out the comparison of one kind of file with its checksum."""
+    inside(flip_bits)
+
+
+def flip_bits(loader: Loader) -> None:
+    rng, folder = random.Random(11), loader.run.checkpoints.path / "step-4"
+    for number in range(200):
+        path = folder / FILES[number % len(FILES)]  # in proportion to their sizes, few would meet the small ones
+        whole = path.read_bytes()
+        data, at = bytearray(whole), rng.randrange(len(whole))
+        data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        loader.check(path.name)
+        path.write_bytes(whole)
+
+
+def test_other_damage(inside: Any) -> None:
+    inside(damage)
+
+
+def damage(loader: Loader) -> None:
+    rng, folder = random.Random(12), loader.run.checkpoints.path / "step-4"
+    for name in FILES:
+        path, other = folder / name, folder.with_name("step-2") / name
+        whole = path.read_bytes()
+        truncated = [whole[: rng.randrange(len(whole))] for _ in range(3)]
+        for data in (*truncated, b"", whole + b"\n", other.read_bytes()):
+            if data != whole:  # the model's configuration is the same in both
+                path.write_bytes(data)
+                loader.check("rank-0.bin" if name == MANIFEST and data == other.read_bytes() else name)
+        path.unlink()
+        loader.check(name)
+        path.write_bytes(whole)
+    for name in ("rank-2.bin", "notes.txt"):
+        (folder / name).touch()
+        loader.check(name)
+        (folder / name).unlink()
+
+
+def test_a_version_to_come(inside: Any) -> None:
+    inside(make_newer)
+
+
+def make_newer(loader: Loader) -> None:
+    path = loader.run.checkpoints.path / "step-4" / MANIFEST
+    whole = path.read_bytes()
+    newer = json.loads(whole)
+    del newer["checksum"]
+    rest = f'",\n{json.dumps({**newer, "version": 2})[1:]}'.encode()
+    path.write_bytes(b'{"checksum": "' + checksum(rest).encode() + rest)
+    loader.check(MANIFEST)
+    assert "newer program" in loader.said[0]
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("rank-1.bin", 2), ("tokenizer.json", 1)])
+def test_by_the_command(run: Run, name: str, num_ranks: int) -> None:
+    """Refused by path with one paragraph; without a path two ranks, or one, go on from the one before."""
+    path = run.checkpoints.path / "step-4" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    before = {each: each.read_bytes() for each in run.path.rglob("*") if each.is_file()}
+    words = run.words
+    run.num_ranks, run.words = num_ranks, [*words, "--checkpoint.resume", str(path.parent)]
+    assert run.start().codes() == {1}
+    error = [line for line in run.said().splitlines() if line.startswith("offload: ")]
+    assert len(error) == 1, run.said()
+    assert f"{path} is damaged" in error[0]
+    assert error[0].endswith(f"The last good one is {run.checkpoints.path}/step-2.")
+    assert {each: each.read_bytes() for each in run.path.rglob("*") if each.is_file()} == before
+
+    run.words = words
+    assert run.start().codes() == {0}, run.said()
+    assert len(re.findall(f"^note: a checkpoint is skipped: .*{path} is damaged", run.said(), re.MULTILINE)) == 1
+    assert run.said().count("resumed at step 2 ") == 1
+    assert "Traceback" not in run.said()
+    assert [line[0] for line in run.learnt()] == [1, 2, 3, 4, 5, 6]
+    assert len(list(run.checkpoints.path.glob("step-4.aside-*"))) == 1

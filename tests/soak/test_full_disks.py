@@ -1,0 +1,129 @@
+"""Commands that save while their disk is full: the earlier checkpoint stays whole, and nothing stays of the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from offload.checkpoint.reader import verify
+from tests.disks import mounted
+from tests.soak.runs import PATIENCE_S, SMALL, Commands, Forks, Processes, Run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
+FOR_EVER = [*SMALL, "--train.steps", "1000000", "--checkpoint.every", "5"]
+NOT_SAVED = "^note: no checkpoint was saved"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path, 16 << 20) as point:
+        yield point
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) -> Run:
+    """A run on that disk, over two ranks by --gpus."""
+    starter = forks if request.param == 1 else Commands(folder)
+    return Run(starter, f"run-{request.node.name}", FOR_EVER, request.param, place=disk)
+
+
+def wait_for(words: str, run: Run, processes: Processes, times: int = 1) -> None:
+    """Wait until the command has printed something so often."""
+    until = time.monotonic() + PATIENCE_S
+    while len(re.findall(words, run.said(), re.MULTILINE)) < times:
+        assert processes.is_running(), run.said()
+        assert time.monotonic() < until, run.said()
+        time.sleep(0.005)
+
+
+def fill(disk: Path) -> Path:
+    """Take all room that a disk has, and so often as it takes to keep it."""
+    path = disk / "other"
+    with path.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"1" * 4096)
+    return path
+
+
+def check_what_is_there(run: Run) -> None:
+    """Assert that what stays are whole checkpoints, and `latest`, which names the newest."""
+    folders = run.checkpoints.folders()
+    for path in folders:
+        verify(path)
+    assert {path.name for path in run.checkpoints.path.iterdir()} - {".latest.new"} == {
+        *(path.name for path in folders),
+        "latest",
+    }
+    assert run.checkpoints.latest() == folders[0]
+
+
+def errors(run: Run) -> list[str]:
+    return [line for line in run.said().splitlines() if line.startswith("offload: ")]
+
+
+def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
+    """Full for a while, then again when the command is told to stop."""
+    processes = run.start()
+    try:
+        wait_for("^step 5  saved ", run, processes)
+        other = fill(disk)
+        wait_for(
+            "^note: no checkpoint was saved, the last one is of step [0-9]+, and training goes on: ", run, processes
+        )
+        check_what_is_there(run)
+        last = run.checkpoints.folders()[0]
+        other.unlink()
+        wait_for("^step [0-9]+  saved ", run, processes, 1 + len(re.findall("  saved ", run.said())))
+        fill(disk)
+        wait_for(
+            "^note: no checkpoint was saved", run, processes, 1 + run.said().count("note: no checkpoint was saved")
+        )
+        assert run.checkpoints.folders()[0] != last
+        last = run.checkpoints.folders()[0]
+        psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
+        assert processes.codes() == {1}, run.said()
+    finally:
+        processes.kill()
+    assert len(errors(run)) == 1, run.said()
+    assert "ENOSPC" in errors(run)[0]
+    assert "Traceback" not in run.said()
+    check_what_is_there(run)
+    assert run.checkpoints.folders()[0] == last
+
+    (disk / "other").unlink()
+    step = int(last.name.removeprefix("step-"))
+    processes = run.start()
+    try:
+        wait_for(f"^resumed at step {step} from ", run, processes)
+        wait_for("^step [0-9]+  saved ", run, processes)
+        psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
+        assert processes.codes() == {130}, run.said()
+    finally:
+        processes.kill()
+    steps = [line[0] for line in run.learnt()]
+    assert steps == list(range(1, len(steps) + 1))
+    check_what_is_there(run)
+    assert run.checkpoints.folders()[0].name == f"step-{len(steps)}"
+
+
+def test_or_the_command_ends(run: Run, disk: Path) -> None:
+    run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
+    processes = run.start()
+    try:
+        wait_for("^step 5  saved ", run, processes)
+        fill(disk)
+        assert processes.codes() == {1}, run.said()
+    finally:
+        processes.kill()
+    assert len(errors(run)) == 1, run.said()
+    assert "ENOSPC" in errors(run)[0]
+    assert "Traceback" not in run.said()
+    check_what_is_there(run)

@@ -1,0 +1,240 @@
+"""Runs that are killed again and again, mostly while they save, and started by the same command each time: the same
+bits as a run that nothing happened to, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.checkpoint.reader import verify
+from offload.tiers.folder import find_stale, remove_stale
+from tests.soak.runs import LARGE, PATIENCE_S, TIERS, Commands, Forks, Processes, Run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
+EVERY = 2
+FILES = ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "trace.json.gz"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When to kill whom. `at`: what a save is at then, as `at_work` tells, or `starting` or `training`, for no save.
+    rank: the one to kill; None for all that was started, the launcher included.
+    """
+
+    at: str
+    rank: int | None = None
+
+
+FEW = [Kill("writing"), Kill("starting"), Kill("writing"), Kill("announcing"), Kill("removing")]
+MANY = [Kill(at) for at in ("training", "starting", *["announcing"] * 2, *["removing"] * 2, *["writing"] * 9)]
+FEW_RANKS = [Kill("writing", rank=1), Kill("writing")]
+MANY_RANKS = [
+    *(Kill("writing"), Kill("writing", rank=0), Kill("writing", rank=1), Kill("announcing"), Kill("training", rank=1)),
+    *(Kill("removing", rank=0), Kill("starting")),
+]
+
+
+def at_work(folder: Path, before: set[str]) -> str:
+    """Return what a save is at, by what there is in the folder of checkpoints and was not before; nothing between two
+    saves.
+    """
+    new = " ".join(names(folder) - before)
+    if ".partial-" in new:
+        return "writing"
+    if ".removed-" in new:
+        return "removing"
+    return "announcing" if unannounced(folder) - before else ""
+
+
+def unannounced(folder: Path) -> set[str]:
+    """Return the checkpoints above the one that `latest` names."""
+    steps = {int(name[5:]): name for name in names(folder) if re.fullmatch(r"step-\d+", name)}
+    latest = -1
+    with suppress(FileNotFoundError):
+        latest = int((folder / "latest").read_text()[5:])
+    return {name for step, name in steps.items() if step > latest}
+
+
+def names(folder: Path) -> set[str]:
+    with suppress(FileNotFoundError):
+        return {path.name for path in folder.iterdir()}
+    return set()
+
+
+def wait_for(at: str, run: Run, processes: Processes, before: set[str], rng: random.Random) -> bool:
+    """Wait for the moment: in one of the first saves, at any point of its writing; or at some time outside of them.
+    Return False where the run has ended before, as some moments last a few milliseconds.
+    """
+    folder, num_before, last, until = run.checkpoints.path, rng.randrange(3), "", time.monotonic() + PATIENCE_S
+    word = {"starting": "data: ", "training": "tiers: "}.get(at)
+    while True:
+        assert time.monotonic() < until
+        if not processes.is_running():
+            return False
+        if word and word in run.said():
+            time.sleep(rng.uniform(0, 0.3))
+            return True
+        now = at_work(folder, before)
+        if now == at != last:
+            if not num_before:
+                time.sleep(rng.uniform(0, 0.06) if at == "writing" else 0)
+                return True
+            num_before -= 1
+        last = now
+        time.sleep(0.01 if word else 0.0002)
+
+
+def start_and_kill(run: Run, kill: Kill, rng: random.Random) -> str | None:
+    """Start the command and kill it; return what a save was at, None where it has ended before."""
+    folder = run.checkpoints.path
+    before = names(folder)
+    processes = run.start()
+    try:
+        if not wait_for(kill.at, run, processes, before, rng):
+            assert processes.codes() == {0}, run.said()
+            return None
+        doomed = processes.pids(kill.rank)
+    except BaseException:
+        processes.kill()
+        raise
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    found = at_work(folder, before)
+    codes = processes.codes()
+    if kill.rank is not None:
+        assert codes <= {1, -signal.SIGKILL}, "and the other ranks ended"
+        return found  # rank 0 has tidied up, where it was another one
+    assert codes == {-signal.SIGKILL}
+    wait_until_gone(doomed)
+    return at_work(folder, before)
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Wait for processes of which this one need not be the parent."""
+    until = time.monotonic() + PATIENCE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def check_after_kill(run: Run) -> int | None:
+    """Assert that all that bears the name of a checkpoint is one, and that those that were told of are there; return
+    the step of the newest.
+    """
+    told = [int(step) for log in run.logs for step in re.findall(r"^step (\d+)  saved ", log.read_text(), re.MULTILINE)]
+    for path in run.checkpoints.folders():
+        verify(path)
+    found = [int(path.name[5:]) for path in run.checkpoints.folders()]
+    assert len(found) <= 3, "two stay, and a new one is made before an old one goes"
+    assert max(found, default=0) >= max(told, default=0)
+    return max(found, default=None)
+
+
+def kill_and_go_on(run: Run, whole: Run, kills: Sequence[Kill], num_steps: int, seed: int) -> Counter[str]:
+    """Kill a run at these moments, then let it end, and compare it with a whole one. Return how often saves were hit,
+    by what they were at.
+    """
+    rng, hits, step, left = random.Random(seed), Counter[str](), None, set[str]()
+    for number, kill in enumerate(kills, 1):
+        found = start_and_kill(run, kill, rng)
+        assert_went_on(run, step)
+        step = check_after_kill(run)
+        left = {name for name in names(run.checkpoints.path) if ".partial-" in name or ".removed-" in name}
+        if found is None:
+            break
+        hits[found] += 1
+        whom = "all" if kill.rank is None else f"rank {kill.rank}"
+        print(f"{run.name} {number}/{len(kills)}: {whom} killed, {found or 'no save'}; step {step} is whole")
+    assert run.start().codes() == {0}, run.said()
+    assert_went_on(run, step)
+    for name in left:
+        assert f"note: {name}, left by a process that was killed, is removed." in run.said()
+
+    assert [line[0] for line in run.learnt()] == list(range(1, num_steps + 1))
+    assert run.learnt() == whole.learnt()
+    weights, wanted = run.weights(), whole.weights()
+    assert weights.keys() == wanted.keys()
+    assert not [name for name in wanted if not weights[name].equal(wanted[name])]
+    assert sorted(names(run.path)) == FILES
+    assert names(run.checkpoints.path) == {"latest", f"step-{num_steps}", f"step-{num_steps - EVERY}"}
+    assert (run.checkpoints.path / "latest").read_text() == f"step-{num_steps}\n"
+    return hits
+
+
+def assert_went_on(run: Run, step: int | None) -> None:
+    """Assert that the last process began where it should, if it came as far."""
+    said = run.said()
+    assert re.findall(r"^resumed at step (\d+) ", said, re.MULTILINE) in ([], [] if step is None else [str(step)])
+    assert "Traceback" not in said
+
+
+@pytest.fixture(autouse=True)
+def disk(folder: Path) -> Iterator[Path]:
+    """The folder of the nvme tier. What killed runs left there is known to be theirs, and can be removed."""
+    path = folder / "disk"
+    yield path
+    assert {str(stale.path) for stale in find_stale([path])} == {str(each) for each in path.iterdir()}
+    assert not remove_stale([path]).failed
+    assert not names(path)
+
+
+def whole_run(starter: Commands | Forks, name: str, words: Sequence[str], num_ranks: int = 1) -> Run:
+    run = Run(starter, f"{name}-whole", words, num_ranks)
+    assert run.start().codes() == {0}, run.said()
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(forks: Forks) -> Run:
+    return whole_run(forks, "forked", [*LARGE, "--train.steps", "30"])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, disk: Path, tier: str) -> None:
+    run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
+    hits = kill_and_go_on(run, whole, FEW, 30, seed=1)
+    assert hits["writing"]
+    assert bool(names(disk)) == (tier == "nvme")
+
+
+def test_ranks_that_are_killed_while_they_save(forks: Forks) -> None:
+    words = [*LARGE, "--train.steps", "20"]
+    whole = whole_run(forks, "ranks", words, 2)
+    hits = kill_and_go_on(Run(forks, "ranks", [*words, "--checkpoint.every", str(EVERY)], 2), whole, FEW_RANKS, 20, 2)
+    assert hits["writing"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_thirty_kills(folder: Path, tier: str) -> None:
+    kills = random.Random(tier).sample(MANY, len(MANY))
+    words, starter = [*LARGE, *TIERS[tier], "--train.steps", "100"], Commands(folder)
+    whole = whole_run(starter, f"thirty-{tier}", words)
+    run = Run(starter, f"thirty-{tier}", [*words, "--checkpoint.every", str(EVERY)])
+    hits = kill_and_go_on(run, whole, kills, 100, seed=3)
+    print(f"{run.name}: {dict(hits)}")
+    assert len(kills) - hits[""] >= len(kills) / 2
+    assert hits["announcing"]
+    assert hits["removing"]
+
+
+@pytest.mark.slow
+def test_kills_of_ranks(folder: Path) -> None:
+    words, starter = [*LARGE, *TIERS["nvme"], "--train.steps", "80"], Commands(folder)
+    whole = whole_run(starter, "more-ranks", words, 2)
+    run = Run(starter, "more-ranks", [*words, "--checkpoint.every", str(EVERY)], 2)
+    hits = kill_and_go_on(run, whole, MANY_RANKS, 80, seed=4)
+    print(f"{run.name}: {dict(hits)}")
+    assert len(MANY_RANKS) - hits[""] >= len(MANY_RANKS) / 2

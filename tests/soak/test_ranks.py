@@ -1,0 +1,79 @@
+"""Runs of several ranks: gone on with by as many or by others, and saved when somebody asks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.soak.runs import PATIENCE_S, SMALL, TIERS, Commands, Forks, Run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
+
+
+@pytest.fixture(scope="module")
+def whole(forks: Forks) -> Run:
+    """Two ranks, all on disk, with step-6 of 12. Without dropout, which each rank draws for itself."""
+    words = [*SMALL, *TIERS["nvme"], "--train.steps", "12", "--checkpoint.every", "6", "--train.max_grad_norm", "0.3"]
+    run = Run(forks, "two", words, num_ranks=2)
+    assert run.start().codes() == {0}, run.said()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tier"), [(2, "nvme"), (2, "memory"), (1, "memory"), (3, "memory"), (3, "nvme"), (1, "nvme")]
+)
+def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier: str) -> None:
+    """Bit for bit by as many, wherever their states are; by others to within the order of sums."""
+    words = [*SMALL, *TIERS[tier], "--train.steps", "12", "--checkpoint.resume", str(whole.path / "checkpoints/step-6")]
+    run = Run(whole.starter, f"{num_ranks}-{tier}", words, num_ranks)
+    assert run.start().codes() == {0}, run.said()
+    assert run.said().count("resumed at step 6 from ") == 1
+    found, wanted = run.learnt(), whole.learnt()[6:]
+    weights, expected = run.weights(), whole.weights()
+    if num_ranks == 2:
+        assert found == wanted
+        assert not [name for name in expected if not weights[name].equal(expected[name])]
+    else:
+        assert found == [pytest.approx(line, rel=1e-5) for line in wanted]
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_signal_saves_once_whoever_gets_it(folder: Path) -> None:
+    """First the launcher, then rank 1."""
+    words = [*SMALL, "--train.steps", "1000000"]
+    run = Run(Commands(folder), "asked", words, num_ranks=2)
+    processes = run.start()
+    try:
+        for number, rank in enumerate([None, 1]):
+            until = time.monotonic() + PATIENCE_S
+            while len(steps_of(run)) < 20 * (number + 1):
+                assert time.monotonic() < until, run.said()
+                time.sleep(0.01)
+            psutil.Process(processes.pids(rank)[0]).send_signal(signal.SIGUSR1)
+            while len(run.checkpoints.folders()) == number:
+                assert time.monotonic() < until, run.said()
+                time.sleep(0.01)
+        num_steps = len(steps_of(run))
+        while len(steps_of(run)) < num_steps + 20:
+            assert time.monotonic() < until, run.said()
+            time.sleep(0.01)
+        psutil.Process(processes.started[0].pid).send_signal(signal.SIGTERM)
+        assert processes.codes() == {130}, run.said()
+    finally:
+        processes.kill()
+    saved = re.findall(r"^step (\d+)  saved ", run.said(), re.MULTILINE)
+    assert len(saved) == 3, run.said()
+    assert saved[2] == str(len(run.learnt()))
+    assert run.said().count("SIGUSR1: saving after this step.") == 1, "rank 0 says what it heard"
+
+
+def steps_of(run: Run) -> list[str]:
+    path = run.path / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
