@@ -6,6 +6,7 @@ seconds, and these may have a step to finish and a model to save.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ from offload.errors import ConfigError, DoesNotFitError, InterruptedRun, Offload
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What is passed on to the ranks, each of which has a session of its own, out of reach of the terminal's Ctrl-C."""
+_LAUNCHER = "OFFLOAD_LAUNCHER"  # the variable by which a rank knows the process that started it
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LOOK_S = 0.05
 """How often the main thread looks for signals to pass on, and for the end."""
 
@@ -41,6 +44,7 @@ def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = F
     # torchrun would set 1. As PyTorch does, a rank takes its share of the cores, unless the user says something else.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of connections that close while others end
+    os.environ[_LAUNCHER] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="offload-torchrun-") as folder:
         agent = _Agent(module, words, num_ranks, Path(folder))
         before = {number: signal.signal(number, agent.on_signal) for number in SIGNALS}
@@ -56,6 +60,17 @@ def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = F
     if agent.error is not None:
         raise OffloadError(f"torchrun could not run {num_ranks} ranks: {type(agent.error).__name__}: {agent.error}")
     return exit_code(agent.codes, is_interrupted=bool(agent.received))
+
+
+def end_with_launcher() -> None:
+    """Be told to stop, and save, when the process that started this rank is gone, however it ended: a rank of its own
+    would train on, out of everybody's sight.
+    """
+    launcher = os.environ.pop(_LAUNCHER, None)
+    if launcher is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if str(os.getppid()) != launcher:  # it was gone before
+            raise KeyboardInterrupt
 
 
 def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:

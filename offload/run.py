@@ -135,7 +135,8 @@ def _load(start: Start, made: Engine, say: Say) -> Mapping[str, Any] | None:
         try:
             meta = made.load_checkpoint(folder)
         except CheckpointError as error:
-            say(f"note: a checkpoint is skipped: {error}")
+            if len(start.folders) > 1:
+                say(f"note: a checkpoint is skipped: {error}")
             reasons.append(str(error))
         except OffloadError as error:
             raise common(error)  # noqa: B904 - as it is

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from offload.cli import parse_config, run_command, take_gpus
+from offload.launch import end_with_launcher, launch
 
 DESCRIPTION = (
     "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
     "sources of Python's standard library, about a minute. Exit codes: 0 fine, 1 failed, 2 bad configuration or input, "
-    "3 does not fit, 130 interrupted (weights saved)."
+    "3 does not fit, 130 interrupted (state saved)."
 )
 
 
 def main(words: list[str]) -> int:
+    end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
     if num_ranks > 1:
-        from offload.launch import launch
-
         config.check_ranks(num_ranks)
         return launch("offload.train", words, num_ranks, debug=config.run.debug)
     from offload.trainer import Trainer  # torch is imported only once the configuration is known to be sound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
@@ -57,7 +58,11 @@ class PlainProgress:
         self._stream = stream
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # a full disk takes the line, and not the run
+                raise
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         if fields["step"] == 1 or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:

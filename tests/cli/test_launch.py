@@ -208,6 +208,18 @@ def test_a_signal_ends_all_ranks_after_the_step(
 
 
 @no_gpu
+def test_ranks_whose_launcher_is_killed_save_and_end(
+    folder: Path, environment: dict[str, str], tiny: list[str]
+) -> None:
+    """Else they would hold the run folder, and train on unseen."""
+    with training(folder, environment, tiny, "orphans") as (process, ranks):
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert not alive
+    assert Checkpoints(folder / "orphans/checkpoints").newest_that_verifies()[0] is not None
+
+
+@no_gpu
 def test_a_second_signal_leaves_at_once(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
     with training(folder, environment, tiny, "ranks-twice") as (process, ranks):
         for rank in ranks:
