@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from glob import glob
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -128,12 +129,15 @@ class Config(BaseModel):
         copy, changed = self.model_copy(deep=True), []
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
-            is_given = self.origin(key) != "default" and own not in (None, "auto")
-            if is_given and _is_one_of(key, _FIXED) and own != was.get(key):
+            is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
+            if is_given and is_fixed and own in (None, "auto"):
+                is_given = False
+            elif is_given and is_fixed and own != was.get(key) and not _has_moved(key, was.get(key)):
                 changed.append(f"{key} is {_show(own)} and was {_show(was.get(key))}")
-            steps_anew = key == "train.steps" and self.train.epochs is not None
             follows = key in ("offload.prefetch", "optimizer.warmup_steps")  # from the machine, from the steps
-            found_anew = origin == "resolved" and (follows or steps_anew)
+            found_anew = origin == "resolved" and follows
+            if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
+                found_anew = True
             if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
                 section, field = key.split(".")
                 setattr(getattr(copy, section), field, was.get(key))
@@ -253,6 +257,17 @@ class Config(BaseModel):
 
 
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _has_moved(key: str, was: Any) -> bool:
+    """Tell whether what a key named is gone, so that another name may be the same thing in another place. Whether it is
+    shows later: the data are compared by their tokens, and the model is the checkpoint's.
+    """
+    if key not in ("model.path", "data.tokenizer", "data.source") or was is None:
+        return False
+    names = [was] if isinstance(was, str) else list(was)
+    paths = [str(Path(name).expanduser()) for name in names]
+    return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
 
 
 def _is_one_of(key: str, names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader
 from offload.config import Config
 from offload.errors import CheckpointError, ConfigError
-from offload.run_folder import CHECKPOINTS
+from offload.run_folder import CHECKPOINTS, RunFolder
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_start(config: Config) -> Start:
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        if "config" not in meta:
+        if not {"step", "config", "data", "seconds"} <= meta.keys():
             raise ConfigError(
                 f"{folder} holds states and no position in a run: engine.save_checkpoint wrote it outside of a run. Go "
                 "on with it by engine.load_checkpoint, or export it and set --model.path to the export."
@@ -66,11 +66,14 @@ def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> Checkpoint
 
 def _candidates(config: Config) -> Sequence[Path]:
     resume = config.checkpoint.resume
-    if resume == "never" or (resume == "auto" and config.run.dir is None):
+    if resume == "never":
         return ()
     if resume == "auto":
-        return Checkpoints(Path(str(config.run.dir)).expanduser() / CHECKPOINTS).folders()
-    path = Path(resume).expanduser()
+        own = RunFolder.of(config)
+        return Checkpoints(own.checkpoints).folders() if own else ()
+    path, own = Path(resume).expanduser(), RunFolder.of(config)
+    if own is not None and not own.owns(path) and (found := Checkpoints(own.checkpoints).folders()):
+        return found  # the same command again, of a run that began at another one's checkpoint
     if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # one that has lost its manifest, too
         return (path,)
     found = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()

@@ -27,7 +27,7 @@ from offload.config import Config
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, OffloadError, format_bytes
+from offload.errors import CheckpointError, OffloadError, RankLostError, format_bytes
 from offload.objectives import Objective, choose_objective
 from offload.partition.comm import Comm
 from offload.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
@@ -138,6 +138,8 @@ def _load(start: Start, made: Engine, say: Say) -> Mapping[str, Any] | None:
             if len(start.folders) > 1:
                 say(f"note: a checkpoint is skipped: {error}")
             reasons.append(str(error))
+        except RankLostError:
+            raise
         except OffloadError as error:
             raise common(error)  # noqa: B904 - as it is
         else:

@@ -7,10 +7,13 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from offload.checkpoint.folder import Checkpoints
 from offload.config import Config
 from offload.errors import ConfigError
 
@@ -41,15 +44,19 @@ class RunFolder:
         self._lock = -1
 
     @classmethod
-    def open(cls, config: Config, *, resumes: bool = False) -> RunFolder:
-        """Take run.dir, or make the first of runs/NAME, runs/NAME-2, ... that does not exist.
+    def of(cls, config: Config) -> RunFolder | None:
+        """Return run.dir, whatever it is; None where none is set."""
+        return None if config.run.dir is None else cls(Path(config.run.dir).expanduser())
 
-        resumes: the run begins at a checkpoint. Raises ConfigError.
-        """
-        if config.run.dir is None:
+    @classmethod
+    def open(cls, config: Config) -> RunFolder:
+        """Take run.dir, or make the first of runs/NAME, runs/NAME-2, ... that does not exist. Raises ConfigError."""
+        folder = cls.of(config)
+        if folder is None:
             return cls._made(config.run.name)
-        path = Path(config.run.dir).expanduser()
-        _check(path, config, resumes)
+        path = folder.path
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -58,9 +65,38 @@ class RunFolder:
             ) from None
         if not os.access(path, os.W_OK):
             raise ConfigError(f"run.dir is {path}, which cannot be written to; set --run.dir to another folder.")
-        folder = cls(path)
         folder._take()
         return folder
+
+    def owns(self, path: Path) -> bool:
+        """Tell whether a path is this folder, its checkpoints, or one of them."""
+        own, begins_at = self.checkpoints.resolve(), path.resolve()
+        return begins_at in (self.path.resolve(), own) or begins_at.parent == own
+
+    def check(self, config: Config, *, resumes: bool) -> None:
+        """Refuse a folder with what may not be overwritten, before any work is done. `resumes`: the run begins at a
+        checkpoint. Raises ConfigError.
+        """
+        found = [name for name in _OF_A_RUN if (self.path / name).exists()]
+        resume = config.checkpoint.resume
+        is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
+        goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
+        if not found or goes_on or (resume != "never" and self._ended_early(found)):
+            return
+        why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
+        if resume == "auto":
+            why = "no checkpoint to go on from"
+        raise ConfigError(
+            f"run.dir is {self.path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. "
+            "Set --run.dir to a folder that is new or empty, or move that one away."
+        )
+
+    def _ended_early(self, found: Sequence[str]) -> bool:
+        """Tell whether the earlier run was to save checkpoints and has none, nor an export: it may begin again."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            return was["checkpoint"]["every"] is not None and "hf" not in found
+        return False
 
     @classmethod
     def _made(cls, name: str) -> RunFolder:
@@ -112,25 +148,3 @@ class RunFolder:
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         (self.path / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _check(path: Path, config: Config, resumes: bool) -> None:
-    """Refuse a folder that cannot be used, before any work is done. Raises ConfigError."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
-    found = [name for name in _OF_A_RUN if (path / name).exists()]
-    resume = config.checkpoint.resume
-    if resume == "auto":
-        # It ended before its first checkpoint: the same command begins it again.
-        is_welcome = resumes or (config.checkpoint.every is not None and "hf" not in found)
-    else:
-        begins_at = Path(resume).expanduser().resolve()
-        is_welcome = resumes and path.resolve() in (begins_at, *begins_at.parents)
-    if found and not is_welcome:
-        why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
-        if resume == "auto":
-            why = "no checkpoint to go on from"
-        raise ConfigError(
-            f"run.dir is {path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. Set "
-            "--run.dir to a folder that is new or empty, or move that one away."
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ class Saves:
         self.stalled_s = 0.0  # for how long training stood still for saves, until somebody sets it back
 
     def begin(self) -> None:
-        """Put in order what earlier processes left, once this one has something of its own. Rank 0 alone."""
-        for path in self._checkpoints.clear():
-            self._say(f"note: {path.name}, left by a process that was killed, is removed.")
+        """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""
         for path in self._checkpoints.move_aside(self.last_step or 0):
             self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
 
@@ -56,8 +55,9 @@ class Saves:
         seconds = time.perf_counter() - begin
         self.stalled_s += seconds
         if self._comm.rank == 0:
-            num_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._say(f"step {step}  saved {path} ({format_bytes(num_bytes)} in {seconds:.1f} s)")
+            with suppress(OSError):
+                num_bytes = sum(file.stat().st_size for file in path.iterdir())
+                self._say(f"step {step}  saved {path} ({format_bytes(num_bytes)} in {seconds:.1f} s)")
 
     def try_to_save(self, *args: Any) -> None:
         """Save; where that fails go on or stop, as `checkpoint.on_error` says."""
@@ -69,5 +69,19 @@ class Saves:
             self.stalled_s += time.perf_counter() - begin
             if self._section.on_error == "stop":
                 raise
-            last = f"the last one is of step {self.last_step}" if self.last_step is not None else "there is none yet"
-            self._say(f"note: no checkpoint was saved, {last}, and training goes on: {error}")
+            self._say(f"note: this step could not be saved, {self._last}: {error}")
+
+    def unsaved(self, step: int, exported: Path | None) -> DiskError:
+        """Return the error of a run that is over, and whose last step could not be saved."""
+        assert self.failure is not None
+        where = f", and exported to {exported}" if exported is not None else ""
+        return DiskError(
+            f"all {step} steps are done{where}, but step {step} could not be saved, {self._last}: {self.failure} Make "
+            "room and start the same command again.",
+            self.failure.errno or 0,
+            self.failure.path,
+        )
+
+    @property
+    def _last(self) -> str:
+        return f"the last one is of step {self.last_step}" if self.last_step is not None else "and there is none yet"

@@ -4,13 +4,19 @@ asks for a checkpoint after the step.
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from offload.partition.comm import Comm
+
+_IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # of torchrun's ranks, and of those of `--gpus`
+_ONE_AND_THE_SAME_S = 1.0
 
 
 class StopSignals:
@@ -26,6 +32,7 @@ class StopSignals:
         self._say = say
         self._waits = self._is_deaf = self._is_agreed = False
         self._before: dict[int, Any] = {}
+        self._last = (0, -math.inf)  # signal, and when it came
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -71,8 +78,11 @@ class StopSignals:
         self.wants_save = self._waits
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        before, self._last = self._last, (number, time.monotonic())
         if self._is_deaf:
             return
+        if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _ONE_AND_THE_SAME_S:
+            return  # told to all processes of the job, and passed on by the launcher
         if not self._waits:
             raise KeyboardInterrupt
         self._waits = False  # one that came to another rank does not count: the same one may be on its way to this

@@ -9,18 +9,21 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint import reload
+from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.manifest import MANIFEST
 from offload.config import Config
 from offload.data.dataset import share
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
 from offload.errors import ConfigError, InterruptedRun, format_bytes
 from offload.lanes.throttle import parse_throttle
+from offload.native_io import disk_error
 from offload.objectives import Batch
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
@@ -103,7 +106,14 @@ class Trainer:
         comm = self._comm
         agree(comm, "the configuration", dict(self.config.items()))
         with as_one(comm, "look for a checkpoint"):
-            found = find_start(self.config) if self._is_first else None
+            found = None
+            if self._is_first:  # in the folder that is this process's alone by then
+                self._folder = RunFolder.open(self.config)
+                for partial in Checkpoints(self._folder.checkpoints).clear():
+                    self._say(f"note: {partial.name}, left by a process that was killed, is removed.")
+                found = find_start(self.config)
+                self._folder.check(found.config, resumes=bool(found.folders))
+                self._records = Records(self._folder)
         start: Start = shared(comm, found, "start of the run")
         self.config = start.config
         with as_one(comm, "check of the settings"):  # what cannot be placed or played is refused before any work
@@ -113,10 +123,9 @@ class Trainer:
                 check_dirs(dirs)
             parse_throttle(self.config.offload.throttle)
             if self._is_first:
-                self._folder = RunFolder.open(self.config, resumes=bool(start.folders))
+                assert self._folder is not None
                 for left in remove_stale(dirs, self._folder.earlier_pids()).removed:
                     self._say(f"note: {left.path}, left by this run when it was killed, is removed.")
-                self._records = Records(self._folder)
         path = shared(comm, self._folder.path if self._folder else None, "run folder")
         self._folder = self._folder or RunFolder(path)
         run = make_run(start, comm, self._say, self._notes.add)
@@ -154,6 +163,8 @@ class Trainer:
         self._begun = time.monotonic()
         for step in itertools.count(self._num_done):
             if train.steps is not None and step >= train.steps:
+                if step == self._first_step:
+                    self._say(f"nothing is left of {train.steps} steps; raise --train.steps to train on.")
                 return
             begin = time.perf_counter()
             batch = self._next_batch(step)
@@ -299,9 +310,12 @@ class Trainer:
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
         pids = self._comm.gather_objects(os.getpid(), "process ids")
-        self._records.open(self.config, self._engine, result, pids, self._first_step)
         if self._is_first:
             self._saves.begin()
+        try:
+            self._records.open(self.config, self._engine, result, pids, self._first_step)
+        except OSError as error:
+            raise disk_error("the write of what the run is", self._folder.path, error) from error
         held = tiers(self._engine, self.config)
         shown = [
             f"{tier} {format_bytes(each['bytes'])}"
@@ -360,13 +374,14 @@ class Trainer:
         self._progress.close()
         comm, every = self._comm, self.config.train.eval_every
         self._leave_if_told(folder)
-        if self.config.checkpoint.every and self._saves.last_step != self._num_done > 0:
+        has_some = self.config.checkpoint.every or self._saves.last_step is not None
+        if has_some and self._saves.last_step != self._num_done > 0:
             self._save()
         if not every or self._num_done % every:
             self._evaluate()
             self._leave_if_told(folder)
         exported = probe = None
-        if self.config.checkpoint.export and (self._num_done > self._first_step or not folder.hf.exists()):
+        if self.config.checkpoint.export and (self._num_done > self._first_step or not self._is_exported(folder)):
             rows = next(self._data.eval_batches(1, 1), None) or self._data.batch(0)
             probe = reload.take_probe(self._engine, self._objective.apply(rows, 0))
             exported = self._export(folder)
@@ -376,7 +391,7 @@ class Trainer:
                 self._check_export(exported, probe)
         self._notes.exchange()
         if self._saves.failure is not None:
-            raise common(self._saves.failure)
+            raise common(self._saves.unsaved(self._num_done, exported))
         self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, self._num_done, self._loss, self._eval_loss, exported)
 
@@ -396,6 +411,15 @@ class Trainer:
                 "goes on from there."
             )
         )
+
+    def _is_exported(self, folder: RunFolder) -> bool:
+        """Tell, alike on all ranks, whether hf/ is of the step that the run began at: made after the checkpoint."""
+        saved = folder.checkpoints / f"step-{self._num_done}" / MANIFEST
+        is_newer = False
+        with suppress(OSError):
+            made = (folder.hf / "config.json").stat().st_mtime_ns
+            is_newer = self.config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
+        return not self._comm.any(self._is_first and not is_newer, "whether to export")
 
     def _export(self, folder: RunFolder) -> Path:
         """Write the Hugging Face folder, tokenizer included: whole, or not at all."""

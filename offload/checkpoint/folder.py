@@ -59,15 +59,18 @@ class Checkpoints:
         DiskError.
         """
         target = self.path / f"step-{step}"
-        if foreign_names(target):
+        with saving.as_disk_errors("the look", target):
+            is_foreign = bool(foreign_names(target))
+        if is_foreign:
             self._move(target, "foreign")
         return target
 
     def saved(self, new: Path, keep: int | None = None) -> None:
-        """Point `latest` at a new checkpoint; then remove all but the `keep` of the highest steps, lowest first. None:
-        all stay. The new one stays in any case, and so does one that cannot be removed. Raises DiskError for `latest`.
+        """Point `latest` at a new checkpoint, if that can be; then remove all but the `keep` of the highest steps, the
+        lowest first. None: all stay. The new one stays in any case, and so does one that cannot be removed.
         """
-        write_small(self.path / _LATEST, f"{new.name}\n")
+        with contextlib.suppress(DiskError):  # nothing here believes it
+            write_small(self.path / _LATEST, f"{new.name}\n")
         if keep is not None:
             for old in reversed(self.folders()[keep:]):
                 if old.name != new.name:

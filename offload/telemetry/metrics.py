@@ -58,7 +58,10 @@ def _cut(path: Path, last_step: int) -> None:
         except (ValueError, TypeError, KeyError):
             continue
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text("".join(kept), encoding="utf-8")
+    with fresh.open("w", encoding="utf-8") as stream:
+        stream.write("".join(kept))
+        stream.flush()
+        os.fsync(stream.fileno())
     fresh.replace(path)
 
 

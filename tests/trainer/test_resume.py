@@ -203,8 +203,13 @@ def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> No
     assert steps_of(whole.dir) == ["step-6", "step-4"]
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         run("again", **{"checkpoint.resume": str(tmp_path)})
+    _, _, output = run("by step", **resume, **{"train.steps": 8})
+    assert f"resumed at step 6 from {result.dir}" in output, "the same command again goes on with what it has begun"
+    fresh = tmp_path / "other"
+    fresh.mkdir()
+    (fresh / "metrics.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds an earlier run .*checkpoint\.resume is "):
-        run("by step", **{"checkpoint.resume": str(whole.dir)})
+        run("other", **resume)
 
 
 def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> None:
@@ -266,7 +271,7 @@ def test_a_full_disk_during_a_save(
         (disk / "other").unlink()
     else:
         result, found, output = run("", **settings)
-        assert output.count("note: no checkpoint was saved, the last one is of step 2, and training goes on") == 1
+        assert output.count("note: this step could not be saved, the last one is of step 2") == 1
         assert steps_of(result.dir) == ["step-7", "step-6", "step-2"]
         assert learnt(found) == learnt(wanted)
         shutil.rmtree(result.dir / "hf")
