@@ -16,6 +16,7 @@ from typing import Any
 
 from offload.checkpoint import reload
 from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.hf_write import check_place
 from offload.checkpoint.manifest import MANIFEST
 from offload.config import Config
 from offload.data.dataset import share
@@ -113,6 +114,8 @@ class Trainer:
                     self._say(f"note: {partial.name}, left by a process that was killed, is removed.")
                 found = find_start(self.config)
                 self._folder.check(found.config, resumes=bool(found.folders))
+                if found.config.checkpoint.export:
+                    check_place(self._folder.hf, replace=True)
                 self._records = Records(self._folder)
         start: Start = shared(comm, found, "start of the run")
         self.config = start.config

@@ -10,7 +10,10 @@ import copy
 import json
 import math
 import os
+import re
+import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ from offload.tiers.host import trim_heap
 
 Get = Callable[[str, int, int], torch.Tensor]
 SHARD_BYTES = 5 << 30
+_OWN = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ def write_model(
     Raises ConfigError, DiskError, CannotStream where only `save_pretrained` itself can do it, and OffloadError where
     what is read back is not what was written.
     """
-    folder = folder.absolute()
-    _check_place(folder, replace)
+    folder = folder.resolve()  # what is behind a link is to be on the disk that the link leads to
+    check_place(folder, replace)
     plan = _Plan(model, dtype)
     with _made(folder, replace) as made:
         write_configuration(model, made, plan.main_dtype)
@@ -220,13 +226,15 @@ def _verify(written: Written) -> None:
         )
 
 
-def _check_place(folder: Path, replace: bool) -> None:
-    """Refuse a folder that holds something else. Raises ConfigError."""
+def check_place(folder: Path, replace: bool) -> None:
+    """Refuse a folder that cannot be written, or holds something else. Raises ConfigError."""
+    if folder.is_mount():
+        raise ConfigError(f"{folder} is where a disk is mounted, and cannot be renamed to; give a folder in it.")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not replace:
         raise ConfigError(f"{folder} exists; give a new name for the export, or remove it.")
-    if not folder.is_dir() or not any(folder.glob("*.safetensors")) or any(each.is_dir() for each in folder.iterdir()):
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} exists and is no earlier export; give a new name for this one.")
 
 
@@ -248,7 +256,11 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
         else:
             made.rename(folder)  # an empty folder gives way
         sync_path(folder.parent)
-        if old is not None:
+        if old is not None and (own := _foreign(old, folder)):
+            kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+            old.rename(kept)
+            warnings.warn(f"{folder} held {own[0]}, which no export has, and is now {kept}.", stacklevel=4)
+        elif old is not None:
             shutil.rmtree(old)
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
@@ -259,6 +271,13 @@ def _made(folder: Path, replace: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+def _foreign(old: Path, new: Path) -> list[str]:
+    """Return what an earlier export's folder has that an export does not make, such as somebody's notes."""
+    made = {path.name for path in new.iterdir()}
+    found = sorted(path for path in old.iterdir() if path.name not in made)
+    return [path.name for path in found if path.is_dir() or not _OWN.fullmatch(path.name)]
 
 
 def _sync_all(folder: Path) -> None:

@@ -369,7 +369,7 @@ def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if not first.is_floating_point():
         return torch.equal(first, second)
-    scale = float(first.abs().max()) if first.numel() else 0.0
+    scale = float(first.abs().nan_to_num(0.0, 0.0).max()) if first.numel() else 0.0
     return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
 
 

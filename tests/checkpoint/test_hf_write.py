@@ -217,10 +217,28 @@ def test_only_an_earlier_export_is_replaced_and_only_if_asked(tmp_path: Path) ->
         head = model.lm_head.weight.detach().clone()
         write_model(model, rest(model), out, replace=bool(seed))
         assert same(tensors(out)["lm_head.weight"], head)
-    (out / "notes").mkdir()
-    with pytest.raises(ConfigError, match="no earlier export"):
-        write_model(LlamaForCausalLM(llama()), lambda name, begin, end: None, out, replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / "README.md").write_text("precious")
+    with pytest.warns(UserWarning, match=r"held README\.md, which no export has, and is now"):
+        write_model(model, rest(model), out, replace=True)
+    (aside,) = tmp_path.glob("out.aside-*")
+    assert (aside / "README.md").read_text() == "precious"
+    assert not (out / "README.md").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes").touch()
+    with pytest.raises(ConfigError, match="no earlier export"):
+        write_model(LlamaForCausalLM(llama()), lambda name, begin, end: None, tmp_path / "other", replace=True)
+
+
+def test_a_link_leads_to_where_the_export_is(tmp_path: Path) -> None:
+    (tmp_path / "disk/out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/out")
+    model = LlamaForCausalLM(llama())
+    for replace in (False, True):
+        write_model(model, rest(model), tmp_path / "link", replace=replace)
+        assert (tmp_path / "link").is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+        assert (tmp_path / "disk/out/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
