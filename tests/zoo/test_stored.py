@@ -21,7 +21,7 @@ from tests.zoo.families import UNBUILDABLE, families
 pytestmark = pytest.mark.slow
 
 
-def cases() -> list[object]:
+def cases() -> list[Any]:
     marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
     return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
 
@@ -31,8 +31,12 @@ def is_known(family: Any) -> bool:
     return found is family.model_class
 
 
-@pytest.mark.parametrize("way", ["random in fp32", "a folder in bf16"])
-@pytest.mark.parametrize("name", cases())
+# From folders test_folders.py takes every family; here a fifth of them shows that a checkpoint does as well.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [pytest.param(*case.values, "random in fp32", marks=case.marks) for case in cases()]
+    + [pytest.param(*case.values, "a folder in bf16", marks=case.marks) for case in cases()[::5]],
+)
 def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) -> None:
     """The model that is built from it alone trains on with the same bits, buffers included.
 
