@@ -116,14 +116,14 @@ def make_run(start: Start, comm: Comm, say: Say, note: Say) -> Run:
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
     )
-    return Run(config, kind, data, objective, made, files, _load(start, made, say))
+    return Run(config, kind, data, objective, made, files, begin_at(start, made, say))
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:
     """Those of the checkpoint come when the engine is there."""
 
 
-def _load(start: Start, made: Engine, say: Say) -> Mapping[str, Any] | None:
+def begin_at(start: Start, made: Engine, say: Say) -> Mapping[str, Any] | None:
     """Take over the states of the first checkpoint of a start that is whole; return where the run stood. Collective."""
     for reason in start.skipped:
         say(f"note: a checkpoint is skipped: {reason}")

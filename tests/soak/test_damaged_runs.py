@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from offload import run as runs
 from offload.checkpoint.manifest import MANIFEST, checksum
 from offload.cli import parse_config
 from offload.config import Config
+from offload.engine.engine import Engine
 from offload.errors import CheckpointError
-from offload.resume import find_start
+from offload.resume import Start, find_start
 from offload.trainer import Trainer
 from tests.soak.runs import SMALL, WORDS, Forks, Run
 
@@ -56,13 +58,12 @@ class Loader:
     one likes.
     """
 
-    def __init__(self, run: Run, trainer: Trainer, resume: Callable[[Trainer], None], folder: Path) -> None:
-        self.run, self._trainer, self._resume, self._states = run, trainer, resume, folder / "states"
+    def __init__(self, run: Run, engine: Engine, begin_at: Callable[..., Any], folder: Path) -> None:
+        self.run, self._engine, self._begin_at, self._states = run, engine, begin_at, folder / "states"
         self._configs = {}
         for how in ("auto", str(run.checkpoints.path / "step-4")):
             self._configs[how] = config_of(run, "--checkpoint.resume", how)
         self.said: list[str] = []
-        trainer._say = self.said.append  # type: ignore[method-assign]
         self.load(str(run.checkpoints.path / "step-4"))
         (self.run.checkpoints.path / "step-4").rename(folder / "step-4")
         self.load("auto")
@@ -72,15 +73,11 @@ class Loader:
     def load(self, how: str) -> None:
         """Do what a run does with `--checkpoint.resume`."""
         self.said.clear()
-        self._trainer._start = find_start(self._configs[how])
-        for reason in self._trainer._start.skipped:
-            self.said.append(reason)
-        self._resume(self._trainer)
+        self._begin_at(find_start(self._configs[how]), self._engine, self.said.append)
 
     def states(self) -> dict[str, bytes]:
         """Return all that a checkpoint of the states, as they are now, holds."""
-        assert self._trainer._engine
-        self._trainer._engine.save_checkpoint(self._states)
+        self._engine.save_checkpoint(self._states)
         return {each.name: each.read_bytes() for each in self._states.iterdir()}
 
     def check(self, name: str) -> None:
@@ -106,14 +103,14 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Return a function that calls another one with a `Loader`."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    resume = Trainer._resume
+    begin_at = runs.begin_at
 
     def call(work: Callable[[Loader], None]) -> None:
-        def instead(self: Trainer) -> None:
-            work(Loader(run, self, resume, tmp_path))
+        def instead(_start: Start, engine: Engine, _say: Any) -> None:
+            work(Loader(run, engine, begin_at, tmp_path))
             raise Ended
 
-        monkeypatch.setattr(Trainer, "_resume", instead)
+        monkeypatch.setattr(runs, "begin_at", instead)
         with pytest.raises(Ended):
             Trainer(config_of(run)).run()
 
