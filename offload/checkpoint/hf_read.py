@@ -315,7 +315,7 @@ def conversion(source: str, folder: str) -> str:
     return (
         f'Convert them once: python -c "import transformers as t; a, b = {source!r}, {folder!r}; '
         "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
-        f't.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and use {folder}.'
+        f't.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and give that folder instead: --model.path {folder}.'
     )
 
 
