@@ -40,7 +40,7 @@ from offload.planning.rates import flops_per_second, update_bytes_per_second
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
-from offload.tiers.host import trim_heap
+from offload.tiers.host import Arena, trim_heap
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
@@ -218,7 +218,7 @@ class Assembly:
                     counters=counters,
                     ledger=self.nvme_ledger,
                     host=self.host,
-                    pin=self.device.pins_host_memory,
+                    pinning=self.device.pinning,
                 )
             self.comm.barrier(f"making of the files of rank {turn}")
         assert made is not None
@@ -311,7 +311,7 @@ class Assembly:
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
         self.host.reserve("gradient staging", num_bytes - self.host.allocations.get("gradient staging", 0))
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.pins_host_memory)
+        return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
     def update_seconds(self) -> float:
         """Estimate what AdamW over all states takes."""
