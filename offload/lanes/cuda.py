@@ -62,7 +62,7 @@ class CudaLane(ThreadLane):
     def __init__(self, name: str, lanes: CudaLanes) -> None:
         self._lanes = lanes
         self._stream = torch.cuda.Stream(lanes.device)
-        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), overtakes=name == "h2d")
+        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), name == "h2d", lanes.enter)
 
     def _ticket(self) -> Ticket:
         return self._lanes.place(self.name)
@@ -104,6 +104,9 @@ class CudaLanes(Lanes):
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else CudaLane(name, self)
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, where its first wait would make a context
 
     def place(self, lane: str) -> Place:
         """Return a ticket for a place that is not recorded yet."""

@@ -213,7 +213,7 @@ class Ranks(Comm):
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
         except OSError as error:
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
-        self._watch = Watch(self.rank, connections, self.look, times)
+        self._watch = Watch(self.rank, connections, self.look, times, self._enter)
         self._check, self._explain = self._watch.check, self._watch.explain
         self.on_lost(self._abandon)
         # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
@@ -222,6 +222,9 @@ class Ranks(Comm):
 
     def _open_device(self) -> None:
         pass
+
+    def _enter(self) -> None:
+        """Called by every thread of the watch before it looks."""
 
     def _locate(self) -> list[str]:
         """Find which ranks share this machine; return the address of each rank."""
