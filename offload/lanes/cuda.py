@@ -20,6 +20,9 @@ from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
 from offload.telemetry.timeline import LaneTime, Span
 
+_MOST_STRETCHES = 1 << 13
+"""Before what is over is shown in the midst of a pass, for which compute is waited for."""
+
 
 class Place(Ticket):
     """A place in a stream, by an event that goes back to its pool with the last who knows it. Whoever had to wait for
@@ -37,7 +40,8 @@ class Place(Ticket):
         try:
             self.event = self._pool.pop()
         except IndexError:
-            self.event = torch.cuda.Event(enable_timing=True)
+            # blocking: a host that waits for it sleeps, and leaves its core to AdamW. (torch.Event ignores that.)
+            self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def __del__(self) -> None:
@@ -123,6 +127,8 @@ class CudaLanes(Lanes):
 
     def computed(self, name: str, begin: Place) -> None:
         self.timed.append(_Stretch("compute", name, begin, self.now()))
+        if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
+            self._show()
 
     def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
         self._await(tickets, behind)  # until they are in their streams
@@ -143,7 +149,12 @@ class CudaLanes(Lanes):
                 self.timeline.expose(ticket.lane, time.perf_counter() - begin)
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
-        now = self.now()  # the loss was read: compute is idle
+        self._show()  # the loss was read: compute is idle
+        return super().end_step()
+
+    def _show(self) -> None:
+        """Put on the timeline what is over, and let go of its events. Waits for compute."""
+        now = self.now()
         now.event.synchronize()
         now_s = time.perf_counter()
         while self.timed and self.timed[0].end.is_over:
@@ -153,4 +164,3 @@ class CudaLanes(Lanes):
                 self.timeline.expose(stretch.lane, end - begin)
             else:
                 self.timeline.add(stretch.lane, stretch.name, begin, end)
-        return super().end_step()

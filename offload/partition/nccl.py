@@ -50,7 +50,9 @@ class NcclRanks(Ranks):
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
-            torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
+            copied = torch.cuda.Event(blocking=True)  # copies that it comes after may still use the memory
+            copied.record(torch.cuda.current_stream(self.device))
+            copied.synchronize()
             super()._send(data, source)
         else:
             self._hold(data)
