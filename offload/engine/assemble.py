@@ -17,7 +17,7 @@ from offload.checkpoint.tensor_file import reader
 from offload.engine.checkpoints import Checkpoints, OnDisk, OnHost
 from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
-from offload.engine.hold import Hold
+from offload.engine.hold import Hold, Snapshot
 from offload.engine.keeping import Keeping
 from offload.engine.leftover import Leftover
 from offload.engine.plan import Plan, Settings, budget_bytes, make_plan
@@ -172,6 +172,7 @@ class Assembly:
             self.units.append(Unit(number, candidate, mine, self.stream))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         self.hold = Hold(model, infos, self.units, self.device.torch_device)
+        self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
     def begin(self, fill: Fill | None) -> None:
         """Take the weights over, and reroute the units."""
@@ -249,7 +250,7 @@ class Assembly:
                     read = given.pop(parameter).read if parameter in given else reader(parameter)
                     self.store.write(place.parameter, read, parameter.dtype, source)
                     taken.add(place.parameter)
-                unit.resting[place.parameter] = self.hold.resting(place.parameter)
+                unit.resting[place.parameter] = self.hold.resting[place.parameter]
             unit.install(unit.resting)
 
     @contextmanager

@@ -158,7 +158,7 @@ class Engine:
         forward, backward, update.
         """
         self._check_usable()
-        self._parts.hold.check(trains=True)
+        self._parts.snapshot.check(trains=True)
         if self._own_losses:
             raise ConfigError(
                 "engine.step was called in the middle of an own loop's step, whose gradients it would lose: call "
@@ -193,7 +193,7 @@ class Engine:
         generators untouched.
         """
         self._check_usable()
-        self._parts.hold.check(trains=False)
+        self._parts.snapshot.check(trains=False)
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
         return self._twice(lambda whole: self._evaluate_on(batch, known, loss_fn, whole))
@@ -219,7 +219,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._check_usable()
-        self._parts.hold.check(trains=True)
+        self._parts.snapshot.check(trains=True)
         with self._ending():
             self._open_own_step()  # the units may have been called one by one
             loss.backward()
@@ -321,7 +321,7 @@ class Engine:
         Raises, on all ranks, ConfigError or DiskError.
         """
         self._check_open()
-        self._parts.hold.check(trains=False)
+        self._parts.snapshot.check(trains=False)
         self._settle("export")
         with self.counters.unchanged():
             export_model(self._parts, Path(path), dtype, shard_bytes, files or {}, replace)
@@ -548,7 +548,7 @@ class Engine:
         """
         if self._is_ours:
             return
-        self._parts.hold.check(torch.is_grad_enabled())
+        self._parts.snapshot.check(torch.is_grad_enabled())
         self._parts.slots.settle()
         if not torch.is_grad_enabled():
             return

@@ -83,49 +83,41 @@ class Resting(nn.Parameter):
 class Hold:
     """An engine's hold on a model, from when its weights are taken until they are given back, or for good.
 
-    It makes what hangs in the model while the weights are elsewhere; every module refuses to be saved, loaded and
-    copied; `check` finds what was changed. It is known to the model alone, by its hooks, and goes with it.
+    It makes what hangs in the model while the weights are elsewhere, and every module refuses to be saved, loaded and
+    copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a model neither
+    keeps the rest of it nor its engine.
     """
 
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], device: torch.device
     ) -> None:
-        self._infos, self._units = infos, units
-        self._nans = {
-            dtype: torch.full((len(infos),), float("nan"), dtype=dtype, device=device) for dtype in _used(infos)
-        }
-        self._resting: dict[int, Resting] = {}
-        self._modules = {module: name for name, module in model.named_modules()}
-        self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._modules]
+        dtypes = {_DTYPES[info.compute] for info in infos}
+        # All of a dtype lie in one tensor, so that one look tells whether somebody wrote to any of them.
+        self.nans = {dtype: torch.full((len(infos),), float("nan"), dtype=dtype, device=device) for dtype in dtypes}
+        self.resting = [
+            Resting(self.nans[_DTYPES[info.compute]][info.index].expand(info.shape), requires_grad=info.trainable)
+            for info in infos
+        ]
+        self._units = [weakref.ref(unit) for unit in units]
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._state, self._may_read = _HELD, False
         self._handles: list[Any] = []
 
-    def resting(self, index: int) -> Resting:
-        """Return what hangs in the model for a parameter, made once."""
-        if index not in self._resting:
-            info = self._infos[index]
-            # All of a dtype lie in one tensor, so that one look tells whether somebody wrote to any of them.
-            nan = self._nans[_DTYPES[info.compute]][index]
-            self._resting[index] = Resting(nan.expand(info.shape), requires_grad=info.trainable)
-        return self._resting[index]
-
     def guard(self) -> None:
         """The weights are taken: from here on every module refuses what would see NaN."""
-        for module in self._modules:
+        for module in self._names:
             self._handles.append(module.register_state_dict_pre_hook(self._on_state_dict))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
         _HOLDS.add(self)
 
-    # -- whose it is -----------------------------------------------------------------------------------------
-
     def refuse_overlap(self, model: nn.Module) -> None:
         """Raise ConfigError where another engine is to have modules or parameters of this model."""
-        mine = {id(parameter) for parameter in self._resting.values()}
-        for unit in self._units:
+        mine = {id(parameter) for parameter in self.resting}
+        for unit in filter(None, (known() for known in self._units)):
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
-            if shared or module in self._modules:
+            if shared or module in self._names:
                 raise ConfigError(f"{name or 'the model'} ({type(module).__name__}) {self._state}")
 
     @contextmanager
@@ -147,8 +139,8 @@ class Hold:
         """The weights are gone (`failed`: before an engine was there); the model is good for nothing any more."""
         if not self._handles:
             self.guard()
-        self._units, self._state = (), _FAILED if failed else _SPENT
-        for module in self._modules:
+        self._units, self._state = [], _FAILED if failed else _SPENT
+        for module in self._names:
             module.register_forward_pre_hook(self._on_forward)
 
     def _on_state_dict(self, *_: Any) -> None:
@@ -159,12 +151,19 @@ class Hold:
         refuse_nan("load_state_dict()")
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
-        raise ConfigError(f"{self._modules.get(module) or 'the model'} ({type(module).__name__}) {self._state}")
+        raise ConfigError(f"{self._names.get(module) or 'the model'} ({type(module).__name__}) {self._state}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
         refuse_nan("pickle (torch.save) or copy.deepcopy")
 
-    # -- what was changed ------------------------------------------------------------------------------------
+
+class Snapshot:
+    """The modules and parameters of a model as an engine took them over."""
+
+    def __init__(self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold) -> None:
+        self._infos, self._units, self._hold = infos, units, hold
+        self._names = {module: name for name, module in model.named_modules()}
+        self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]
 
     def check(self, trains: bool) -> None:
         """Raise ConfigError where the model is not the one that was taken over, because the change would do nothing.
@@ -177,13 +176,13 @@ class Hold:
         for unit in self._units:
             for place in unit.places:
                 found, info = place.module._parameters[place.key], self._infos[place.parameter]
-                if found is not self._resting[place.parameter] and not (
-                    found is not None and unit.has(found, _DTYPES[info.compute])
-                ):
+                if found is None:
+                    self._refuse(place.module, place.key, "was removed")
+                if found is not self._hold.resting[place.parameter] and not unit.has(found, _DTYPES[info.compute]):
                     self._refuse(place.module, place.key, "was replaced")
-                if trains and found is not None and found.requires_grad != info.trainable:
+                if trains and found.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, f"now has requires_grad={found.requires_grad}")
-        for dtype, nans in self._nans.items():
+        for dtype, nans in self._hold.nans.items():
             if not nans.isnan().all():
                 written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
                 raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
@@ -196,9 +195,5 @@ class Hold:
         self._refuse(module, changed[0], "was added or removed")
 
     def _refuse(self, module: nn.Module, key: str, what: str) -> NoReturn:
-        name = f"{self._modules[module]}.{key}".lstrip(".")
+        name = f"{self._names[module]}.{key}".lstrip(".")
         raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
-
-
-def _used(infos: Sequence[ParameterInfo]) -> set[torch.dtype]:
-    return {_DTYPES[info.compute] for info in infos}

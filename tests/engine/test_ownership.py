@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,11 @@ def test_an_engine_that_was_dropped_is_named() -> None:
 def test_a_part_that_outlived_its_model_is_named() -> None:
     model = with_a_small_unit()
     part = model.small
-    Engine(model)
+    engine = weakref.ref(Engine(model))
     del model
     gc.collect()
-    with pytest.raises(ConfigError, match="engine"):
+    assert engine() is None, "a part of the model kept the engine"
+    with pytest.raises(ConfigError, match=HELD):
         Engine(part)
 
 
