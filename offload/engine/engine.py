@@ -132,9 +132,11 @@ class Engine:
             seed=seed,
             debug=debug,
         )
+        self.comm.claim(self)
         try:
             self._parts: Assembly = assemble(model, settings, self.counters, fill, self.comm)
         except BaseException as error:
+            self.comm.release()
             if self._owned_comm is not None:
                 self._owned_comm.close(error)
             raise
@@ -382,6 +384,7 @@ class Engine:
             self._owned_comm.close(error)
         self._hook.remove()
         self._parts.close(restore and (is_sound or self.comm.size == 1))
+        self.comm.release()
         if self._owned_comm is not None:
             self._owned_comm.close()
 

@@ -441,6 +441,18 @@ def unlabelled_everywhere() -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+def two_engines() -> tuple[str, str]:
+    """Return the error of a second engine over the comm of one that is open, which trains on; closed, it makes room."""
+    with open_comm(times=JOB) as comm:
+        engine = opened(comm, CASES["plain"])
+        with pytest.raises(OffloadError) as caught:
+            opened(comm, CASES["plain"])
+        assert math.isfinite(engine.step(tokens(0)).loss.item())
+        engine.close()
+        opened(comm, CASES["plain"]).close()
+    return type(caught.value).__name__, str(caught.value)
+
+
 def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
     """Return the error of an engine that may not fit; the others of the machine count against its budget as well."""
     settings["placement"] = {**settings.get("placement", {}), **budget}
