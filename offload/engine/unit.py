@@ -32,7 +32,8 @@ class Unit:
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.whole, self.resident = candidate.whole, candidate.resident
         self.regions = tuple(regions)
-        self.trainable = any(region.trainable for region in regions)
+        self._trainable = [index for region in regions if region.trainable for index in region.parameters]
+        self._frozen: frozenset[int] = frozenset()
         self.learned = Learned()
         self.known: dict[Hashable, Learned] = {}
         self.resting: dict[int, nn.Parameter] = {}
@@ -74,7 +75,23 @@ class Unit:
         offset = slots.offset(slots.cargo_of(self.regions))
         if offset not in self._live:
             self._live[offset] = self._stream.make_live(self.regions)
+            self._mark(self._live[offset])
         return self._live[offset]
+
+    @property
+    def trainable(self) -> bool:
+        """True where a parameter of the unit takes gradients."""
+        return any(index not in self._frozen for index in self._trainable)
+
+    def freeze(self, frozen: frozenset[int]) -> None:
+        """Take no gradients for these parameters from now on, and for all others that were to be trained."""
+        self._frozen = frozen
+        for parameters in (self.resting, *self._live.values()):
+            self._mark(parameters)
+
+    def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
+        for index in self._trainable:
+            parameters[index].requires_grad_(index not in self._frozen)
 
     def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """True where a Parameter views weights on the device, as those of a unit that stays there do."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.ranks import processes, run
-from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, refused, two_engines
+from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
 from tests.partition.ranks import Rank
 
 PATIENCE_S = 30
@@ -161,3 +161,7 @@ def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
     for kind, message in run(2, two_engines):
         assert kind == "ConfigError"
         assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message
+
+
+def test_parameters_are_frozen_later_on_all_ranks() -> None:
+    assert run(2, frozen_later, zero_stage=3) == [True, True]
