@@ -81,7 +81,7 @@ class Assembly:
             self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
-        self._configs = _freeze_cache(model)
+        self._configs: list[tuple[Any, bool]] = []
         _put_buffers(model, self.device.torch_device)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
@@ -176,6 +176,7 @@ class Assembly:
 
     def begin(self, fill: Fill | None) -> None:
         """Take the weights over, and reroute the units."""
+        self._configs = _freeze_cache(self.model)
         try:
             self._take(fill)
             self.hold.guard()
@@ -193,6 +194,7 @@ class Assembly:
         except BaseException:
             if any(unit.resting for unit in self.units):
                 self.hold.spend(failed=True)
+            self._restore_configs()
             self.lanes.close()
             self.store.close()
             raise
@@ -350,6 +352,10 @@ class Assembly:
             for config, value in now:
                 config.use_cache = value
 
+    def _restore_configs(self) -> None:
+        for config, used in self._configs:
+            config.use_cache = used
+
     def close(self, restore: bool) -> None:
         """Undo the rerouting; put real parameters back with `restore`; free the tiers."""
         made: dict[int, nn.Parameter] = {}
@@ -363,8 +369,7 @@ class Assembly:
                     made[index] = nn.Parameter(value, requires_grad=trainable)
                 put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
             unit.forget_live()
-        for config, used in self._configs:
-            config.use_cache = used
+        self._restore_configs()
         if restore:
             self.hold.release()
         else:

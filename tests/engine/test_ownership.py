@@ -173,6 +173,20 @@ def test_a_model_whose_engine_could_not_be_made_is_whole_or_says_that_it_is_not(
             use()
 
 
+@pytest.mark.parametrize("way", ["fill", "disk"])
+def test_an_engine_that_could_not_be_made_leaves_the_configuration_alone(way: str, tmp_path: Path) -> None:
+    def fill(_name: str, _module: nn.Module) -> None:
+        raise OSError("the source is gone")
+
+    model = build(llama)
+    before = copy.deepcopy(model.config)
+    on_disk = Placement("nvme", "nvme", nvme_dir=str(tmp_path / "nowhere"))
+    with pytest.raises((OSError, ConfigError)):
+        Engine(model, **({"fill": fill} if way == "fill" else {"placement": on_disk}))
+    assert model.config.to_dict() == before.to_dict()
+    assert before.use_cache
+
+
 def test_a_setting_that_is_refused_leaves_the_model_alone() -> None:
     model = build(Stack)
     with pytest.raises(ConfigError, match="head_chunk_bytes"):
