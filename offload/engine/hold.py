@@ -164,7 +164,7 @@ class Snapshot:
         self._infos, self._units, self._hold = infos, units, hold
         self._names = {module: name for name, module in model.named_modules()}
         self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]
-        self._trainable = frozenset(info.index for info in infos if info.trainable)
+        self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
 
     def check(self, trains: bool) -> None:
@@ -173,7 +173,7 @@ class Snapshot:
         trains: whether it matters which parameters take gradients. What was to be trained may be frozen and thawed
         again between steps; what was not has no states. It compares identities, and reads one number.
         """
-        frozen = set()
+        frozen: set[int] = set()
         for module, children, keys in self._tree:
             if tuple(module._modules.items()) != children or tuple(module._parameters) != keys:
                 self._refuse_tree(module, dict(children), keys)
@@ -184,21 +184,21 @@ class Snapshot:
                     self._refuse(place.module, place.key, "was removed")
                 if found is not self._hold.resting[place.parameter] and not unit.has(found, _DTYPES[info.compute]):
                     self._refuse(place.module, place.key, "was replaced")
-                if trains and not found.requires_grad:
+                if info.trainable and not found.requires_grad:
                     frozen.add(place.parameter)
-                elif trains and not info.trainable:
+                elif trains and found.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
         for dtype, nans in self._hold.nans.items():
             if not nans.isnan().all():
                 written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
                 raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
-
-        if trains and frozen & self._trainable != self.frozen:
-            self.frozen = frozenset(frozen & self._trainable)
+        if len(frozen) == self._num_trainable:
+            if trains:
+                raise ConfigError("every parameter is frozen by now (requires_grad=False): there is nothing to train.")
+        elif frozen != self.frozen:
+            self.frozen = frozenset(frozen)
             for unit in self._units:
                 unit.freeze(self.frozen)
-        if trains and self.frozen == self._trainable:
-            raise ConfigError("every parameter is frozen by now (requires_grad=False): there is nothing to train.")
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: Sequence[str]) -> NoReturn:
         for key in {**children, **module._modules}:
