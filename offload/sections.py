@@ -276,7 +276,9 @@ class OptimizerSection(Section):
         description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny).",
     )
     betas: Betas = Field(
-        default=(0.9, 0.95), description="Decay of the first and of the second moment, each in [0, 1)."
+        default=(0.9, 0.95),
+        description="Decay of the first and of the second moment, each in [0, 1). AdamW() in Python has torch's "
+        "instead, 0.9 and 0.999.",
     )
     eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment.")
     weight_decay: Rate = Field(default=0.01, description="Decoupled weight decay, scaled by the learning rate.")
