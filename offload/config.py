@@ -195,6 +195,15 @@ class Config(BaseModel):
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
 
+    def check_source(self) -> None:
+        """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
+        if self.model.path is not None and self.origin("data.source") == "default":
+            raise ConfigError(
+                f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
+                "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
+                "builtin:stdlib (text) or builtin:stdlib-chat if that is meant."
+            )
+
     def check_ranks(self, world_size: int) -> None:
         """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
         if self.train.batch_size < world_size:

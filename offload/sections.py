@@ -191,8 +191,8 @@ class DataSection(Section):
 
     source: Strings = Field(
         default=("builtin:stdlib",),
-        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files and "
-        "globs; several may be given.",
+        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders "
+        "and globs; several may be given. A model of your own needs it to be set.",
     )
     format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = Field(
         default="auto", description="How the files are read. auto: by their name and first record."
@@ -207,7 +207,9 @@ class DataSection(Section):
         description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows.",
     )
     packing: bool = Field(
-        default=True, description="Fill rows with several documents; false: one document a row, padded."
+        default=True,
+        description="Documents one after the other, cut into full rows: a row may begin and end within a document or "
+        "conversation, and those in it see each other. false: one document a row, cut off or padded.",
     )
     train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not on answers alone.")
     eval_fraction: float = Field(
@@ -255,7 +257,10 @@ class TrainSection(Section):
         "it was.",
     )
     eval_every: int = Field(
-        default=100, ge=0, description="Evaluate after this many steps, and at the end. 0: at the end alone."
+        default=100,
+        ge=0,
+        description="Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end "
+        "alone.",
     )
     log_every: int = Field(
         default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."

@@ -74,6 +74,19 @@ def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> No
     }
 
 
+def test_the_last_line_of_metrics_is_amended(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.amend({"eval_loss": 0.0})  # there is none yet
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    log.write({"step": 1})
+    log.write({"step": 2, "lanes": {}})
+    log.amend({"eval_loss": 1.5})
+    log.write({"step": 3})
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2, "lanes": {}, "eval_loss": 1.5}, {"step": 3}]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
     said: list[str] = []

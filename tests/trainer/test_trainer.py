@@ -14,6 +14,7 @@ from offload.config import Config
 from offload.engine import updates
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, NonFiniteError
+from offload.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
 
@@ -30,6 +31,25 @@ def test_a_streamed_run_equals_a_resident_one_bit_for_bit(run: Any) -> None:
     )
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
+    result, lines, said = run("said", train__batch_size=2, data__eval_fraction=0.3)
+    text = tmp_path / "text.txt"
+    data, rows = (next(line for line in said.splitlines() if line.startswith(start)) for start in ("data: te", "rows:"))
+    assert data.startswith(f"data: text of {text}: 1 document, ")
+    assert data.endswith(" tokens, 96.9% of them trained on")  # the first token of each 32 has nothing before it
+    assert "a row may begin and end within a document" in rows
+    num_rows = int(rows.partition(" to evaluate")[0].split()[-1])
+    assert num_rows > 16
+    assert f"{16 * 31} tokens in 16 of {num_rows} rows" in said
+    assert [line.get("eval_loss") for line in lines] == [None, None, result.eval_loss]
+
+
+def test_a_model_is_not_trained_on_data_that_nobody_named(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.source is not set.*--data\.source .*builtin:stdlib \(text\)"):
+        Trainer(Config(model={"path": "m.json"}, run={"dir": str(tmp_path / "never")})).run()
+    assert not (tmp_path / "never" / "config.yaml").exists()
 
 
 def test_a_run_repeats_itself(run: Any) -> None:
