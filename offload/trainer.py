@@ -28,7 +28,7 @@ from offload.native_io import disk_error
 from offload.objectives import Batch
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
-from offload.parts import placement, with_decisions
+from offload.parts import placement, update_rule, with_decisions
 from offload.records import NoRecords, Records, tiers
 from offload.resume import Start, find_start
 from offload.run import make_run
@@ -127,6 +127,7 @@ class Trainer:
             if dirs:
                 check_dirs(dirs)
             parse_throttle(self.config.offload.throttle)
+            update_rule(self.config)
             if self._is_first:
                 assert self._folder is not None
                 for left in remove_stale(dirs, self._folder.earlier_pids()).removed:

@@ -169,7 +169,7 @@ def _json_records(file: SourceFile) -> Iterator[tuple[str, Any]]:
 def _parse_json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
         raise ConfigError(
             f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import signal
 from pathlib import Path
 
@@ -53,6 +54,25 @@ def test_a_terminal_gets_a_live_line() -> None:
     progress.close()
     assert "[data] 100%" in stream.getvalue()
     assert "step 2" in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_lines_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = make_progress(1, stream)
+    fields = {**STEP, "step": 399, "tokens_per_second": 11714.0, "grad_norm": 0.50612, "peak_host_bytes": 17.1 * 2**20}
+    progress.step(fields, num_steps=400, eta_s=3900.0)
+    progress.close()
+    controls = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+    lines = [controls.sub("", line).rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= columns
+    said = [line for line in lines if line.startswith("step 399/400  loss 2.5000")]
+    assert said
+    assert ("grad 0.506  11,714 tok/s" in said[0]) == (columns >= 80)
+    assert ("host 17.1 MiB" in said[0]) == (columns >= 120)
+    assert not [line for line in lines if "…" in line]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])

@@ -250,6 +250,15 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
 
+def test_exceptions_that_cannot_be_are_refused_before_the_data_are_made(run: Any) -> None:
+    for groups, words in (
+        ({"(": {"lr_scale": 1.0}}, "no regular expression"),
+        ({"a": {"lr": 1.0}}, "unknown key 'lr'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run("never", optimizer__groups=groups, model__path="nowhere")
+
+
 @pytest.mark.parametrize(
     ("throttle", "words"),
     [
