@@ -29,6 +29,7 @@ from offload.objectives import Batch
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
 from offload.parts import placement, update_rule, with_decisions
+from offload.planning.environment import untested
 from offload.records import NoRecords, Records, tiers
 from offload.resume import Start, find_start
 from offload.run import make_run
@@ -106,6 +107,8 @@ class Trainer:
     def _run(self) -> TrainResult:
         comm = self._comm
         agree(comm, "the configuration", dict(self.config.items()))
+        if text := untested():
+            self._say(f"note: {text}")
         with as_one(comm, "look for a checkpoint"):
             found = None
             if self._is_first:  # in the folder that is this process's alone by then

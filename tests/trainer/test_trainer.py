@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from offload.config import Config
 from offload.engine import updates
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, NonFiniteError
+from offload.planning import environment
 from offload.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
@@ -44,6 +46,39 @@ def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path:
     assert num_rows > 16
     assert f"{16 * 31} tokens in 16 of {num_rows} rows" in said
     assert [line.get("eval_loss") for line in lines] == [None, None, result.eval_loss]
+
+
+def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is tested with" not in run("tested", train__steps=1, checkpoint__export=False)[2]
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
+    said = run("untested", train__steps=1, checkpoint__export=False)[2]
+    assert f"note: offload is tested with torch 1.9 to 1.10; this is torch {torch.__version__}.\n" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.11.0+cu130", True),
+        ("2.13.9", True),
+        ("2.14.0a0+git1", False),
+        ("3.0", False),
+    ],
+)
+def test_which_versions_are_tested(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("2.11", "2.13")})
+    monkeypatch.setattr(environment, "_version", {"torch": version}.get)
+    assert (environment.untested() is None) == is_tested
+
+
+def test_the_packages_are_those_that_are_tested() -> None:
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins = (root / "constraints.txt").read_text().splitlines()
+    for name, (oldest, newest) in environment.TESTED.items():
+        assert f"{name}>={oldest}" in wanted
+        assert [pin for pin in pins if pin.startswith(f"{name}=={newest}.")]
 
 
 def test_a_model_is_not_trained_on_data_that_nobody_named(run: Any, tmp_path: Path) -> None:
