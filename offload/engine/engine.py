@@ -349,6 +349,7 @@ class Engine:
                 reader = opened.enter_context(Reader(Path(path)))
                 check_contents(self._parts, reader)
             self._torn = f"{path} was read in part"
+            self._parts.store.forgive()
             with as_one(self.comm, "reading of the checkpoint"):
                 clip, meta = load_states(self._parts, reader)
             self._parts.executor.forget()
@@ -389,7 +390,8 @@ class Engine:
             self._torn = self._updates.give_up() or self._torn
             self._parts.store.reset()
             self._parts.executor.forget()
-            if self.comm.size == 1:  # else nothing was given up, and the others may be elsewhere
+            # Over ranks nothing was given up, and the others may be elsewhere; what is torn is of no use on the device.
+            if self.comm.size == 1 and not self._torn:
                 self._parts.slots.refresh()  # what stays may have been on its way
             self._parts.stream.reset()
             for unit in self._parts.units:

@@ -229,7 +229,7 @@ class Slots:
         chosen = None if regions is None else {region.index for region in regions}
         for index, (flat, fence) in self._resident.items():
             region = self._store.states[index].region
-            if (chosen is None or index in chosen) and (always or region.trainable):
+            if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
                 fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
 
     def settle(self) -> None:
