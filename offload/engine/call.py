@@ -239,7 +239,7 @@ class Call:
 
     def prepare(self, number: int = 0) -> None:
         """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
-        if self._inputs and number not in self._coming:
+        if number < len(self._parts) and self._parts[number].graph is None and number not in self._coming:
             self._coming[number] = self._stream.bring_back(
                 self.learned.cut_inputs(self._inputs, self._parts[number].rows)
             )

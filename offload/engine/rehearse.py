@@ -52,11 +52,17 @@ class Rehearsal:
         """
         kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
         signature = (kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags())
-        if whole or signature not in self._found:
-            self._found[signature] = self._rehearse(batch, loss_fn, whole)
-        return self._found[signature]
+        if not whole and signature in self._found:
+            return self._found[signature]
+        rule, head = self._rehearse(batch, loss_fn, whole)
+        if rule is None:  # the next batch may tell
+            return LossRule(), head
+        self._found[signature] = rule, head
+        return rule, head
 
-    def _rehearse(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
+    def _rehearse(
+        self, batch: Batch, loss_fn: LossFunction | None, whole: bool
+    ) -> tuple[LossRule | None, ChunkedHead | None]:
 
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
@@ -68,7 +74,7 @@ class Rehearsal:
         head = None
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
-            if loss_fn is None and rule.shifts and rule.takes_count:
+            if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, samples[0], run)
         self._forget_traffic()
         return rule, head

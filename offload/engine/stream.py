@@ -4,6 +4,7 @@ is computing.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -181,7 +182,7 @@ class Stream:
         rank).
         """
         key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._rank)
-        torch.manual_seed(hash(key) & 0x7FFFFFFFFFFFFFFF)
+        torch.manual_seed(generator_seed(*key))
 
     # -- what waits for the backward -------------------------------------------------------------------------
 
@@ -303,6 +304,12 @@ class Stream:
         self._uses.clear()
         self._inside = None
         self.gradients.begin_step()
+
+
+def generator_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits for these numbers: the same on every machine and in every version of Python."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

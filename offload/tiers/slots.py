@@ -61,7 +61,7 @@ class Slots:
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self.cargoes: list[tuple[Region, ...]] = [()]
-        self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
+        self._numbers: dict[tuple[int, ...], int] = {}  # by a unit's regions
         self._slots: list[Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.resize(slot_bytes)
@@ -70,12 +70,13 @@ class Slots:
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
         """Return the number of the cargo that a unit with these regions needs."""
-        found = self._numbers.get(id(regions))
+        key = tuple([region.index for region in regions])
+        found = self._numbers.get(key)
         if found is None:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-            found = self._numbers[id(regions)] = self.cargoes.index(streaming)
+            found = self._numbers[key] = self.cargoes.index(streaming)
         return found
 
     def cargo_bytes(self, cargo: int) -> int:

@@ -266,3 +266,17 @@ def test_nothing_to_train_is_refused() -> None:
         Engine(build(Stack).requires_grad_(False))
     with pytest.raises(ConfigError, match="no parameters"):
         Engine(nn.Sequential(nn.ReLU()))
+
+
+def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> None:
+    engine = Engine(build(Stack))
+    units, slots = engine._parts.units, engine._parts.slots
+    wanted = [slots.cargo_of(unit.regions) for unit in units]
+    assert len(set(wanted)) > 2
+    found = []
+    for unit in units:  # a list that goes, so that the next has its address
+        regions = list(unit.regions)
+        found.append(slots.cargo_of(regions))
+        del regions
+    assert found == wanted
+    engine.close()
