@@ -116,8 +116,8 @@ class Updates:
         if not self.is_immediate:
             self._slots.refresh()
             go_on()
-        self.is_updating = False
         self._lanes.settle()  # what is on its way belongs to a step that is over
+        self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:

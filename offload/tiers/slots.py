@@ -103,7 +103,7 @@ class Slots:
         """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
         end = offset + self.cargo_bytes(cargo)
         gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
-        slot = Slot(cargo, offset, end)
+        slot = Slot(cargo, offset, end, valid=False)  # until all of it is on its way
         rest = [  # who comes where nothing was overwritten yet has to wait for the same
             Slot(other.cargo, *part, valid=False, fence=other.fence)
             for other in gone
@@ -120,6 +120,7 @@ class Slots:
             offset += region.weight_bytes
             tickets += self._bring_up(region, flat, behind, is_ahead)
         slot.fence.fill(*tickets)
+        slot.valid = True
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
         """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""

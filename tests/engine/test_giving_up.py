@@ -334,3 +334,20 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
         step(engine, 0)
     assert step(engine, 1) == step(undisturbed, 1)
     engine.close()
+
+
+def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
+    """The states are still on their way to the disk when the next step begins."""
+    (tmp_path / "disk").mkdir()
+    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(tmp_path / "disk"))
+    engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = weights(engine)
+    step(engine, 1)
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.model.blocks[0].left = 0
+    with pytest.raises(Told):
+        engine.evaluate(words(9), loss_fn=cross_entropy)
+    assert_same(weights(engine), wanted)
+    engine.close()
