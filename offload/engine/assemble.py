@@ -162,8 +162,7 @@ class Assembly:
             Keeping(settings.recompute, device_ledger, self._is_weight),
             self._checkpoints(placement.activations, counters),
             seed=settings.seed,
-            rank=comm.rank,
-            has_peers=comm.size > 1,
+            comm=comm,
         )
         self.units: list[Unit] = []
         for number, candidate in enumerate(candidates):

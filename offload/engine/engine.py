@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ from offload.telemetry.timeline import LaneTime, Span
 from offload.tiers.placement import Placement
 
 _Result = TypeVar("_Result")
+_MOST_DEPARTURES = 3
+"""Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +165,13 @@ class Engine:
                 "engine.update() first."
             )
         self._is_open = False  # a forward of an own loop that had no backward is dropped
+        self._rehearsal.forget_other_modes()
         known = self._meet("step", batch, loss_fn)
         batch = self._bring(batch)
-        self._rehearsal.forget_other_modes()
-        return self._twice(lambda whole: self._step_on(batch, known, loss_fn, whole))
+        return self._again(lambda departed: self._step_on(batch, known, loss_fn, departed))
 
-    def _step_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> StepResult:
-        rule = self._rehearsed(batch, loss_fn, whole)
+    def _step_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
+        rule = self._rehearsed(batch, known, loss_fn, departed)
         tokens = known.num_targets(rule)
         if not tokens and loss_fn is None:
             raise ConfigError(
@@ -192,10 +195,12 @@ class Engine:
         self._check_usable()
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
-        return self._twice(lambda whole: self._evaluate_on(batch, known, loss_fn, whole))
+        return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
 
-    def _evaluate_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
-        rule = self._rehearsed(batch, loss_fn, whole)
+    def _evaluate_on(
+        self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None
+    ) -> torch.Tensor:
+        rule = self._rehearsed(batch, known, loss_fn, departed)
         random = self._parts.device.random_state()
         executor = self._parts.executor
         try:
@@ -438,7 +443,8 @@ class Engine:
         )
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None) -> Pass:
-        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None)
+        is_new = partial(self._rehearsal.is_new, batch, loss_fn)
+        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None, is_new)
 
     def _sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of what each rank has of a loss, on the CPU."""
@@ -476,34 +482,32 @@ class Engine:
     def _bring(self, batch: Batch) -> Batch:
         return {key: value.to(self.device) for key, value in batch.items()}
 
-    def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
+    def _rehearsed(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._ending():
             self._parts.slots.settle()
-            rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, whole)
-        if self._micro_batch_size is not None and not self._losses.splits:
+            rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
+        if not self._losses.is_plain and (known.is_new or departed is not None):
+            self._losses.is_plain = self.comm.any(not self._losses.splits, "whether batches can be cut")
+        if self._micro_batch_size is not None and self._losses.is_plain:
             self._parts.accumulate()
         return rule
 
-    def _twice(self, run: Callable[[bool], _Result]) -> _Result:
+    def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
-        sequence fills), record on rows of this batch in their whole length, and run again from the same random state.
-        Likewise where units that had found room on the device were in the way.
+        sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
+        from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
+        units that had found room on the device were in the way.
         """
-        random, whole = self._parts.device.random_state(), False
+        random, departed, num_departures = self._parts.device.random_state(), None, 0
         moving = {id(b): b for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
         before = [(buffer, buffer.clone()) for buffer in moving.values()]
         while True:
             try:
-                return run(whole)
-            except DepartedError:
-                if whole:
-                    raise OffloadError(
-                        "the model calls its units in another way for some rows of this batch than for others, so that "
-                        "it cannot be cut in micro-batches. Leave --train.micro_batch_size out."
-                    ) from None
-                whole = True
-                self.comm.turn("the recording of another kind of batch (padding? longer rows?)")
+                return run(departed)
+            except DepartedError as error:
+                departed, num_departures = error.is_own, num_departures + 1
+                self._losses.is_plain |= num_departures == _MOST_DEPARTURES
             except (DoesNotFitError, torch.OutOfMemoryError):
                 # The other ranks had room, and are further by now.
                 if self._torn or self.comm.size > 1 or not self._parts.leftover.give_back():
@@ -523,10 +527,9 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         self._check_usable()
-        if not self._is_open:
-            meet(self.comm, "own loop")
         self._rehearsal.forget_other_modes()
-        self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+        if meet(self.comm, "own loop", is_new=lambda: self._rehearsal.is_new_call(args, kwargs)).is_new:
+            self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
         self._open_own_step()
 
     def _open_own_step(self) -> None:

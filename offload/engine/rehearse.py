@@ -46,23 +46,36 @@ class Rehearsal:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def on_batch(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
-        """Return what is known about the loss, and a head for chunks; record first where this kind of batch, loss and
-        configuration is new, on a few rows and tokens, or with `whole` again on rows of whole length.
+    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
+        """True where this kind of batch, loss and configuration was not recorded yet."""
+        return self._signature(batch, loss_fn) not in self._found
+
+    def on_batch(
+        self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None
+    ) -> tuple[LossRule, ChunkedHead | None]:
+        """Return what is known about the loss, and a head for chunks. Collective: record first where this `is_new` to
+        some rank, on a few rows and tokens; or again, on rows of whole length, where a rank has departed from what was
+        recorded: this one, or not (None: none has).
         """
-        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
-        signature = (kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags())
-        if whole or signature not in self._found:
-            self._found[signature] = self._rehearse(batch, loss_fn, whole)
+        signature = self._signature(batch, loss_fn)
+        if is_new or departed is not None:
+            self._found[signature] = self._rehearse(batch, loss_fn, departed)
         return self._found[signature]
 
-    def _rehearse(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
+    def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> Hashable:
+        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
+        return kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags()
+
+    def _rehearse(
+        self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None
+    ) -> tuple[LossRule, ChunkedHead | None]:
 
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
-        samples = self._shared([self._sample(batch, rows, whole) for rows in _ROWS], check_batch(batch))
-        for variant in self._variants(samples):
+        again = departed is not None
+        samples = self._shared([self._sample(batch, rows, again) for rows in _ROWS], bool(departed), check_batch(batch))
+        for variant in [samples] if again else self._variants(samples):
             runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
             self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
@@ -73,13 +86,18 @@ class Rehearsal:
         self._forget_traffic()
         return rule, head
 
+    def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True where this kind of call of an own loop was not recorded yet."""
+        return self._signature_of_call(args, kwargs) not in self._found
+
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Record on a call of an own loop, with its own arguments, where this kind of call is new."""
+        """Record on a call of an own loop, with its own arguments. Collective."""
+        self._record([(0, run)] * 2)
+        self._found[self._signature_of_call(args, kwargs)] = (LossRule(), None)
+
+    def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]
-        signature = ("own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags())
-        if signature not in self._found:
-            self._record([(0, run)] * 2)
-            self._found[signature] = (LossRule(), None)
+        return "own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
@@ -107,16 +125,16 @@ class Rehearsal:
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
 
-    def _shared(self, samples: list[Batch], num_rows: int) -> list[Batch]:
-        """Return the same samples on all ranks, so that all learn the same: of the rank whose batch tells most, by its
-        different rows, and then by its padding.
+    def _shared(self, samples: list[Batch], departed: bool, num_rows: int) -> list[Batch]:
+        """Return the same samples on all ranks, so that all learn the same: of a rank that has departed, if one has,
+        and then of the one whose batch tells most, by its different rows, and by its padding.
         """
         comm = self._parts.comm
         if comm.size == 1:
             return samples
         mask = samples[-1].get("attention_mask")
         padding = 0 if mask is None else int((mask == 0).sum())
-        worth = min(num_rows, max(_ROWS)), padding, -comm.rank
+        worth = departed, min(num_rows, max(_ROWS)), padding, -comm.rank
         host = [{key: value.cpu() for key, value in sample.items()} for sample in samples]
         told = comm.gather_objects((worth, host), "samples to record on")
         _, chosen = max(told, key=lambda found: found[0])
@@ -131,7 +149,7 @@ class Rehearsal:
         if self._parts.comm.size == 1 or mask is None or mask.dim() != 2:
             return [samples]
         variants: list[list[Batch]] = []
-        for num_padded in (0, mask.shape[1] // 4):
+        for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):
             masks = [torch.ones_like(sample["attention_mask"]) for sample in samples]
             for each in masks:
                 each[:1, each.shape[1] - num_padded :] = 0

@@ -115,12 +115,6 @@ class Comm:
         """Return when all ranks have come."""
         raise NotImplementedError
 
-    def turn(self, what: str) -> None:
-        """Return when all ranks have come, from whatever tensors they had exchanged; it is an error if some go on with
-        these instead.
-        """
-        raise NotImplementedError
-
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         """Call `listener` from a thread of the watch when a rank is lost: it wakes whoever waits for an exchange. The
         process ends soon afterwards, whatever it does.
@@ -171,9 +165,6 @@ class Alone(Comm):
         return flag
 
     def barrier(self, what: str) -> None:
-        pass
-
-    def turn(self, what: str) -> None:
         pass
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
@@ -356,10 +347,6 @@ class Ranks(Comm):
 
     def barrier(self, what: str) -> None:
         self._collect(torch.zeros(1, dtype=torch.uint8), what)
-
-    def turn(self, what: str) -> None:
-        with self._exchange(what, 0):  # the watch compares it with where the others are
-            self.barrier(what)
 
     # -- waiting, and the end --------------------------------------------------------------------------------
 
