@@ -118,11 +118,10 @@ def other_ways() -> list[float]:
     def second(outputs: Tensor, batch: Batch) -> Tensor:
         return cross_entropy(outputs, batch)
 
-    found = []
     with open_comm(times=JOB) as comm:
         engine = Engine(build(lambda: Stack(Gate)), comm=comm)
-        for loss_fn in first, second if comm.rank else first:
-            found.append(engine.step(rare(0, comm.rank), loss_fn).loss.item())
+        losses = [first, second if comm.rank else first]
+        found = [engine.step(rare(0, comm.rank), loss_fn).loss.item() for loss_fn in losses]
         if comm.rank:
             engine.model.blocks[0].norm.eval()
         found.append(engine.step(rare(0, comm.rank), first).loss.item())

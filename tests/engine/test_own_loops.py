@@ -50,6 +50,21 @@ def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str)
         assert_weights(engine, reference, when=f"step {step}")
 
 
+def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradients() -> None:
+    """A call with other arguments, and an evaluation, are new, and recorded in the middle of the step."""
+    engine, reference = pair(llama)
+    batch = tokens(0)
+    for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+        backward(model(**batch).loss)
+        if model is engine.model:
+            engine.evaluate(batch)
+        backward(model(**batch, attention_mask=torch.ones_like(batch["labels"])).loss * 2)
+        if model is reference.model:
+            reference.collect()
+    assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
+    assert_weights(engine, reference, within=1e-6)
+
+
 @pytest.mark.parametrize("make", [gemma2, gpt2, mamba])
 def test_tied_weights_in_own_loops(make: Maker) -> None:
     """The uses of a tied weight are added up over the whole step: another order of the sum."""
