@@ -177,6 +177,7 @@ class Engine:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
+        self._parts.accumulate(self._micro_batch_size is not None and self._losses.is_plain)
         self.resolve_clip(known.num_elements)
         self._parts.leftover.begin_step(known.num_elements)
         with self._ending():
@@ -489,8 +490,6 @@ class Engine:
             rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
         if not self._losses.is_plain and (known.is_new or departed is not None):
             self._losses.is_plain = self.comm.any(not self._losses.splits, "whether batches can be cut")
-        if self._micro_batch_size is not None and self._losses.is_plain:
-            self._parts.accumulate()
         return rule
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:

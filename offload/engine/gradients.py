@@ -116,9 +116,9 @@ class GradientFlow:
         finally:
             self._drops = False
 
-    def accumulate(self, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds."""
-        self.accumulates, self._staging = True, Ring(staging, "gradient staging")
+    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
 
     def lasts(self, region: Region) -> bool:
         """True where a region's gradients land only once the backward is over."""
