@@ -19,6 +19,7 @@ from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping
 from offload.engine.leftover import Leftover
+from offload.engine.moved import MovedBuffers
 from offload.engine.plan import Plan, Settings, budget_bytes, make_plan
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter, resting_parameter
@@ -84,6 +85,7 @@ class Assembly:
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
         self._configs = _freeze_cache(model)
         _put_buffers(model, self.device.torch_device)
+        self.moved = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
         self.store = Store(

@@ -337,7 +337,7 @@ class Engine:
             raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
         self._settle("save_checkpoint")
         with self.counters.unchanged():
-            save_states(self._parts, Path(path), self._updates.clip, meta or {}, files)
+            save_states(self._parts, Path(path), self._decided(), meta or {}, files)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
@@ -356,13 +356,16 @@ class Engine:
                 check_contents(self._parts, reader)
             self._torn = f"{path} was read in part"
             with as_one(self.comm, "reading of the checkpoint"):
-                clip, meta = load_states(self._parts, reader)
+                decided, meta = load_states(self._parts, reader)
             self._parts.executor.forget()
             self._parts.slots.refresh(always=True)
         if self._updates.clip == "auto":
-            self._updates.clip = clip
+            self._updates.clip = decided["clip"]
+        self._rehearsal.begin_again(decided.get("losses", {}))
+        self._losses.is_plain = decided.get("plain", False)
         self._parts.lanes.forget_failures()
         self._updates.is_updating, self._torn, self._is_open = False, None, False
+        self._own_losses.clear()
         return meta
 
     def close(self, restore: bool = False) -> None:
@@ -403,6 +406,10 @@ class Engine:
             self._is_open = False
             self._own_losses.clear()
             raise
+
+    def _decided(self) -> dict[str, Any]:
+        """Return what was decided once and for all, and changes bits."""
+        return {"clip": self._updates.clip, "plain": self._losses.is_plain, "losses": self._rehearsal.decided}
 
     def _begin_step(self, kind: Hashable, waits: bool = False) -> None:
         self._parts.lanes.timeline.begin_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -23,10 +23,12 @@ from offload.engine.loss import (
 )
 from offload.engine.record import Recording
 from offload.errors import ConfigError
+from offload.partition.agreement import digest
 from offload.telemetry.counters import Counters
 
 _ROWS = (2, 3)
 _TOKENS = 16
+_FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
 _Found = TypeVar("_Found")
 
 
@@ -43,6 +45,7 @@ class Rehearsal:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
         self._modes: list[bool] = []
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
+        self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
@@ -79,12 +82,32 @@ class Rehearsal:
             runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
             self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
+        probe = self._probe(samples[0])
         with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
-            rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
+            rule = self._watched(lambda: probe_loss(self._model, probe, run, loss_fn))
             if loss_fn is None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, samples[0], run)
+                head = find_chunked_head(self._model, probe, run)
         self._forget_traffic()
-        return rule, head
+        return (rule, head) if loss_fn is not None else self._keep_decision(batch, rule, head)
+
+    def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
+        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
+        self.decided = {key: list(values) for key, values in decided.items()}
+        self._found.clear()
+        for unit in self._parts.units:
+            unit.known.clear()
+
+    def _keep_decision(
+        self, batch: Batch, rule: LossRule, head: ChunkedHead | None
+    ) -> tuple[LossRule, ChunkedHead | None]:
+        """Return what was decided about the model's own loss when it was tried first: it must not change with a batch,
+        nor where a run goes on from a checkpoint.
+        """
+        names = " ".join(f"{name}:{value.dim()}" for name, value in sorted(batch.items()))
+        key = f"{names} {digest(repr(self._flags()).encode())}"
+        kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
+        shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
+        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet."""
@@ -120,10 +143,25 @@ class Rehearsal:
         if mask is not None and mask.dim() == 2:
             order = mask.sum(1).argsort(stable=True)[order]
         sample = {key: value[order] for key, value in batch.items()}
-        shapes = {tuple(value.shape) for value in batch.values()}
-        if not whole and hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+        if not whole and self._is_text(batch):
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
+
+    def _probe(self, sample: Batch) -> Batch:
+        """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
+        if not self._is_text(sample):
+            return sample
+        length = next(iter(sample.values())).shape[1]
+        columns = torch.arange(min(max(length, _FEWEST_COLUMNS), _TOKENS)) % length
+        return {
+            key: torch.ones_like(value[:, columns]) if key == "attention_mask" else value[:, columns]
+            for key, value in sample.items()
+        }
+
+    def _is_text(self, batch: Batch) -> bool:
+        """True where all of a batch is [rows, tokens]."""
+        shapes = {tuple(value.shape) for value in batch.values()}
+        return hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2
 
     def _shared(self, samples: list[Batch], departed: bool, num_rows: int) -> list[Batch]:
         """Return the same samples on all ranks, so that all learn the same: of a rank that has departed, if one has,
