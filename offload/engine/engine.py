@@ -376,7 +376,7 @@ class Engine:
             return
         error = sys.exc_info()[1]  # of the block that this call cleans up after
         is_sound = error is None and not self._torn and self._updates.failure() is None
-        if is_sound and (restore or self.comm.size > 1):
+        if is_sound and (restore or (self.comm.size > 1 and self.comm.stands)):
             self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)

@@ -71,6 +71,11 @@ class Comm:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
+    @property
+    def stands(self) -> bool:
+        """False where the caller has destroyed all groups of processes, perhaps to make others."""
+        return True
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
         raise NotImplementedError
@@ -367,6 +372,11 @@ class Ranks(Comm):
         row = row or self._tensors
         with row.lock:
             self._check()
+            if not self.stands:
+                raise ConfigError(
+                    "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
+                    "used it: close the engine first."
+                )
             row.now = moved(row.now, what, numel)
             yield
             row.now = left(row.now)
@@ -388,6 +398,12 @@ class Ranks(Comm):
                 continue
             raise explained
 
+    @property
+    def stands(self) -> bool:
+        with suppress(KeyError, ValueError):
+            return bool(dist.get_process_group_ranks(self._tensors.group))
+        return False
+
     def _abandon(self, _error: RankLostError | None) -> None:
         """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
         groups = [self._tensors.group, self._values.group]
@@ -399,7 +415,7 @@ class Ranks(Comm):
         if self._watch.is_over:
             return
         atexit.unregister(self._at_exit)
-        self._watch.end(error)
+        self._watch.end(error if self.stands else None)  # who destroys the groups destroys them everywhere
         if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
@@ -410,8 +426,9 @@ class Ranks(Comm):
 
     def _destroy(self) -> None:
         rows = self._tensors, self._values
-        for group in (None,) if self._owns_default else [row.group for row in rows]:
-            dist.destroy_process_group(group)
+        if self.stands:
+            for group in (None,) if self._owns_default else [row.group for row in rows]:
+                dist.destroy_process_group(group)
         for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
             row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
 
