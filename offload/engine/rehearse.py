@@ -43,7 +43,7 @@ class Rehearsal:
         self, model: nn.Module, parts: Assembly, counters: Counters, as_ours: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
-        self._modes: list[bool] = []
+        self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
@@ -123,9 +123,14 @@ class Rehearsal:
         return "own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
-        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
-        if self._found and self._modes != [module.training for module in self._model.modules()]:
+        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
+        parameters frozen.
+        """
+        if self._found and self._modes != self._current_modes():
             self._found.clear()
+
+    def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
+        return [module.training for module in self._model.modules()], self._parts.snapshot.frozen
 
     def _flags(self) -> Hashable:
         """Return the switches of the model's configuration: some make tensors leave units by another way."""
@@ -210,7 +215,7 @@ class Rehearsal:
                 return recording
 
             before = self._settled(record, rows, before)
-        self._modes = [module.training for module in self._model.modules()]
+        self._modes = self._current_modes()
         self._forget_traffic()
 
     def _forget_traffic(self) -> None:
