@@ -63,6 +63,8 @@ class Entry:
 
 Contents = Mapping[str, Entry]
 """By parameter name."""
+MOVED = "moved-"
+"""What the planes of a buffer begin with that one rank has moved (`moved-0`): none of the model's weights."""
 
 _Count = Annotated[int, Field(strict=True, ge=0)]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -238,6 +240,15 @@ def gather(
     manifest = Manifest(meta=dict(meta), attached=dict(attached), files=files, parameters=parameters)
     manifest._check()
     return manifest
+
+
+def without_moved(contents: Contents) -> dict[str, Entry]:
+    """Return what of a checkpoint belongs to the model's own state."""
+    found = {
+        name: Entry(entry.shape, {plane: dtype for plane, dtype in entry.planes.items() if not plane.startswith(MOVED)})
+        for name, entry in contents.items()
+    }
+    return {name: entry for name, entry in found.items() if entry.planes}
 
 
 def checksum(data: Any) -> str:

@@ -21,7 +21,7 @@ from offload.checkpoint.folder import offering_another
 from offload.checkpoint.given import configuration
 from offload.checkpoint.hf_names import Shape, settle_buffers, stays_fp32, use_conversions
 from offload.checkpoint.hf_write import SHARD_BYTES, Exported, write_model
-from offload.checkpoint.manifest import DTYPE_OF
+from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.models import attention_options, model_kind
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
@@ -77,7 +77,7 @@ class StoredWeights:
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         _check(state, reader)
         first: dict[int, str] = {}
-        for name in reader.contents:
+        for name in without_moved(reader.contents):
             first.setdefault(id(state[name]), name)
         is_kept = stays_fp32(model, dtype or torch.float32)
         self._sources: dict[str, Stored] = {}
@@ -183,9 +183,10 @@ def export_stored(
 
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
     """Raise ConfigError unless the checkpoint has all of a model's state, and nothing else."""
-    found = {id(state[name]) for name in reader.contents if name in state}
+    contents = without_moved(reader.contents)
+    found = {id(state[name]) for name in contents if name in state}
     wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in found]
-    for name, entry in reader.contents.items():
+    for name, entry in contents.items():
         if name not in state:
             wrong.append(f"the model has no {name}")
         elif tuple(state[name].shape) != entry.shape:

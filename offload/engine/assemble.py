@@ -20,6 +20,7 @@ from offload.engine.gradients import GradientFlow
 from offload.engine.hold import Hold, Snapshot
 from offload.engine.keeping import Keeping
 from offload.engine.leftover import Leftover
+from offload.engine.moved import MovedBuffers
 from offload.engine.plan import Plan, Settings, budget_bytes, make_plan
 from offload.engine.stream import Stream
 from offload.engine.unit import Unit, put_parameter
@@ -70,6 +71,8 @@ class Assembly:
         self._throttle = settings.throttle
         self.closed = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
+        self._staged = [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
+        self._keeps_gradients = keeps_gradients
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
@@ -83,6 +86,7 @@ class Assembly:
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
         self._configs: list[tuple[Any, bool]] = []
         _put_buffers(model, self.device.torch_device)
+        self.moved = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
         self.store = Store(
@@ -120,9 +124,7 @@ class Assembly:
             buffer_bytes=buffer.num_bytes,
             shards_bytes=plan.of("device", SHARDS).num_bytes,
             scratch_bytes=plan.of("device", SCRATCH).num_bytes,
-            staging=self._stage(
-                [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
-            ),
+            staging=self._stage(self._staged),
             debug=debug,
         )
         # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
@@ -163,8 +165,7 @@ class Assembly:
             Keeping(settings.recompute, device_ledger, self._is_weight),
             self._checkpoints(placement.activations, counters),
             seed=settings.seed,
-            rank=comm.rank,
-            has_peers=comm.size > 1,
+            comm=comm,
         )
         self.units: list[Unit] = []
         for number, candidate in enumerate(candidates):
@@ -303,25 +304,33 @@ class Assembly:
             if not unit.resident:
                 unit.forget_live()
 
-    def accumulate(self) -> None:
-        """Make room for gradients that are summed over several backward passes."""
-        if not self.gradients.accumulates:
-            if any("gradients" in self.plan.layout.of(region) for region in self.regions):
-                warnings.warn(
-                    "gradients that are summed over several backward passes wait in host memory, in fp32, although "
-                    "offload.gradients is nvme.",
-                    stacklevel=2,
-                )
-            self.store.hold_gradients(accumulates=True)
-            self.gradients.accumulate(self._stage(self.regions, accumulates=True))
+    def accumulate(self, accumulates: bool = True) -> None:
+        """Make room for gradients that are summed over several backward passes; or between two steps go back to those
+        of one, so that a step is what it would be had there been none of the others.
+        """
+        if self.gradients.accumulates == accumulates:
+            return
+        if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
+            warnings.warn(
+                "gradients that are summed over several backward passes wait in host memory, in fp32, although "
+                "offload.gradients is nvme.",
+                stacklevel=2,
+            )
+        self.lanes.drain_updates()  # they read what goes
+        self.store.hold_gradients(accumulates, waits=self._keeps_gradients)
+        self.gradients.accumulate(
+            accumulates, self._stage(self.regions if accumulates else self._staged, accumulates=accumulates)
+        )
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory beside the states for the gradients of these regions on their way."""
         neighbours = 2 if self.lanes.overlap else 1
         num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates)
+        ledger = self.device.ledger if self.store.tier == "device" else self.host
+        ledger.release("gradient staging", ledger.allocations.get("gradient staging", 0))
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
-        self.host.reserve("gradient staging", num_bytes - self.host.allocations.get("gradient staging", 0))
+        self.host.reserve("gradient staging", num_bytes)
         return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
     def update_seconds(self) -> float:

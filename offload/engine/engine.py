@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -41,6 +42,8 @@ from offload.telemetry.timeline import LaneTime, Span
 from offload.tiers.placement import Placement
 
 _Result = TypeVar("_Result")
+_MOST_DEPARTURES = 3
+"""Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
 
 
 @dataclass(frozen=True)
@@ -170,18 +173,19 @@ class Engine:
                 "engine.update() first."
             )
         self._is_open = False  # a forward of an own loop that had no backward is dropped
+        self._rehearsal.forget_other_modes()
         known = self._meet("step", batch, loss_fn)
         batch = self._bring(batch)
-        self._rehearsal.forget_other_modes()
-        return self._twice(lambda whole: self._step_on(batch, known, loss_fn, whole))
+        return self._again(lambda departed: self._step_on(batch, known, loss_fn, departed))
 
-    def _step_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> StepResult:
-        rule = self._rehearsed(batch, loss_fn, whole)
+    def _step_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
+        rule = self._rehearsed(batch, known, loss_fn, departed)
         tokens = known.num_targets(rule)
         if not tokens and loss_fn is None:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
+        self._parts.accumulate(self._micro_batch_size is not None and self._losses.is_plain)
         self.resolve_clip(known.num_elements)
         self._parts.leftover.begin_step(known.num_elements)
         with self._ending():
@@ -203,10 +207,12 @@ class Engine:
         self._parts.snapshot.check(trains=False)
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
-        return self._twice(lambda whole: self._evaluate_on(batch, known, loss_fn, whole))
+        return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
 
-    def _evaluate_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
-        rule = self._rehearsed(batch, loss_fn, whole)
+    def _evaluate_on(
+        self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None
+    ) -> torch.Tensor:
+        rule = self._rehearsed(batch, known, loss_fn, departed)
         executor, undo = self._parts.executor, self._parts.stream.undo
         random = self._parts.device.random_state()
         with (
@@ -353,7 +359,7 @@ class Engine:
             raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
         self._settle("save_checkpoint")
         with self._working(), self.counters.unchanged():
-            save_states(self._parts, Path(path), self._updates.clip, meta or {}, files)
+            save_states(self._parts, Path(path), self._decided(), meta or {}, files)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
@@ -376,12 +382,14 @@ class Engine:
             self._parts.store.forgive()
             self._parts.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
-                clip, meta = load_states(self._parts, reader)
+                decided, meta = load_states(self._parts, reader)
                 self._parts.lanes.drain_updates()  # what goes to disk is there: no step gives it up with its own
             self._parts.executor.forget()
             self._parts.slots.refresh(always=True)
         if self._updates.clip == "auto":
-            self._updates.clip = clip
+            self._updates.clip = decided["clip"]
+        self._rehearsal.begin_again(decided.get("losses", {}))
+        self._losses.is_plain = decided.get("plain", False)
         self._parts.lanes.settle()
         self._updates.is_updating, self._torn, self._is_open = False, None, False
         self._own_losses.clear()
@@ -397,7 +405,7 @@ class Engine:
             self._recover()
         error = sys.exc_info()[1]  # of the block that this call cleans up after
         is_sound = error is None and not self._torn and self._updates.failure() is None
-        if is_sound and (restore or self.comm.size > 1):
+        if is_sound and (restore or (self.comm.size > 1 and self.comm.stands)):
             self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
@@ -471,6 +479,10 @@ class Engine:
         self._own_losses.clear()
         self._is_busy = False
 
+    def _decided(self) -> dict[str, Any]:
+        """Return what was decided once and for all, and changes bits."""
+        return {"clip": self._updates.clip, "plain": self._losses.is_plain, "losses": self._rehearsal.decided}
+
     def _begin_step(self, kind: Hashable, waits: bool = False) -> None:
         self._parts.lanes.timeline.begin_step()
         self.counters.begin_step()
@@ -511,7 +523,8 @@ class Engine:
         )
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None) -> Pass:
-        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None)
+        is_new = partial(self._rehearsal.is_new, batch, loss_fn)
+        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None, is_new)
 
     def _sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of what each rank has of a loss, on the CPU."""
@@ -564,34 +577,30 @@ class Engine:
     def _bring(self, batch: Batch) -> Batch:
         return {key: value.to(self.device) for key, value in batch.items()}
 
-    def _rehearsed(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> LossRule:
+    def _rehearsed(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._ending():
             self._parts.slots.settle()
-            rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, whole)
-        if self._micro_batch_size is not None and not self._losses.splits:
-            self._parts.accumulate()
+            rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
+        if not self._losses.is_plain and (known.is_new or departed is not None):
+            self._losses.is_plain = self.comm.any(not self._losses.splits, "whether batches can be cut")
         return rule
 
-    def _twice(self, run: Callable[[bool], _Result]) -> _Result:
+    def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
-        sequence fills), record on rows of this batch in their whole length, and run again from the same random state.
-        Likewise where units that had found room on the device were in the way.
+        sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
+        from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
+        units that had found room on the device were in the way.
         """
-        random, whole = self._parts.device.random_state(), False
+        random, departed, num_departures = self._parts.device.random_state(), None, 0
         moving = {id(b): b for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
         before = [(buffer, buffer.clone()) for buffer in moving.values()]
         while True:
             try:
-                return run(whole)
-            except DepartedError:
-                if whole:
-                    raise OffloadError(
-                        "the model calls its units in another way for some rows of this batch than for others, so that "
-                        "it cannot be cut in micro-batches. Leave --train.micro_batch_size out."
-                    ) from None
-                whole = True
-                self.comm.turn("the recording of another kind of batch (padding? longer rows?)")
+                return run(departed)
+            except DepartedError as error:
+                departed, num_departures = error.is_own, num_departures + 1
+                self._losses.is_plain |= num_departures == _MOST_DEPARTURES
             except (DoesNotFitError, torch.OutOfMemoryError):
                 # The other ranks had room, and are further by now.
                 if self._torn or self.comm.size > 1 or not self._parts.leftover.give_back():
@@ -614,10 +623,9 @@ class Engine:
             if not torch.is_grad_enabled():
                 return
             self._check_sound()
-            if not self._is_open:
-                meet(self.comm, "own loop")
             self._rehearsal.forget_other_modes()
-            self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+            if meet(self.comm, "own loop", is_new=lambda: self._rehearsal.is_new_call(args, kwargs)).is_new:
+                self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
             self._open_own_step()
 
     def _open_own_step(self) -> None:

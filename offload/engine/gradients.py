@@ -61,7 +61,7 @@ class GradientFlow:
         self._down, self._adding = (lanes.d2h, lanes.update) if on_host else (lanes.here, lanes.here)
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
-        self._repeats = False
+        self._repeats = self._drops = False
         self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
@@ -107,9 +107,18 @@ class GradientFlow:
         self._staging.reset()
         self.is_wide = self._repeats = False
 
-    def accumulate(self, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds."""
-        self.accumulates, self._staging = True, Ring(staging, "gradient staging")
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within, gradients are dropped (those of a recording, which an own loop may need in the middle of a step)."""
+        self._drops = True
+        try:
+            yield
+        finally:
+            self._drops = False
+
+    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
 
     def lasts(self, region: Region) -> bool:
         """True where a region's gradients land only once the backward is over."""
@@ -184,6 +193,8 @@ class GradientFlow:
                 "are streamed. Make the module with sparse=False."
             )
         gradient, parameter.grad = parameter.grad.reshape(-1), None
+        if self._drops:
+            return
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.measures.touched[region.index]
         flat = self._lasting.get(region.index)

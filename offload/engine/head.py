@@ -34,6 +34,17 @@ class ChunkedHead:
         self._model, self._base = model, base
         self.vocabulary = 0
 
+    @classmethod
+    def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
+        """Return the head of a model that is known to allow chunks, by its vocabulary; None for 0."""
+        if not vocabulary:
+            return None
+        base = model.base_model
+        assert isinstance(base, nn.Module)
+        head = cls(model, base)
+        head.vocabulary = vocabulary
+        return head
+
     def base_output(self, run: Callable[[], Any]) -> Any:
         """Run the model up to the output of its base model."""
         original = self._base.forward

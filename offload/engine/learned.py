@@ -30,7 +30,13 @@ class BatchAxis:
 
 
 class DepartedError(Exception):
-    """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows."""
+    """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows: on
+    this rank (`is_own`) or on another.
+    """
+
+    def __init__(self, is_own: bool) -> None:
+        super().__init__()
+        self.is_own = is_own
 
 
 @dataclass
@@ -41,7 +47,8 @@ class Learned:
     units receive too. changed: results that the caller changes in place. detached: results that never require a
     gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
     a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
-    the batch, and how. splits: it gives the same when the batch is cut in rows.
+    the batch, and how. is_compared: passes with different numbers of rows were, so that this is known. splits: it
+    gives the same when the batch is cut in rows.
     keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
     copied_bytes: what its graph saves that does not grow with the batch (copies of weights).
     """
@@ -57,6 +64,7 @@ class Learned:
     inputs: list[BatchAxis | None] = field(default_factory=list)
     others: list[int | None] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)
+    is_compared: bool = False
     splits: bool = False
     keeps_nothing: bool = False
     copied_bytes: int = 0

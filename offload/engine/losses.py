@@ -16,7 +16,8 @@ from offload.engine.meeting import Pass
 
 class Losses:
     """Runs the model on a batch, in micro-batches and with its head in chunks. `head` is there once it is known that
-    the model's allows that.
+    the model's allows that. `is_plain`, once and for all: some unit cannot be cut, so that the model is called on one
+    micro-batch after the other.
 
     Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs.
     """
@@ -32,12 +33,13 @@ class Losses:
         self._model, self._parts, self._as_ours = model, parts, as_ours
         self._micro_rows, self._chunk_bytes = micro_rows, chunk_bytes
         self.head: ChunkedHead | None = None
+        self.is_plain = False
 
     @property
     def splits(self) -> bool:
-        """True where every unit gives the same when the batch is cut in rows."""
+        """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
         pages = [page for unit in self._parts.units if not unit.resident for page in unit.known.values()]
-        return all(page.splits for page in pages)
+        return all(page.splits for page in pages if page.is_compared)
 
     def parts(
         self, batch: Batch, known: Pass, rule: LossRule, loss_fn: LossFunction | None
@@ -48,7 +50,7 @@ class Losses:
         otherwise the model is called on one micro-batch after the other.
         """
         own = known.ranks[known.rank]
-        if known.num_parts > 1 and not self.splits:
+        if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(batch, known, rule, loss_fn)
             return
         with self._as_ours(), self._parts.stream.micro_batches(own.rows, own.micro_rows, known.num_parts > 1):

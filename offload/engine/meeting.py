@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from offload.engine.loss import Batch, LossRule, check_batch
 from offload.errors import ConfigError
@@ -13,13 +13,16 @@ from offload.partition.comm import Comm
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank is about to do. `targets`: of a loss that shifts labels, and of one that does not."""
+    """What a rank is about to do. `targets`: of a loss that shifts labels, and of one that does not. `is_new`: it has
+    to record first.
+    """
 
     operation: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     micro_rows: int = 0
     targets: tuple[int, int] = (0, 0)
     has_loss_function: bool = False
+    is_new: bool = False
     complaint: str = ""
 
     @property
@@ -44,6 +47,11 @@ class Pass:
         """Return what passes with the same schedule have in common."""
         own = self.ranks[self.rank]
         return own.operation, tuple(told.shapes for told in self.ranks), not own.has_loss_function
+
+    @property
+    def is_new(self) -> bool:
+        """True where some rank has to record first, which all do together."""
+        return any(told.is_new for told in self.ranks)
 
     @property
     def num_parts(self) -> int:
@@ -71,6 +79,7 @@ def meet(
     batch: Batch | None = None,
     micro_rows: int | None = None,
     has_loss_function: bool = False,
+    is_new: Callable[[], bool] = lambda: False,
 ) -> Pass:
     """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective.
 
@@ -89,6 +98,8 @@ def meet(
         micro = min(micro_rows or rows, rows)
         targets = LossRule(shifts=True).targets(batch), LossRule(shifts=False).targets(batch)
         told = Told(operation, shapes, micro, targets, has_loss_function)
+    if not told.complaint:
+        told = replace(told, is_new=is_new())
     ranks = comm.gather_objects(told, "what to do next")
     for rank, other in enumerate(ranks):
         if other.complaint:

@@ -199,6 +199,7 @@ class Recording:
         learned, uses, before = unit.learned, self.uses[unit.name], self._before.uses.get(unit.name, [])
         if self.rows == self._before.rows:  # an own loop's call: nothing to compare
             return
+        learned.is_compared = True
         if len(before) < len(uses):
             learned.splits = False
             return

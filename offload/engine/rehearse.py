@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -24,10 +24,12 @@ from offload.engine.loss import (
 from offload.engine.record import Recording
 from offload.engine.undo import Undo
 from offload.errors import ConfigError
+from offload.partition.agreement import digest
 from offload.telemetry.counters import Counters
 
 _ROWS = (2, 3)
 _TOKENS = 16
+_FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
 _Found = TypeVar("_Found")
 
 
@@ -44,53 +46,92 @@ class Rehearsal:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
+        self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def on_batch(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
-        """Return what is known about the loss, and a head for chunks; record first where this kind of batch, loss and
-        configuration is new, on a few rows and tokens, or with `whole` again on rows of whole length.
+    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
+        """True where this kind of batch, loss and configuration was not recorded yet."""
+        return self._signature(batch, loss_fn) not in self._found
+
+    def on_batch(
+        self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None
+    ) -> tuple[LossRule, ChunkedHead | None]:
+        """Return what is known about the loss, and a head for chunks. Collective: record first where this `is_new` to
+        some rank, on a few rows and tokens; or again, on rows of whole length, where a rank has departed from what was
+        recorded: this one, or not (None: none has).
         """
-        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
-        signature = (kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags())
-        if not whole and signature in self._found:
+        signature = self._signature(batch, loss_fn)
+        if not is_new and departed is None:
             return self._found[signature]
-        rule, head = self._rehearse(batch, loss_fn, whole)
+        rule, head = self._rehearse(batch, loss_fn, departed)
         if rule is None:  # the next batch may tell
-            return LossRule(), head
+            return LossRule(), None
+        if loss_fn is None:
+            rule, head = self._keep_decision(batch, rule, head)
         self._found[signature] = rule, head
         return rule, head
 
+    def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> Hashable:
+        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
+        return kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags()
+
     def _rehearse(
-        self, batch: Batch, loss_fn: LossFunction | None, whole: bool
+        self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None
     ) -> tuple[LossRule | None, ChunkedHead | None]:
 
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
-        samples = self._shared([self._sample(batch, rows, whole) for rows in _ROWS], check_batch(batch))
-        for variant in self._variants(samples):
+        again = departed is not None
+        samples = self._shared([self._sample(batch, rows, again) for rows in _ROWS], bool(departed), check_batch(batch))
+        for variant in [samples] if again else self._variants(samples):
             runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
             self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
+        probe = self._probe(samples[0])
         with (
             self._unseen(),
             in_eval_mode(self._model, self._parts.stream.undo),
             torch.no_grad(),
         ):  # dropout would blur the comparisons
-            rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
+            rule = self._watched(lambda: probe_loss(self._model, probe, run, loss_fn))
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, samples[0], run)
+                head = find_chunked_head(self._model, probe, run)
         self._forget_traffic()
         return rule, head
 
+    def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
+        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
+        self.decided = {key: list(values) for key, values in decided.items()}
+        self._found.clear()
+        for unit in self._parts.units:
+            unit.known.clear()
+
+    def _keep_decision(
+        self, batch: Batch, rule: LossRule, head: ChunkedHead | None
+    ) -> tuple[LossRule, ChunkedHead | None]:
+        """Return what was decided about the model's own loss when it was tried first: it must not change with a batch,
+        nor where a run goes on from a checkpoint.
+        """
+        names = " ".join(f"{name}:{value.dim()}" for name, value in sorted(batch.items()))
+        key = f"{names} {digest(repr(self._flags()).encode())}"
+        kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
+        shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
+        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
+
+    def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True where this kind of call of an own loop was not recorded yet."""
+        return self._signature_of_call(args, kwargs) not in self._found
+
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Record on a call of an own loop, with its own arguments, where this kind of call is new."""
+        """Record on a call of an own loop, with its own arguments. Collective."""
+        self._record([(0, run)] * 2)
+        self._found[self._signature_of_call(args, kwargs)] = (LossRule(), None)
+
+    def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]
-        signature = ("own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags())
-        if signature not in self._found:
-            self._record([(0, run)] * 2)
-            self._found[signature] = (LossRule(), None)
+        return "own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
@@ -118,21 +159,36 @@ class Rehearsal:
         if mask is not None and mask.dim() == 2:
             order = mask.sum(1).argsort(stable=True)[order]
         sample = {key: value[order] for key, value in batch.items()}
-        shapes = {tuple(value.shape) for value in batch.values()}
-        if not whole and hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+        if not whole and self._is_text(batch):
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
 
-    def _shared(self, samples: list[Batch], num_rows: int) -> list[Batch]:
-        """Return the same samples on all ranks, so that all learn the same: of the rank whose batch tells most, by its
-        different rows, and then by its padding.
+    def _probe(self, sample: Batch) -> Batch:
+        """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
+        if not self._is_text(sample):
+            return sample
+        length = next(iter(sample.values())).shape[1]
+        columns = torch.arange(min(max(length, _FEWEST_COLUMNS), _TOKENS)) % length
+        return {
+            key: torch.ones_like(value[:, columns]) if key == "attention_mask" else value[:, columns]
+            for key, value in sample.items()
+        }
+
+    def _is_text(self, batch: Batch) -> bool:
+        """True where all of a batch is [rows, tokens]."""
+        shapes = {tuple(value.shape) for value in batch.values()}
+        return hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2
+
+    def _shared(self, samples: list[Batch], departed: bool, num_rows: int) -> list[Batch]:
+        """Return the same samples on all ranks, so that all learn the same: of a rank that has departed, if one has,
+        and then of the one whose batch tells most, by its different rows, and by its padding.
         """
         comm = self._parts.comm
         if comm.size == 1:
             return samples
         mask = samples[-1].get("attention_mask")
         padding = 0 if mask is None else int((mask == 0).sum())
-        worth = min(num_rows, max(_ROWS)), padding, -comm.rank
+        worth = departed, min(num_rows, max(_ROWS)), padding, -comm.rank
         host = [{key: value.cpu() for key, value in sample.items()} for sample in samples]
         told = comm.gather_objects((worth, host), "samples to record on")
         _, chosen = max(told, key=lambda found: found[0])
@@ -147,7 +203,7 @@ class Rehearsal:
         if self._parts.comm.size == 1 or mask is None or mask.dim() != 2:
             return [samples]
         variants: list[list[Batch]] = []
-        for num_padded in (0, mask.shape[1] // 4):
+        for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):
             masks = [torch.ones_like(sample["attention_mask"]) for sample in samples]
             for each in masks:
                 each[:1, each.shape[1] - num_padded :] = 0
@@ -163,7 +219,7 @@ class Rehearsal:
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
                 stream.recording = recording
                 try:
-                    with self._unseen(), torch.enable_grad():
+                    with self._unseen(), self._parts.gradients.unheard(), torch.enable_grad():
                         recording.finish(run())
                 finally:
                     stream.recording = None
@@ -171,7 +227,6 @@ class Rehearsal:
 
             before = self._settled(record, rows, before)
         self._modes = self._current_modes()
-        self._parts.gradients.begin_step()
         self._forget_traffic()
 
     def _forget_traffic(self) -> None:

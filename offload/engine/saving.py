@@ -16,7 +16,7 @@ import torch
 
 from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
-from offload.checkpoint.manifest import Entry, name_of
+from offload.checkpoint.manifest import Entry, name_of, without_moved
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
@@ -33,15 +33,23 @@ _BUFFER = "buffer"  # the only plane of a buffer
 
 
 def save_states(
-    parts: Assembly, folder: Path, clip: str, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+    parts: Assembly,
+    folder: Path,
+    decided: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write all states, and what a step depends on beside its batch, to `folder`; `meta` (for JSON) is kept with them,
-    and so are `files`. Collective; no update may be on its way. What was in the folder before stays until all of it is
-    there.
+    """Write all states, and what a step depends on beside its batch, to `folder`; `decided` (what the engine has, once
+    and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update may be on its
+    way. What was in the folder before stays until all of it is there.
 
     Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
     """
     comm, contents, save = parts.comm, _contents(parts), None
+    moved = parts.moved.find(comm, _buffers(parts))
+    for name, entry in moved.items():
+        planes = contents[name].planes if name in contents else {}
+        contents[name] = Entry(entry.shape, {**planes, **entry.planes})
     with ExitStack() as opened:
         with as_one(comm, "making of the checkpoint"):
             if comm.rank == 0:
@@ -51,9 +59,11 @@ def save_states(
         path: Any = comm.gather_objects(save and save.path, "folder of the checkpoint")[0]
         with as_one(comm, "writing of the checkpoint"), Writer(path, comm.rank, contents) as writer:
             _write(parts, writer)
+            for name, plane, value in parts.moved.own(comm.rank, moved):
+                writer.write(name, plane, 0, value)
             part = writer.finish()
         told = comm.gather_objects((part, _random(parts)), "parts of the checkpoint")
-        own = {"step": parts.stream.step_number, "clip": clip, "updates": dict(_updates(parts))}
+        own = {**decided, "step": parts.stream.step_number, "updates": dict(_updates(parts))}
         own |= {
             "random": [random for _, random in told],
             "built_in": _built_in(parts),
@@ -64,9 +74,10 @@ def save_states(
                 save.commit(contents, [its for its, _ in told], {"engine": own, "meta": dict(meta)})
 
 
-def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
-    """Fill all states from a checkpoint that `check_contents` has accepted; return how it clipped, and its meta. Each
-    rank reads what it holds. Random generators are as they were where the number of ranks is the same.
+def load_states(parts: Assembly, reader: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
+    rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
+    number of ranks is the same.
 
     Raises CheckpointError where the data are damaged: the states belong to no step then.
     """
@@ -79,6 +90,7 @@ def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
+    parts.moved.load(reader, parts.comm.rank, len(own["random"]) == parts.comm.size)
     parts.stream.step_number = own["step"]
     if len(own["random"]) == parts.comm.size:
         states = [base64.b64decode(text) for text in own["random"][parts.comm.rank]]
@@ -86,12 +98,12 @@ def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
             parts.device.set_random_state(
                 tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
             )
-    return own["clip"], reader.meta["meta"]
+    return own, reader.meta["meta"]
 
 
 def check_contents(parts: Assembly, reader: Reader) -> None:
     """Raise ConfigError where a checkpoint is not one of this model, trained and stored alike."""
-    wanted, found = _contents(parts), reader.contents
+    wanted, found = _contents(parts), without_moved(reader.contents)
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     for name in [*wanted, *found]:

@@ -25,6 +25,7 @@ from offload.engine.undo import Undo, Where
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
+from offload.partition.comm import Comm
 from offload.partition.layout import Region
 from offload.schedule.execute import Executor
 from offload.tiers.device import Device
@@ -68,17 +69,17 @@ class Stream:
         checkpoints: Checkpoints[Any] | None,
         *,
         seed: int,
-        rank: int,
-        has_peers: bool,
+        comm: Comm,
     ) -> None:
         self.device, self.slots, self.gradients = device, slots, gradients
         self._lanes, self._executor = lanes, executor
         self.anchor = torch.zeros((), requires_grad=True)
         self.recording: Recording | None = None
         self.step_number = 0
-        self._keeping, self._checkpoints, self._seed, self._rank = keeping, checkpoints, seed, rank
-        self.has_peers = has_peers
+        self._keeping, self._checkpoints, self._seed, self._comm = keeping, checkpoints, seed, comm
+        self.has_peers = comm.size > 1
         self._batch: tuple[int, int] | None = None
+        self._is_cut = False
         self._inside: Unit | None = None
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
@@ -113,8 +114,12 @@ class Stream:
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_step = torch.is_grad_enabled() or self._batch is not None
         arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
-        if not unit.recall(arguments.structure) and self._batch is not None:
-            raise DepartedError
+        is_known = unit.recall(arguments.structure) and unit.learned.is_compared
+        if self._is_cut:
+            # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
+            departs = self._batch is not None and not is_known
+            if self._comm.any(departs, f"how unit {unit.name} is called"):
+                raise DepartedError(is_own=departs)
         if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
             self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
             return deliver(call_unit(unit, self, arguments), args, kwargs)
@@ -183,23 +188,23 @@ class Stream:
         """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
 
         def restore() -> None:
-            self._batch, self.gradients.is_wide = None, False
+            self._batch, self._is_cut, self.gradients.is_wide = None, False, False
 
         with self.undo.afterwards(restore):
-            self._batch = (batch_rows, rows) if rows < batch_rows else None
+            self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
             self.gradients.is_wide = is_cut
             yield
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Within, units run on what they are given (the chunks of a head)."""
-        before = self._batch
+        before = self._batch, self._is_cut
 
         def restore() -> None:
-            self._batch = before
+            self._batch, self._is_cut = before
 
         with self.undo.afterwards(restore):
-            self._batch = None
+            self._batch, self._is_cut = None, False
             yield
 
     def rows_of(self, unit: Unit) -> list[Rows | None]:
@@ -213,7 +218,7 @@ class Stream:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
         rank).
         """
-        key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._rank)
+        key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._comm.rank)
         torch.manual_seed(generator_seed(*key))
 
     # -- what waits for the backward -------------------------------------------------------------------------

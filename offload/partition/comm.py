@@ -90,6 +90,11 @@ class Comm:
         """The user makes no more exchanges."""
         self._user = None
 
+    @property
+    def stands(self) -> bool:
+        """False where the caller has destroyed all groups of processes, perhaps to make others."""
+        return True
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
         raise NotImplementedError
@@ -132,12 +137,6 @@ class Comm:
 
     def barrier(self, what: str) -> None:
         """Return when all ranks have come."""
-        raise NotImplementedError
-
-    def turn(self, what: str) -> None:
-        """Return when all ranks have come, from whatever tensors they had exchanged; it is an error if some go on with
-        these instead.
-        """
         raise NotImplementedError
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
@@ -190,9 +189,6 @@ class Alone(Comm):
         return flag
 
     def barrier(self, what: str) -> None:
-        pass
-
-    def turn(self, what: str) -> None:
         pass
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
@@ -379,10 +375,6 @@ class Ranks(Comm):
     def barrier(self, what: str) -> None:
         self._collect(torch.zeros(1, dtype=torch.uint8), what)
 
-    def turn(self, what: str) -> None:
-        with self._exchange(what, 0):  # the watch compares it with where the others are
-            self.barrier(what)
-
     # -- waiting, and the end --------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Place]:
@@ -402,6 +394,11 @@ class Ranks(Comm):
         row = row or self._tensors
         with row.lock:
             self._check()
+            if not self.stands:
+                raise ConfigError(
+                    "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
+                    "used it: close the engine first."
+                )
             row.now = moved(row.now, what, numel)
             yield
             row.now = left(row.now)
@@ -423,6 +420,12 @@ class Ranks(Comm):
                 continue
             raise explained
 
+    @property
+    def stands(self) -> bool:
+        with suppress(KeyError, ValueError):
+            return bool(dist.get_process_group_ranks(self._tensors.group))
+        return False
+
     def _abandon(self, _error: RankLostError | None) -> None:
         """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
         groups = [self._tensors.group, self._values.group]
@@ -434,7 +437,7 @@ class Ranks(Comm):
         if self._watch.is_over:
             return
         atexit.unregister(self._at_exit)
-        self._watch.end(error)
+        self._watch.end(error if self.stands else None)  # who destroys the groups destroys them everywhere
         if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
@@ -445,8 +448,9 @@ class Ranks(Comm):
 
     def _destroy(self) -> None:
         rows = self._tensors, self._values
-        for group in (None,) if self._owns_default else [row.group for row in rows]:
-            dist.destroy_process_group(group)
+        if self.stands:
+            for group in (None,) if self._owns_default else [row.group for row in rows]:
+                dist.destroy_process_group(group)
         for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
             row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from offload.errors import ConfigError, RankLostError
+from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.partition.comm import Alone, Comm, Ranks
 from offload.partition.layout import SCRATCH_BYTES
 from offload.partition.watch import Times
@@ -47,23 +52,54 @@ def open_comm(
                 f"most {num_devices} with --nproc-per-node."
             )
         device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
-    if not exists:
-        backend = None if device.type == "cuda" else "gloo"  # of the group that the caller's own code will use
-        try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=times.start_s))
-        except (RuntimeError, ValueError) as error:
-            where = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-            came = f"The {size} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT) within {times.start_s:g} s"
-            raise RankLostError(f"{came}: {error}", None) from error
     kind: type[Ranks] = Ranks
     if device.type == "cuda":
         from offload.partition.nccl import NcclRanks
 
         kind = NcclRanks
-    comm = kind(device, times, scratch_bytes, owns_default=not exists)
+    begun = time.monotonic()
+    try:
+        if not exists:
+            _make_group(None if device.type == "cuda" else "gloo", environ, timedelta(seconds=times.start_s))
+        comm = kind(device, times, scratch_bytes, owns_default=not exists)
+    except OffloadError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        where = "over the process group that there is"
+        if not exists:
+            where = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+        after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
+        raise RankLostError(f"The {size} ranks did not meet {where}, {after}: {error}", None) from error
     if local:
         comm.local_rank, comm.local_size = local
     return comm
+
+
+def _make_group(backend: str | None, environ: Mapping[str, str], timeout: timedelta) -> None:
+    """Make the process group of torchrun's variables. `backend`: what the caller's own code will use; None for all."""
+    place = _meeting_place(*(environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+    place.store.set_timeout(timeout)
+    # Torchrun's store outlives the groups, and a second one would find the addresses of the first there.
+    store = dist.PrefixStore(f"offload-{next(place.numbers)}", place.store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class _MeetingPlace:
+    """Where the ranks find each other: `numbers` counts the groups that were made there."""
+
+    store: Any
+    rank: int
+    size: int
+    numbers: Iterator[int] = field(default_factory=count)
+
+
+@lru_cache(maxsize=1)
+def _meeting_place(*_variables: str) -> _MeetingPlace:
+    """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
+    comes late to the next group must find it.
+    """
+    return _MeetingPlace(*next(dist.rendezvous("env://")))  # type: ignore[attr-defined]
 
 
 def _read_environment(environ: Mapping[str, str]) -> int:

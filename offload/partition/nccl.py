@@ -80,6 +80,6 @@ class NcclRanks(Ranks):
         self._nccl._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
 
     def _destroy(self) -> None:
-        if not self._owns_default:
+        if not self._owns_default and self.stands:
             dist.destroy_process_group(self._nccl)
         super()._destroy()

@@ -111,8 +111,13 @@ class RegionState:
     @property
     def lands_on_disk(self) -> bool:
         """True where the region's gradients wait on disk."""
+        return self.gradients is None and self.has_room_on_disk
+
+    @property
+    def has_room_on_disk(self) -> bool:
+        """True where the region's record has a place for gradients."""
         record = self.parts[0].record
-        return self.gradients is None and record is not None and "gradients" in record.planes
+        return record is not None and "gradients" in record.planes
 
     def count(self, touched: Sequence[bool]) -> None:
         """Note that the parameters that received a gradient were updated."""
@@ -190,28 +195,25 @@ class Store:
             parts.append(Part(begin, end, mine, record))
         return parts
 
-    def hold_gradients(self, accumulates: bool) -> None:
+    def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
         """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several
-        passes are summed.
+        passes are summed; none where gradients do not wait in memory.
         """
         trained = [state for state in self.states if state.region.trainable]
         wanted = {
             s.region: {"gradients": torch.float32 if accumulates else plane_dtype(s.region, "gradients")}
             for s in trained
-            if accumulates or not s.lands_on_disk
+            if accumulates or (waits and not s.has_room_on_disk)
         }
-        if all(
-            s.gradients is not None and s.gradients.dtype == wanted[s.region]["gradients"]
-            for s in trained
-            if s.region in wanted
-        ):
+        if wanted == {s.region: {"gradients": s.gradients.dtype} for s in trained if s.gradients is not None}:
             return
         for state in trained:
             if state.gradients is not None:
                 ledger = self._host if self.tier == "cpu" else self._device.ledger
                 ledger.release("gradients", state.gradients.nbytes)
                 state.gradients = None
-        self._arenas.pop("gradients", None)
+        if (arena := self._arenas.pop("gradients", None)) is not None:
+            arena.close()
         for (region, _), flat in self._allocate("gradients", wanted).items():
             state, start = self.states[region.index], self.sharding.held(region, "gradients").start
             own = self.sharding.own(region)

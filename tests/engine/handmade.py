@@ -447,6 +447,26 @@ MODELS: tuple[type[nn.Module], ...] = (
 )
 
 
+class Running(nn.Module):
+    """Shifts by a running mean, which decides its result; `persistent`: that is a part of the model's state."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.float().mean((0, 1)), alpha=0.1)
+        return h + torch.tanh(self.linear(h - self.mean.to(h.dtype)))
+
+
+class Shifting(Stack):
+    def __init__(self) -> None:
+        super().__init__(lambda: Running(persistent=False), depth=2)
+        self.blocks.append(Running(persistent=True))
+
+
 def words(seed: int = 0, rows: int = 4, length: int = 6) -> dict[str, Tensor]:
     """Return a batch of tokens and the labels to predict, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from offload import Engine
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError, OffloadError
 from offload.partition.joining import open_comm
+from tests.engine.families import build
+from tests.engine.handmade import Shifting, cross_entropy, words
 from tests.engine.ranks_child import CASES, opened, share
 
 
@@ -45,3 +48,21 @@ def refused(path: str) -> tuple[str, str]:
         engine.step(share(CASES["plain"].batch(0, 4), (2, 2), comm.rank))
         engine.close()
     return told
+
+
+def moved_apart(path: str) -> list[dict[str, Any]]:
+    """Each rank's running values are of its own rows; return a step, and the buffers, of the run that goes on and of
+    the one that never stopped."""
+    found = []
+    with open_comm() as comm:
+        whole, resumed = (Engine(build(Shifting), comm=comm) for _ in range(2))
+        for seed in range(2):
+            whole.step(words(10 * seed + comm.rank), cross_entropy)
+        whole.save_checkpoint(path)
+        resumed.load_checkpoint(path)
+        for engine in (whole, resumed):
+            result = engine.step(words(20 + comm.rank), cross_entropy)
+            buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
+            found.append({"loss": result.loss.item(), "norm": result.grad_norm, "buffers": buffers})
+            engine.close()
+    return found

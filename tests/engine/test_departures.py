@@ -12,7 +12,10 @@ from torch import nn
 
 from offload import Engine
 from offload.errors import ConfigError
-from tests.engine.reference import Reference
+from tests.engine.departing_jobs import Sometimes, rare
+from tests.engine.families import build
+from tests.engine.handmade import cross_entropy
+from tests.engine.reference import Reference, count_labels
 
 SMALL = {
     "hidden_size": 64,
@@ -74,6 +77,18 @@ def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | No
         assert result.grad_norm == pytest.approx(norm, rel=0 if rows is None else 1e-6)
     assert engine._losses.splits
     assert engine.evaluate(tokens(9, padding=3)).item() > 0
+
+
+def test_what_no_few_rows_show_is_called_on_one_micro_batch_after_another() -> None:
+    """The blocks are called in another way where the batch's last row begins with a rare word."""
+    model = build(Sometimes)
+    reference = Reference(copy.deepcopy(model), micro_batch_size=1)
+    engine = Engine(model, micro_batch_size=1)
+    for seed in range(3):
+        batch = rare(seed, rank=0)
+        wanted, norm = reference.step(batch, cross_entropy, count_labels)
+        result = engine.step(batch, cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == pytest.approx((wanted.item(), norm), rel=1e-6)
 
 
 def test_a_flag_that_is_set_later_is_refused_like_one_that_was_set_before() -> None:

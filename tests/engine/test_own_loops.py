@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import Engine
+from offload import Engine, Placement
 from offload.errors import ConfigError
-from tests.engine.compare import PROPORTIONAL, assert_weights, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import states
@@ -49,6 +51,21 @@ def test_gradients_of_several_backward_calls_add_up(make: Maker, precision: str)
         assert not result.skipped
         assert result.loss.item() == torch.stack(losses).mean().item()
         assert_weights(engine, reference, when=f"step {step}")
+
+
+def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradients() -> None:
+    """A call with other arguments, and an evaluation, are new, and recorded in the middle of the step."""
+    engine, reference = pair(llama)
+    batch = tokens(0)
+    for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+        backward(model(**batch).loss)
+        if model is engine.model:
+            engine.evaluate(batch)
+        backward(model(**batch, attention_mask=torch.ones_like(batch["labels"])).loss * 2)
+        if model is reference.model:
+            reference.collect()
+    assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
+    assert_weights(engine, reference, within=1e-6)
 
 
 @pytest.mark.parametrize("make", [gemma2, gpt2, mamba])
@@ -190,6 +207,38 @@ def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
     first, second = reference.named["transformer.wte.weight"]
     assert first is not second
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("place", ["cpu", "device", "nvme"])
+@pytest.mark.parametrize("settings", [{"clip": "speculative", "max_grad_norm": 0.01}, {"max_grad_norm": None}])
+def test_a_step_after_an_own_loop_is_what_it_would_be_without(
+    settings: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    """As fast, in as much memory, with the same bits: an own loop's sums are its own. The forward alone makes room."""
+    tiers = dict.fromkeys(("parameters", "optimizer", "gradients"), place) if place != "cpu" else {}
+    if place == "device":
+        tiers.pop("gradients")
+    engines = []
+    for _ in range(2):
+        placement = Placement(**tiers, nvme_dir=str(tmp_path) if place == "nvme" else None)
+        delayed = {"throttle": {"update": {"latency_seconds": 1e-4}}}
+        engines.append(Engine(build(llama), precision="bf16", placement=placement, **settings, **delayed))
+    for engine in engines:
+        engine.step(tokens(0))
+    mixed = engines[1]
+    held = sorted(mixed.allocations)
+    with warnings.catch_warnings(action="ignore"):  # that gradients wait in memory
+        mixed.model(**tokens(1))
+    assert sorted(mixed.allocations) != held
+    found = []
+    for engine in engines:
+        result = engine.step(tokens(2))
+        found.append((result.loss.item(), result.grad_norm, result.corrected))
+    assert found[1] == found[0]
+    assert_same(weights(mixed), weights(engines[0]))
+    assert sorted(mixed.allocations) == sorted(engines[0].allocations)
+    for engine in engines:
+        engine.close()
 
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)

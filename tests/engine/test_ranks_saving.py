@@ -10,7 +10,7 @@ import torch
 
 from offload.checkpoint.reader import Reader
 from tests.engine.ranks import run
-from tests.engine.saving_jobs import refused, save
+from tests.engine.saving_jobs import moved_apart, refused, save
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
@@ -54,3 +54,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp
     assert errors[0][0] == "DiskError"
     assert errors[0][1].startswith("[rank 1] the write of ")
     assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
+    """Break: give all ranks those of rank 0."""
+    by_rank = run(2, moved_apart, path=str(tmp_path / "saved"))
+    for whole, resumed in by_rank:
+        assert resumed == whole
+    assert by_rank[0][0]["buffers"] != by_rank[1][0]["buffers"]
+    with Reader(tmp_path / "saved") as reader:
+        assert set(reader.contents["blocks.0.mean"].planes) == {"moved-0", "moved-1"}
+        assert set(reader.contents["blocks.2.mean"].planes) == {"buffer", "moved-1"}

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from offload import Engine, Placement
+from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.errors import CheckpointError, ConfigError, TornError
+from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.families import build, tokens
-from tests.engine.handmade import RunningStatistics, cross_entropy, words
+from tests.engine.handmade import RunningStatistics, Shifting, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.test_overlap import deep
 
@@ -126,6 +129,79 @@ def test_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
     buffers = dict(resumed.model.named_buffers())
     assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
     assert len(buffers) > 2
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_moves_and_an_own_loop_between_leave_no_difference(precision: str, tmp_path: Path) -> None:
+    """Running values in no state_dict; an own loop, after which steps are speculative again."""
+    delay = {"update": {"latency_seconds": 1e-4}}
+    settings = {"precision": precision, "clip": "speculative", "max_grad_norm": 0.01, "throttle": delay}
+    whole, resumed = (Engine(build(Shifting), **settings) for _ in range(2))
+    whole.step(words(0), cross_entropy)
+    whole.backward(cross_entropy(whole.model(words(1)["x"]), words(1)))
+    whole.update()
+    whole.save_checkpoint(tmp_path / "saved")
+    wanted = [whole.step(words(seed), cross_entropy) for seed in (2, 3)]
+    resumed.load_checkpoint(tmp_path / "saved")
+    found = [resumed.step(words(seed), cross_entropy) for seed in (2, 3)]
+    assert [(r.loss, r.grad_norm, r.corrected) for r in found] == [(r.loss, r.grad_norm, r.corrected) for r in wanted]
+    assert_same(resumed, whole)
+    buffers = dict(resumed.model.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
+    whole.load_checkpoint(tmp_path / "saved")  # and back
+    assert whole.step(words(2), cross_entropy).loss == wanted[0].loss
+
+
+def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
+    """Rows of two tokens are too short to be cut, those that follow are not."""
+
+    def text(length: int) -> dict[str, Tensor]:
+        return {key: value[:, :length] for key, value in tokens(0).items()}
+
+    size = 4 * 4 * 64 * 3
+    whole, other, resumed = (Engine(build(deep), head_chunk_bytes=size) for _ in range(3))
+    whole.step(text(2))
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    other.step(text(8))
+    assert whole._losses.head is not None
+    assert other._losses.head is not None
+    assert whole._rehearsal.decided == other._rehearsal.decided
+    assert whole.step(text(8)).loss == resumed.step(text(8)).loss
+    assert_same(resumed, whole)
+    # What was decided holds, whatever a probe would say now.
+    (key,) = whole._rehearsal.decided
+    whole._rehearsal.decided[key][2] = 0
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    resumed.step(text(8))
+    assert resumed._losses.head is None
+
+
+def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
+    whole, resumed = (Engine(build(Sometimes), micro_batch_size=1) for _ in range(2))
+    whole.step(rare(1, rank=0), cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    ordinary = rare(1, rank=1)
+    assert whole.step(ordinary, cross_entropy).loss == resumed.step(ordinary, cross_entropy).loss
+    assert whole._losses.is_plain
+    assert resumed._losses.is_plain
+    assert_same(resumed, whole)
+
+
+def test_a_checkpoint_from_before_decisions_were_kept_is_loaded(tmp_path: Path) -> None:
+    whole, resumed = make("cpu", tmp_path), make("cpu", tmp_path)
+    train(whole, 0)
+    whole.save_checkpoint(tmp_path / "saved")
+    path = tmp_path / "saved" / "manifest.json"
+    manifest = Manifest.decode(path.read_bytes(), path)
+    for key in ("plain", "losses"):
+        del manifest.meta["engine"][key]
+    path.write_bytes(manifest.encode())
+    resumed.load_checkpoint(tmp_path / "saved")
+    assert train(resumed, 1) == train(whole, 1)
     assert_same(resumed, whole)
 
 

@@ -149,6 +149,34 @@ def joined(size: int) -> None:
     dist.destroy_process_group()
 
 
+def again(size: int) -> None:
+    """One comm after another in one process, of its own groups and of the caller's; at last the caller ends one too
+    early."""
+
+    def use() -> None:
+        with open_comm(times=QUICK) as comm:
+            assert comm.sum_in_order([1.0], "sum") == [size]
+        assert dist.is_initialized() == is_mine
+
+    for is_mine in (False, False, True, False):
+        if is_mine:
+            dist.init_process_group("gloo")
+            use()
+        use()
+        if is_mine:
+            dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    comm = open_comm(times=QUICK)
+    comm.barrier("all are here")
+    dist.destroy_process_group()
+    try:
+        comm.barrier("too late")
+    except ConfigError as error:
+        print(error)
+    for late in (comm, open_comm(times=QUICK)):
+        late.close()
+
+
 def losing(way: str, folder: Path) -> None:
     """Ranks exchange units for ever; from the 20th exchange on the rank VICTIM leaves in some `way`."""
     victim = int(os.environ.get("VICTIM", "1"))
@@ -196,6 +224,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if mode == "joined":
         joined(size)
+    elif mode == "again":
+        again(size)
     elif mode == "losing":
         losing(arguments[0], Path(arguments[1]))
     else:

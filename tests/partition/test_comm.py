@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from offload.errors import ConfigError
 from offload.partition.agreement import difference, digest
@@ -18,6 +19,10 @@ the configuration must be the same on all ranks, and differs from that of ranks 
 instead of 1; train.clip True instead of nothing.
 the schedule must be the same on all ranks, and differs from that of ranks 1, 2 on rank 0: 'abd' instead of 'abc'.
 """
+ENDED_EARLY = (
+    "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still used it: "
+    "close the engine first."
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -32,6 +37,17 @@ def test_a_group_of_the_caller_is_used_and_kept(tmp_path: Path):
     with ranks(tmp_path, 2, "joined") as started:
         for rank in started:
             assert rank.end() == 0, rank.output
+
+
+def test_groups_may_be_made_again_and_ended_early(tmp_path: Path):
+    """Under torchrun all of them meet at one store, which the agent keeps: a second group must not find the addresses
+    of the first."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    with ranks(tmp_path, 2, "again", **agent) as started:
+        for rank in started:
+            assert rank.end() == 0, rank.output
+            assert rank.output == f"{ENDED_EARLY}\ndone\n", "a traceback, too"
 
 
 def test_all_ranks_are_named_where_they_differ_in_many_ways():
