@@ -62,6 +62,7 @@ class GradientFlow:
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = False
+        self._ignores = False
         self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
@@ -129,8 +130,16 @@ class GradientFlow:
     def make_lasting(self, region: Region) -> None:
         """Give a region with several contributions its own fp32 buffer on the device."""
         if region.trainable and region.index not in self._lasting:
-            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX)
-            self._lasting[region.index] = flat.view(torch.float32)
+            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
+            if self.accumulates and region.index in self._landed:  # what this step has summed so far begins the sum
+                plane = self._store[region].gradients
+                assert plane is not None
+                self._lanes.wait(self._tickets)
+                flat[self._store.sharding.shard(region)].copy_(plane[self._summed_here(region)])
+                touched = self.measures.touched[region.index]
+                for position, has in enumerate(touched):  # another rank may have had what is summed here
+                    touched[position] = has or bool(flat[self._store[region].span(position)].any())
+            self._lasting[region.index] = flat
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
@@ -168,6 +177,15 @@ class GradientFlow:
             self._repeats, self.is_wide = False, was_wide
         self.close(regions)
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Within, gradients are dropped as they come: those of a recording pass, which may be made within a step."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
+
     @property
     def _sums_up(self) -> bool:
         """True where a gradient is one of several that are added."""
@@ -184,6 +202,8 @@ class GradientFlow:
                 "are streamed. Make the module with sparse=False."
             )
         gradient, parameter.grad = parameter.grad.reshape(-1), None
+        if self._ignores:
+            return
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.measures.touched[region.index]
         flat = self._lasting.get(region.index)
@@ -239,6 +259,7 @@ class GradientFlow:
                 if state.gradients is not None and state.region.index in self._landed:
                     self._finish_sum(state.region, state.gradients)
             self._lanes.wait(self._tickets)
+        self._landed.clear()
         self.measures.finish()
 
     def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:

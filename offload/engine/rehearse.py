@@ -147,7 +147,7 @@ class Rehearsal:
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
                 stream.recording = recording
                 try:
-                    with self._unseen(), torch.enable_grad():
+                    with self._unseen(), self._parts.gradients.ignored(), torch.enable_grad():
                         recording.finish(run())
                 finally:
                     stream.recording = None
@@ -155,7 +155,6 @@ class Rehearsal:
 
             before = self._settled(record, rows, before)
         self._modes = [module.training for module in self._model.modules()]
-        self._parts.gradients.begin_step()
         self._forget_traffic()
 
     def _forget_traffic(self) -> None:
