@@ -11,26 +11,26 @@ import torch
 if TYPE_CHECKING:
     from offload.engine.call import Arguments
 
-Rows = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """A tensor's axis that grows with the batch: its size is `multiplier` times the rows (heads, for ALiBi in
-    [batch * heads, ...]).
-    """
-
-    axis: int
-    multiplier: int
-
-    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the part of `tensor` that belongs to rows [begin, end)."""
-        begin, end = rows
-        return tensor.narrow(self.axis, begin * self.multiplier, (end - begin) * self.multiplier)
+Rows = tuple[int, int, int]
+"""A micro-batch: rows [begin, end) of so many."""
 
 
 class DepartedError(Exception):
     """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows."""
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """A tensor's axis that grows with the batch. Its size is a multiple of the rows: as many as there are heads, for
+    ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch * sequence, ...].
+    """
+
+    axis: int
+
+    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the part of `tensor` that belongs to a micro-batch."""
+        begin, end = (_share(tensor.shape[self.axis], number, rows) for number in rows[:2])
+        return tensor.narrow(self.axis, begin, end - begin)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Learned:
     needs_graph: bool = False
     random: bool = True
     inputs: list[BatchAxis | None] = field(default_factory=list)
-    others: list[int | None] = field(default_factory=list)
+    others: list[bool] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)
     splits: bool = False
     keeps_nothing: bool = False
@@ -78,7 +78,8 @@ class Learned:
         """
         if rows is None:
             return others
-        return [o if m is None else m * (rows[1] - rows[0]) for o, m in zip(others, self.others, strict=True)]
+        number = rows[1] - rows[0]
+        return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
 
     def cut_outputs(self, gradients: Sequence[torch.Tensor | None], rows: Rows | None) -> list[torch.Tensor | None]:
         """Return the gradients of one micro-batch's results (and of the inputs that it changed in place)."""
@@ -126,3 +127,10 @@ class Learned:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis.axis))
         return joined
+
+
+def _share(size: int, number: int, rows: Rows) -> int:
+    """Return how much of a size that all rows share so many rows have."""
+    if size % rows[2]:
+        raise DepartedError
+    return size // rows[2] * number

@@ -170,11 +170,11 @@ class Stream:
             self._batch = before
 
     def rows_of(self, unit: Unit) -> list[Rows | None]:
-        """Return the micro-batches of a use of a unit: row ranges, or None for all that it is given."""
+        """Return the micro-batches of a use of a unit, or None for all that it is given."""
         if self._batch is None or not unit.learned.grows:
             return [None]
         total, step = self._batch
-        return [(start, min(start + step, total)) for start in range(0, total, step)]
+        return [(start, min(start + step, total), total) for start in range(0, total, step)]
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
