@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.call import Arguments, Call, call_unit, call_unit_without_graph, deliver
-from offload.engine.checkpoints import Checkpoints
+from offload.engine.checkpoints import Checkpoints, Layout
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
 from offload.engine.learned import DepartedError, Rows
@@ -41,10 +41,11 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Returning:
-    """Saved inputs on their way back to the device, there after `tickets`."""
+    """Saved inputs on their way back to the device, there after `tickets`, and how they lay when they were saved."""
 
     tensors: list[torch.Tensor]
     tickets: list[Ticket]
+    layouts: list[Layout]
 
 
 class Stream:
@@ -135,7 +136,7 @@ class Stream:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
-        return tensor.clone() if self.slots.streams(tensor.data_ptr()) else tensor
+        return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
@@ -221,13 +222,20 @@ class Stream:
     def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
         """Start to bring saved inputs, or a micro-batch of them, back to the device."""
         if self._checkpoints is None:
-            return Returning(list(tensors), [])
+            return Returning(list(tensors), [], [])
         found = [self._checkpoints.get(tensor) for tensor in tensors]
-        return Returning([tensor for tensor, _ in found], [ticket for _, tickets in found for ticket in tickets])
+        return Returning(
+            [tensor for tensor, _, _ in found],
+            [ticket for _, tickets, _ in found for ticket in tickets],
+            [layout for _, _, layout in found],
+        )
 
     def wait(self, returning: Returning) -> list[torch.Tensor]:
         """Let compute come after what returns."""
         self._lanes.compute_after(returning.tickets)
+        for number, layout in enumerate(returning.layouts):
+            if layout != Layout.of(returning.tensors[number]):
+                returning.tensors[number] = layout.copy(returning.tensors[number])
         return returning.tensors
 
     def opened(self, call: Call) -> None:
