@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.engine.kept import KeptGraph, TooMuchToKeepError
+from offload.engine.learned import Rows
 from offload.engine.undo import Where
 from offload.errors import OffloadError
 
@@ -135,7 +136,7 @@ class Part:
     where that is kept.
     """
 
-    rows: tuple[int, int] | None
+    rows: Rows | None
     random: tuple[torch.Tensor, ...] | None
     buffers: list[torch.Tensor]
     graph: KeptGraph | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +20,51 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
 _PAGE_BYTES = 4096
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in memory: its strides, and where in a line of the cache it begins, both in elements.
+
+    Kernels choose by these how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
+    batch norm by the order of the axes), so that a copy which lies in another way gives other last bits.
+    """
+
+    strides: tuple[int, ...]
+    begin: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        return cls(tensor.stride(), tensor.data_ptr() % _LINE_BYTES // tensor.element_size())
+
+    def part(self, part: torch.Tensor, whole: Sequence[int]) -> Layout:
+        """Return the layout that a part of a tensor had, which is now told from its copy, contiguous in the shape
+        `whole`, of which `part` is a view.
+        """
+        begin, rest = self.begin, int(part.storage_offset())
+        for axis, stride in enumerate(self.strides):
+            index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
+            begin += index * stride
+        return Layout(self.strides, begin % (_LINE_BYTES // part.element_size()))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy that lies so."""
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, self.strides, strict=True)]  # expanded
+        span = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, self.strides, strict=True))
+        room = torch.empty(self.begin + span, dtype=tensor.dtype, device=tensor.device)
+        room.as_strided(shape, self.strides, self.begin).copy_(tensor.as_strided(shape, tensor.stride()))
+        return room.as_strided(tensor.shape, self.strides, self.begin)
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """What stands for a tensor that was put away; on the host it also lies there."""
+    """What stands for a tensor that was put away; on the host it also lies there. `shape`, `layout`: the tensor's."""
 
     memory: torch.Tensor
+    shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
+    layout: Layout = Layout((), 0)
     fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
 
 
@@ -71,21 +110,22 @@ class Checkpoints(Generic[_B]):
         self._taken[buffer.memory.data_ptr()] = buffer
         if free:
             free.pop()
+        buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
         copy = buffer.memory.view(tensor.dtype).view(tensor.shape)
         buffer.fence.fill(*self._place.put(tensor, copy, buffer))
         self._counters.d2h_bytes += num_bytes
         return copy
 
-    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket]]:
-        """Return a device copy of what was put away, or of a part of it, and the tickets after which it is there; any
-        other tensor as it is.
+    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout]:
+        """Return a device copy of what was put away, or of a part of it, the tickets after which it is there, and how
+        that lay; any other tensor as it is.
         """
         buffer = self._taken.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
-            return tensor, ()
+            return tensor, (), Layout.of(tensor)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
         self._counters.h2d_bytes += copy.nbytes
-        return copy, self._place.get(tensor, copy, buffer)
+        return copy, self._place.get(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
     def has(self, storage: int) -> bool:
         """True where a storage (by its address) is one of the pool's."""

@@ -105,7 +105,7 @@ class GradientFlow:
         self._open.clear()
         self._buffer.reset()
         self._staging.reset()
-        self.is_wide = self._repeats = False
+        self.is_wide = self._repeats = self._drops = False
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -138,8 +138,16 @@ class GradientFlow:
     def make_lasting(self, region: Region) -> None:
         """Give a region with several contributions its own fp32 buffer on the device."""
         if region.trainable and region.index not in self._lasting:
-            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX)
-            self._lasting[region.index] = flat.view(torch.float32)
+            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
+            if self.accumulates and region.index in self._landed:  # what this step has summed so far begins the sum
+                plane = self._store[region].gradients
+                assert plane is not None
+                self._lanes.wait(self._tickets)
+                flat[self._store.sharding.shard(region)].copy_(plane[self._summed_here(region)])
+                touched = self.measures.touched[region.index]
+                for position, has in enumerate(touched):  # another rank may have had what is summed here
+                    touched[position] = has or bool(flat[self._store[region].span(position)].any())
+            self._lasting[region.index] = flat
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
@@ -250,6 +258,7 @@ class GradientFlow:
                 if state.gradients is not None and state.region.index in self._landed:
                     self._finish_sum(state.region, state.gradients)
             self._lanes.wait(self._tickets)
+        self._landed.clear()
         self.measures.finish()
 
     def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:

@@ -11,22 +11,8 @@ import torch
 if TYPE_CHECKING:
     from offload.engine.call import Arguments
 
-Rows = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """A tensor's axis that grows with the batch: its size is `multiplier` times the rows (heads, for ALiBi in
-    [batch * heads, ...]).
-    """
-
-    axis: int
-    multiplier: int
-
-    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the part of `tensor` that belongs to rows [begin, end)."""
-        begin, end = rows
-        return tensor.narrow(self.axis, begin * self.multiplier, (end - begin) * self.multiplier)
+Rows = tuple[int, int, int]
+"""A micro-batch: rows [begin, end) of so many."""
 
 
 class DepartedError(Exception):
@@ -37,6 +23,20 @@ class DepartedError(Exception):
     def __init__(self, is_own: bool) -> None:
         super().__init__()
         self.is_own = is_own
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """A tensor's axis that grows with the batch. Its size is a multiple of the rows: as many as there are heads, for
+    ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch * sequence, ...].
+    """
+
+    axis: int
+
+    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the part of `tensor` that belongs to a micro-batch."""
+        begin, end = (_share(tensor.shape[self.axis], number, rows) for number in rows[:2])
+        return tensor.narrow(self.axis, begin, end - begin)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Learned:
     needs_graph: bool = False
     random: bool = True
     inputs: list[BatchAxis | None] = field(default_factory=list)
-    others: list[int | None] = field(default_factory=list)
+    others: list[bool] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)
     is_compared: bool = False
     splits: bool = False
@@ -73,6 +73,12 @@ class Learned:
     def grows(self) -> bool:
         """True where some input grows with the batch."""
         return any(axis is not None for axis in self.inputs)
+
+    def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
+        """True where so many rows have equal shares of all arguments that grow with the batch."""
+        sizes = [t.shape[axis.axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
+        sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
+        return all(type(size) is int and size % num_rows == 0 for size in sizes)
 
     def cut_inputs(self, tensors: Sequence[torch.Tensor], rows: Rows | None) -> list[torch.Tensor]:
         """Return the inputs of one micro-batch; what does not grow with the batch is every micro-batch's."""
@@ -86,7 +92,8 @@ class Learned:
         """
         if rows is None:
             return others
-        return [o if m is None else m * (rows[1] - rows[0]) for o, m in zip(others, self.others, strict=True)]
+        number = rows[1] - rows[0]
+        return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
 
     def cut_outputs(self, gradients: Sequence[torch.Tensor | None], rows: Rows | None) -> list[torch.Tensor | None]:
         """Return the gradients of one micro-batch's results (and of the inputs that it changed in place)."""
@@ -134,3 +141,8 @@ class Learned:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis.axis))
         return joined
+
+
+def _share(size: int, number: int, rows: Rows) -> int:
+    """Return how much of a size that all rows share evenly so many rows have."""
+    return size // rows[2] * number

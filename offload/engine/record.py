@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.call import Arguments, deliver, run_unit
-from offload.engine.learned import BatchAxis, Learned
+from offload.engine.learned import BatchAxis, Learned, Rows
 from offload.engine.stream import without_caches
 from offload.errors import ConfigError
 
@@ -234,7 +234,7 @@ class Recording:
         unit.module.eval()
         learned = unit.learned
 
-        def run(rows: tuple[int, int] | None) -> Arguments:
+        def run(rows: Rows | None) -> Arguments:
             inputs = [t.clone() for t in learned.cut_inputs(arguments.tensors, rows)]
             result = run_unit(unit, arguments, inputs, learned.cut_others(arguments.others, rows))
             result.tensors = [self._stream.own(t) for t in result.tensors]
@@ -245,8 +245,7 @@ class Recording:
         try:
             with torch.no_grad():
                 whole = run(None)
-                spans: list[tuple[int, int] | None] = [(row, row + 1) for row in range(self.rows)]
-                joined = learned.join_outputs([run(span) for span in spans])
+                joined = learned.join_outputs([run((row, row + 1, self.rows)) for row in range(self.rows)])
         except Exception:
             return False
         finally:
@@ -327,7 +326,7 @@ def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: 
     if not is_first and (inputs, outputs, others) != (learned.inputs, learned.outputs, learned.others):
         return
     if all(axis is None for axis in outputs):  # a position table that takes the tokens for their shape: run it whole
-        inputs, others = [None] * len(inputs), [None] * len(others)
+        inputs, others = [None] * len(inputs), [False] * len(others)
     learned.inputs, learned.outputs, learned.others = inputs, outputs, others
     learned.splits = could
 
@@ -344,18 +343,18 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
     axis = grown[0]
     if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
         raise ValueError("no single axis grew with the rows")
-    return BatchAxis(axis, first[axis] // rows[0])
+    return BatchAxis(axis)
 
 
-def _scales(first: Any, second: Any, rows: tuple[int, int]) -> int | None:
-    """Return by which factor an argument that is no tensor is the number of rows; None where it stays; ValueError
-    for anything else.
+def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+    """True where an argument that is no tensor is the number of rows or a multiple of it, False where it stays;
+    ValueError for anything else.
     """
     if type(first) is int and type(second) is int and first != second:
         if first % rows[0] or first // rows[0] * rows[1] != second:
             raise ValueError("a number that follows the rows in another way")
-        return first // rows[0]
-    return None
+        return True
+    return False
 
 
 def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:

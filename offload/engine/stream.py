@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.engine.call import Arguments, Call, call_unit, call_unit_without_graph, deliver
-from offload.engine.checkpoints import Checkpoints
+from offload.engine.checkpoints import Checkpoints, Layout
 from offload.engine.claims import Claim, Claims
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
@@ -45,10 +45,11 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Returning:
-    """Saved inputs on their way back to the device, there after `tickets`."""
+    """Saved inputs on their way back to the device, there after `tickets`, and how they lay when they were saved."""
 
     tensors: list[torch.Tensor]
     tickets: list[Ticket]
+    layouts: list[Layout]
 
 
 class Stream:
@@ -117,7 +118,7 @@ class Stream:
         is_known = unit.recall(arguments.structure) and unit.learned.is_compared
         if self._is_cut:
             # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
-            departs = self._batch is not None and not is_known
+            departs = self._batch is not None and not (is_known and unit.learned.can_cut(arguments, self._batch[0]))
             if self._comm.any(departs, f"how unit {unit.name} is called"):
                 raise DepartedError(is_own=departs)
         if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
@@ -169,7 +170,7 @@ class Stream:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
-        return tensor.clone() if self.slots.streams(tensor.data_ptr()) else tensor
+        return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
@@ -208,11 +209,11 @@ class Stream:
             yield
 
     def rows_of(self, unit: Unit) -> list[Rows | None]:
-        """Return the micro-batches of a use of a unit: row ranges, or None for all that it is given."""
+        """Return the micro-batches of a use of a unit, or None for all that it is given."""
         if self._batch is None or not unit.learned.grows:
             return [None]
         total, step = self._batch
-        return [(start, min(start + step, total)) for start in range(0, total, step)]
+        return [(start, min(start + step, total), total) for start in range(0, total, step)]
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
@@ -259,13 +260,20 @@ class Stream:
     def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
         """Start to bring saved inputs, or a micro-batch of them, back to the device."""
         if self._checkpoints is None:
-            return Returning(list(tensors), [])
+            return Returning(list(tensors), [], [])
         found = [self._checkpoints.get(tensor) for tensor in tensors]
-        return Returning([tensor for tensor, _ in found], [ticket for _, tickets in found for ticket in tickets])
+        return Returning(
+            [tensor for tensor, _, _ in found],
+            [ticket for _, tickets, _ in found for ticket in tickets],
+            [layout for _, _, layout in found],
+        )
 
     def wait(self, returning: Returning) -> list[torch.Tensor]:
         """Let compute come after what returns."""
         self._lanes.compute_after(returning.tickets)
+        for number, layout in enumerate(returning.layouts):
+            if layout != Layout.of(returning.tensors[number]):
+                returning.tensors[number] = layout.copy(returning.tensors[number])
         return returning.tensors
 
     def opened(self, call: Call) -> None:

@@ -126,6 +126,31 @@ class BatchSizeAsArgument(Stack):
         return self.head(h)
 
 
+class Flattens(Stack):
+    """The blocks and the head take the tokens of all rows as one axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x).flatten(0, 1)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h).unflatten(0, x.shape)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_batches_of_another_length_than_the_first(recompute: str) -> None:
+    """What an axis of rows times tokens is a multiple of differs from batch to batch."""
+    batches = [words(number, rows=3, length=length) for number, length in enumerate((6, 9, 4))]
+    train_both(
+        build(Flattens),
+        batches,
+        loss_fn=cross_entropy,
+        count=count_labels,
+        within=ROUNDING,
+        micro_batch_size=1,
+        recompute=recompute,
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> None:
     settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}

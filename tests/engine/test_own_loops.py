@@ -18,7 +18,7 @@ from offload import Engine, Placement
 from offload.errors import ConfigError
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
-from tests.engine.handmade import Block, Namespace, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Namespace, ReadFromOutside, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.reference import Reference
 
@@ -272,3 +272,64 @@ def test_a_recompute_has_the_context_variables_and_the_default_device_of_its_for
         for block in engine.model.blocks:
             assert block.devices[-2:] == [torch.device("meta")] * 2, "the forward's and the recompute's"
     assert found[0] == found[1]
+
+
+class Switched(Stack):
+    """A call of another kind reads a unit's weight from outside."""
+
+    def forward(self, x: Tensor, outside: bool = False) -> Tensor:
+        h = super().forward(x)
+        return h + self.blocks[0].up.bias.sum() if outside else h
+
+
+BETWEEN: dict[str, Callable[[Engine], Any]] = {
+    "evaluation": lambda engine: engine.evaluate(words(7), cross_entropy),
+    "forward of another kind": lambda engine: engine.model(words(7)["x"][None, 0], None),
+    "another mode": lambda engine: engine.model.blocks[0].norm.eval(),
+}
+
+
+class TakesMore(Stack):
+    def forward(self, x: Tensor, nothing: None = None) -> Tensor:
+        return super().forward(x)
+
+
+class OutsideTakesMore(ReadFromOutside):
+    def forward(self, x: Tensor, nothing: None = None) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:unit .* is read from outside")
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("make", [TakesMore, OutsideTakesMore])
+def test_a_recording_pass_within_a_step_takes_nothing_from_its_gradients_and_adds_nothing(
+    make: Maker, between: str
+) -> None:
+    engine, reference = pair(make)
+    for step in range(2):
+        for number in range(2):
+            batch = words(2 * step + number)
+            engine.backward(cross_entropy(engine.model(batch["x"]), batch))
+            cross_entropy(reference.model(batch["x"]), batch).backward()
+            reference.collect()
+            if number == 0:
+                BETWEEN[between](engine)
+        assert engine.update().grad_norm == reference.update()
+        assert_weights(engine, reference, when=f"step {step}")
+
+
+def test_a_unit_that_is_found_to_stay_on_the_device_within_a_step_keeps_its_gradients() -> None:
+    engine, reference = pair(Switched)
+
+    def train(seed: int, outside: bool) -> None:
+        batch = words(seed)
+        engine.backward(cross_entropy(engine.model(batch["x"], outside=outside), batch))
+        cross_entropy(reference.model(batch["x"], outside=outside), batch).backward()
+        reference.collect()
+
+    train(0, outside=False)
+    with pytest.warns(UserWarning, match="blocks.0.*from outside"):
+        train(1, outside=True)
+    train(2, outside=False)
+    assert engine.update().grad_norm == reference.update()
+    assert_weights(engine, reference)

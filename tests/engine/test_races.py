@@ -460,7 +460,7 @@ def test_an_activation_waits_for_the_copy_that_reads_its_buffer(
     put = checkpoints.put(torch.full((1000,), 1.0))
     settle(engine)
     with held_up(parts.lanes.h2d):
-        back, _ = checkpoints.get(put)
+        back, *_ = checkpoints.get(put)
         checkpoints.free(put.data_ptr())
         again = checkpoints.put(torch.full((1000,), 3.0))
         assert again.data_ptr() == put.data_ptr()
@@ -597,7 +597,7 @@ def test_an_activation_is_written_once_the_one_before_was_read(
     put = checkpoints.put(torch.full((1000,), 1.0))
     settle(on_disk)
     with held_up(parts.lanes.activation_read):
-        back, _ = checkpoints.get(put)
+        back, *_ = checkpoints.get(put)
         checkpoints.free(put.data_ptr())
         again = checkpoints.put(torch.full((1000,), 3.0))
         assert again.data_ptr() == put.data_ptr()
@@ -619,7 +619,7 @@ def test_activations_leave_the_device_once_compute_has_made_them(
         put = checkpoints.put(made)
         time.sleep(0.02)
         made.fill_(2.0)
-    back, _ = checkpoints.get(put)
+    back, *_ = checkpoints.get(put)
     settle(engine)
     assert bool((back == 2).all()) == (not broken)
 
@@ -637,7 +637,7 @@ def test_activations_come_back_once_compute_has_let_go_of_the_memory(
     with computing(engine):
         if broken:
             engine._parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        back, _ = checkpoints.get(put)
+        back, *_ = checkpoints.get(put)
         time.sleep(0.02)
         back.fill_(2.0)  # what lay there before
     assert bool((back == 1).all()) == (not broken)

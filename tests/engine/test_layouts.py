@@ -1,0 +1,162 @@
+"""What was copied lies in memory as it lay before: by strides and alignment torch's kernels choose how they add up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import Engine, Placement
+from offload.engine.checkpoints import Layout
+from tests.engine.compare import assert_weights, train_both, weights
+from tests.engine.families import build
+from tests.engine.handmade import WORDS, cross_entropy, words
+from tests.engine.reference import Reference, count_labels
+
+TEN = 10
+"""The width: a row of so many floats is no multiple of 16 bytes."""
+
+
+class Channels(nn.Module):
+    """Normalises what comes channel first, with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.BatchNorm1d(TEN), nn.Conv1d(TEN, TEN, 3, padding=1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + torch.tanh(self.mix(self.norm(h)))
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(TEN, TEN)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + torch.tanh(self.mix(h))
+
+
+class Layered(nn.Module):
+    """The blocks take what `view` makes of the embedding, and the head what `back` makes of theirs."""
+
+    def __init__(self, block: type[nn.Module], view: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 2 * TEN), nn.Linear(TEN, WORDS)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.view, self.back = view, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.view(self.embedding(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.back(h)).reshape(len(x), -1, WORDS)
+
+
+def same(h: Tensor) -> Tensor:
+    return h
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "channel first": lambda: Layered(
+        Channels, lambda h: h[..., :TEN].contiguous().transpose(1, 2), lambda h: h.transpose(1, 2)
+    ),
+    "tokens last": lambda: Layered(Square, lambda h: h[..., :TEN].flatten(0, 1).t().contiguous().t(), same),
+    "one of two": lambda: Layered(Square, lambda h: h.chunk(2, -1)[1], same),
+    "one token": lambda: Layered(Square, lambda h: h[..., :TEN].contiguous()[:, 1], same),
+    "expanded": lambda: Layered(Square, lambda h: h[:, :1, :TEN].expand(-1, 6, -1), same),
+}
+
+
+def loss_of(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), batch["x"][:, : outputs.shape[1]].flatten())
+
+
+@pytest.mark.parametrize("activations", ["cpu", "nvme"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
+    make: Callable[[], nn.Module], activations: str, tmp_path: Path
+) -> None:
+    model = build(make)
+    reference = Reference(model)
+    engine = Engine(model, placement=Placement(activations=activations, nvme_dir=str(tmp_path)))
+    for number in range(2):
+        batch = words(number)
+        engine.backward(loss_of(engine.model(batch["x"]), batch))
+        loss_of(reference.model(batch["x"]), batch).backward()
+        reference.collect()
+    assert engine.update().grad_norm == reference.update()
+    assert_weights(engine, reference)
+    engine.close()
+
+
+@pytest.mark.parametrize("activations", ["cpu", "nvme"])
+def test_so_do_the_micro_batches_of_an_input(activations: str, tmp_path: Path) -> None:
+    """Of rows of 3 * 10 floats all but every second begin at an address that is no multiple of 16."""
+    results: dict[str, list[Any]] = {}
+    for place in ("device", activations):
+        model = build(lambda: Layered(Square, lambda h: h[..., :TEN].contiguous(), same))
+        placement = Placement(activations=place, nvme_dir=str(tmp_path))
+        engine = Engine(model, micro_batch_size=1, placement=placement)
+        norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
+        assert engine._losses.splits
+        results[place] = [norms, weights(engine)]
+        engine.close()
+    (norms, found), (wanted_norms, wanted) = results[activations], results["device"]
+    assert norms == wanted_norms
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Positions(nn.Module):
+    """A unit whose result is a part of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, TEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[1 : 1 + x.shape[1]]
+
+
+class FromPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.embedding, self.head = Positions(), nn.Embedding(WORDS, TEN), nn.Linear(TEN, WORDS)
+        self.blocks = nn.ModuleList(Square() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = self.positions(x)
+        for block in self.blocks:
+            where = block(where)
+        return self.head(self.embedding(x) + where)
+
+
+def test_a_result_that_is_a_part_of_a_weight_lies_as_it_does_there() -> None:
+    train_both(build(FromPositions), [words(seed) for seed in range(3)], loss_fn=cross_entropy, count=count_labels)
+
+
+def test_a_layout_is_kept_by_its_copies_and_those_of_its_parts() -> None:
+    chosen = random.Random(0)
+    for _ in range(200):
+        axes = chosen.sample(range(4), 4)
+        room = torch.randn(32 + 5**4)[chosen.randrange(32) :][: 5**4].view(5, 5, 5, 5)
+        tensor = room[tuple(slice(1, chosen.randint(2, 5)) for _ in axes)].permute(axes)[..., 0]
+        axis = chosen.randrange(3)
+        if chosen.random() < 0.3:
+            tensor = tensor.narrow(axis, 0, 1).expand([4 if number == axis else -1 for number in range(3)])
+        assert Layout.of(tensor).copy(tensor[:0]).numel() == 0
+        begin = chosen.randrange(tensor.shape[axis])
+        size = chosen.randint(1, tensor.shape[axis] - begin)
+        stored = torch.empty(tensor.shape).copy_(tensor)
+        original, part = tensor.narrow(axis, begin, size), stored.narrow(axis, begin, size)
+        layout = Layout.of(tensor).part(part, tensor.shape)
+        assert layout == Layout.of(original)
+        copied = layout.copy(part)
+        assert torch.equal(copied, original)
+        assert Layout.of(copied) == layout
