@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -63,9 +64,6 @@ def train(folder: Path, environment: dict[str, str]) -> Callable[..., subprocess
     """Run `python -m offload.train ARGUMENTS` and return what it printed."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "offload.train", *arguments]
-        return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        return forks.run(["-m", "offload.train", *arguments], cwd=folder, env=environment)
 
     return run

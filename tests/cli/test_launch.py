@@ -6,10 +6,9 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from offload.cli import parse_config, take_gpus
 from offload.errors import ConfigError, RankLostError
 from offload.launch import exit_code, launch
 from offload.trainer import Trainer
+from tests import forks
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 NOTE = "note: no GPU is found here; the 2 ranks share the CPU."
@@ -160,18 +160,10 @@ def test_ranks_that_cannot_train_say_so_once(
 @contextmanager
 def training(folder: Path, environment: dict[str, str], tiny: list[str], name: str) -> Iterator[Any]:
     """Yield (the launcher in the midst of training with two ranks, those); none of them stays behind."""
-    command = [sys.executable, "-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", name]
-    process = subprocess.Popen(
-        [*command, "--gpus", "2"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = ["-m", "offload.train", *tiny, "--train.steps", "1000000", "--run.dir", name, "--gpus", "2"]
+    process = forks.start(words, cwd=folder, env=environment)
     ranks: list[psutil.Process] = []
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 10/"):
                 break
@@ -179,11 +171,10 @@ def training(folder: Path, environment: dict[str, str], tiny: list[str], name: s
         assert len(ranks) == 2
         yield process, ranks
     finally:
-        for each in (*ranks, process):
-            if isinstance(each, psutil.Process) and not each.is_running():
-                continue
-            each.kill()
-        process.communicate()
+        for each in ranks:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.close()
 
 
 @no_gpu
@@ -196,7 +187,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
     name = f"ranks-{number.name}-{to.replace(' ', '-')}"
     with training(folder, environment, tiny, name) as (process, ranks):
         (process if to == "launcher" else ranks[1]).send_signal(number)
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate()
         assert process.returncode == 130, error
         assert not [rank for rank in ranks if rank.is_running()]
     assert output.count("once more to leave at once") == 1, output  # one rank says that it heard
@@ -230,7 +221,7 @@ def test_a_second_signal_leaves_at_once(folder: Path, environment: dict[str, str
         time.sleep(0.3)
         for rank in ranks:
             rank.resume()
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
         assert process.returncode == 130, error
     assert error == "offload: interrupted; nothing was saved.\n"
     assert not (folder / "ranks-twice/hf").exists()
@@ -244,7 +235,7 @@ def test_a_killed_rank_ends_the_others_with_one_message(
     with training(folder, environment, tiny, f"killed-{victim}") as (process, ranks):
         begin = time.monotonic()
         ranks[victim].kill()
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate()
         assert time.monotonic() - begin < 30
         assert process.returncode == 1, error
         assert not [rank for rank in ranks if rank.is_running()]

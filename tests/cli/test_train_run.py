@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.checkpoint.folder import Checkpoints
 from offload.config import Config, all_keys
 from offload.lanes.throttle import LANES
+from tests import forks
 from tests.telemetry.reader import read_trace
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -137,19 +138,14 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
 @contextmanager
 def training(folder: Path, environment: dict[str, str], words: list[str], until: str = "step 10/") -> Iterator[Any]:
     """Yield a command that has come as far as a line that begins so; it does not stay behind."""
-    command = [sys.executable, "-m", "offload.train", *words]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = forks.start(["-m", "offload.train", *words], cwd=folder, env=environment)
     try:
-        assert process.stdout is not None
         for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
             if line.startswith(until):
                 break
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,7 +156,7 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     words = [*tiny, "--train.steps", "1000000", "--run.dir", str(run)]
     with training(folder, environment, words) as process:
         process.send_signal(number)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == 130, error
     assert error.count("\n") == 1
     assert number.name in error
@@ -195,7 +191,7 @@ def test_another_signal_saves_and_training_goes_on(folder: Path, environment: di
         saved = next(line for line in said if "  saved " in line)
         step = int(saved.split()[1])
         process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == 130, error
     assert [path.name for path in Checkpoints(run / "checkpoints").folders()][-1] == f"step-{step}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
