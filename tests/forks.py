@@ -1,5 +1,5 @@
-"""Real processes without the seconds that Python takes to import torch and transformers: `start` asks a server, which has
-imported them, to fork one that runs a module or some code as `python -m` and `python -c` do.
+"""Real processes without the seconds that Python takes to import torch and transformers: `start` asks a server, which
+has imported them, to fork one that runs a module or some code as `python -m` and `python -c` do.
 
 Such a process has a number, signals, limits, an exit code and standard streams of its own, and ends as any interpreter
 does. What it has not: imports of its own, options of the interpreter, another seed for the hashes of strings than its
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import io
 import json
+import logging
 import os
 import runpy
 import select
@@ -22,8 +24,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -136,11 +139,28 @@ def start(
     return Forked(told, *ours)
 
 
-def run(words: Sequence[object], *, timeout: float = PATIENCE_S, **how: Any) -> subprocess.CompletedProcess[str]:
+class Started(subprocess.Popen[str]):
+    """A process with an interpreter of its own."""
+
+    def close(self) -> None:
+        """Kill it if it runs, and close the pipes."""
+        self.kill()
+        self.communicate()
+
+
+def start_anew(words: Sequence[object], **how: Any) -> Started:
+    """Start `python WORDS`, with whatever `start` takes, in the four seconds that it takes."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return Started([sys.executable, *map(str, words)], text=True, errors="replace", **{"cwd": ROOT, **streams, **how})
+
+
+def run(
+    words: Sequence[object], *, timeout: float = PATIENCE_S, begin: Callable[..., Any] = start, **how: Any
+) -> subprocess.CompletedProcess[str]:
     """Start it, wait for its end and return what it printed. Raises subprocess.TimeoutExpired."""
-    process = start(words, **how)
+    process = begin(words, **how)
     try:
-        out, err = process.communicate(timeout)
+        out, err = process.communicate(timeout=timeout)
     finally:
         process.close()
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
@@ -153,6 +173,7 @@ class _Server:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        env["ROOM"] = " " * 20_000  # for what those who are forked show
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
@@ -182,17 +203,19 @@ def _server() -> _Server:
 
 def _preload() -> None:
     import torch
-    import torch.distributed.elastic.multiprocessing.errors
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
     import torch.distributed.launcher.api
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
-    import transformers.models.mixtral.modeling_mixtral
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
     import offload.doctor
     import offload.engine.engine
     import offload.trainer  # noqa: F401
 
     torch.set_num_threads(1)
+    handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
+    handler.Popen = _Rank
 
 
 def _serve(asks: socket.socket) -> None:
@@ -200,7 +223,7 @@ def _serve(asks: socket.socket) -> None:
     _preload()
     gc.collect()
     gc.freeze()  # what is here already is not looked through in each child
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be there after a fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the parents end
     while True:
         message, descriptors, _, _ = socket.recv_fds(asks, _MESSAGE_BYTES, 4)
@@ -238,6 +261,7 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    _show_environment()
     if words[0] == "-u":
         words = words[1:]
         for out in (sys.stdout, sys.stderr):
@@ -253,6 +277,64 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
         sys.modules["__main__"] = main
         exec(compile(what, "<string>", "exec"), main.__dict__)
     sys.exit()
+
+
+def _show_environment() -> None:
+    """Let others see it: /proc/PID/environ is the memory that the server's was in, which nothing points to any more."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])
+    shown = b"".join(b"%s=%s\0" % (os.fsencode(name), os.fsencode(value)) for name, value in os.environ.items())
+    assert len(shown) <= end - begin
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+class _Rank:
+    """In place of the Popen of torchrun's agent, where that was forked itself: its ranks are forked from it."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self._become([str(word) for word in args[1:]], env)
+
+    def _become(self, words: list[str], env: dict[str, str]) -> NoReturn:
+        """Run in the agent's thread, whose frames are not to be left: what an interpreter does at its end is done here,
+        as far as it matters.
+        """
+        logging.disable(logging.NOTSET)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: Any = 1
+        try:
+            _become(words, env, str(Path.cwd()), True, [])
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(code or 0))
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def _wait(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        until = time.monotonic() + (PATIENCE_S if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(0.01)
+        return self.returncode
 
 
 if __name__ == "__main__":

@@ -19,15 +19,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.checkpoint.folder import Checkpoints
 from offload.config import Config, all_keys
 from offload.lanes.throttle import LANES
-from tests import forks
+from tests.cli.conftest import EITHER
 from tests.telemetry.reader import read_trace
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
+Begin = Callable[..., Any]
 FIELDS = [
     *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"),
     *("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes", "lanes"),
     *("peak_device_bytes", "peak_host_bytes", "peak_pinned_bytes"),
 ]
+
+
+@EITHER
+def begin(request: pytest.FixtureRequest) -> Begin:
+    return request.param
 
 
 def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) -> None:
@@ -136,9 +142,11 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
 
 
 @contextmanager
-def training(folder: Path, environment: dict[str, str], words: list[str], until: str = "step 10/") -> Iterator[Any]:
+def training(
+    folder: Path, environment: dict[str, str], begin: Begin, words: list[str], until: str = "step 10/"
+) -> Iterator[Any]:
     """Yield a command that has come as far as a line that begins so; it does not stay behind."""
-    process = forks.start(["-m", "offload.train", *words], cwd=folder, env=environment)
+    process = begin(["-m", "offload.train", *words], cwd=folder, env=environment)
     try:
         for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
             if line.startswith(until):
@@ -150,11 +158,11 @@ def training(folder: Path, environment: dict[str, str], words: list[str], until:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_all_states_and_the_same_command_goes_on(
-    train: Train, folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals
+    train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals
 ) -> None:
     run = folder / f"stopped-{number.name}"
     words = [*tiny, "--train.steps", "1000000", "--run.dir", str(run)]
-    with training(folder, environment, words) as process:
+    with training(folder, environment, begin, words) as process:
         process.send_signal(number)
         _, error = process.communicate()
     assert process.returncode == 130, error
@@ -181,10 +189,12 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     )
 
 
-def test_another_signal_saves_and_training_goes_on(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
+def test_another_signal_saves_and_training_goes_on(
+    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
+) -> None:
     run = folder / "asked"
     words = [*tiny, "--train.steps", "1000000", "--train.log_every", "1000000", "--run.dir", str(run)]
-    with training(folder, environment, words, "tiers: ") as process:
+    with training(folder, environment, begin, words, "tiers: ") as process:
         process.send_signal(signal.SIGUSR1)
         said = [process.stdout.readline() for _ in range(3)]
         assert "SIGUSR1: saving after this step.\n" in said, said
@@ -200,10 +210,10 @@ def test_another_signal_saves_and_training_goes_on(folder: Path, environment: di
 
 
 def test_two_processes_cannot_train_in_one_folder(
-    train: Train, folder: Path, environment: dict[str, str], tiny: list[str]
+    train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
     words = [*tiny, "--train.steps", "1000000", "--run.dir", str(folder / "busy"), "--checkpoint.every", "100000"]
-    with training(folder, environment, words):
+    with training(folder, environment, begin, words):
         second = train(*words)
     assert second.returncode == 2
     assert "another process trains" in second.stderr
