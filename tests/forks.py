@@ -2,8 +2,7 @@
 has imported them, to fork one that runs a module or some code as `python -m` and `python -c` do.
 
 Such a process has a number, signals, limits, an exit code and standard streams of its own, and ends as any interpreter
-does. What it has not: imports of its own, options of the interpreter, another seed for the hashes of strings than its
-siblings. Tests of those start `sys.executable`.
+does. What it has not: imports of its own, and options of the interpreter. Tests of those start `sys.executable`.
 """
 
 from __future__ import annotations
@@ -107,8 +106,11 @@ def start(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
     start_new_session: bool = False,
+    rank: int = 0,
 ) -> Forked:
-    """Start what `python WORDS` would, these being ["-m", module, ...] or ["-c", code, ...], or ["-u", ...] before."""
+    """Start what `python WORDS` would, these being ["-m", module, ...] or ["-c", code, ...], or ["-u", ...] before.
+    Ranks beside each other come from two servers, so that a set of strings has another order on one than on the other.
+    """
     asked = {
         "words": [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in words],
         "env": dict(os.environ if env is None else env),
@@ -133,7 +135,7 @@ def start(
             opened.append(os.dup(number if stream is None else stream if isinstance(stream, int) else stream.fileno()))
         given.append(opened[-1])
     with theirs:
-        _server().send(asked, given)
+        _server(rank % 2).send(asked, given)
     for descriptor in opened:
         os.close(descriptor)
     return Forked(told, *ours)
@@ -148,7 +150,7 @@ class Started(subprocess.Popen[str]):
         self.communicate()
 
 
-def start_anew(words: Sequence[object], **how: Any) -> Started:
+def start_anew(words: Sequence[object], *, rank: int = 0, **how: Any) -> Started:
     """Start `python WORDS`, with whatever `start` takes, in the four seconds that it takes."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return Started([sys.executable, *map(str, words)], text=True, errors="replace", **{"cwd": ROOT, **streams, **how})
@@ -167,7 +169,7 @@ def run(
 
 
 class _Server:
-    """The process that forks, of this session of tests."""
+    """A process that forks, of this session of tests."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -192,7 +194,7 @@ class _Server:
 
 
 @cache
-def _server() -> _Server:
+def _server(number: int) -> _Server:
     server = _Server()
     atexit.register(server.close)
     return server

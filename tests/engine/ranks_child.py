@@ -39,9 +39,9 @@ from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
 from tests.engine.test_parameters import freeze, mixed
 
-JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=20, start_s=60)
+JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 """For jobs: patient with a busy machine, and a rank for which others wait in vain is named well before the timeout."""
-QUICK = Times(beat_s=0.1, silence_s=1.5, grace_s=2, stall_s=1000)
+QUICK = Times(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
 
 SMOOTH = AdamW(
     lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=[("up|q_proj", {"lr_scale": 0.5}), ("norm", {})]
@@ -525,7 +525,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mode, *arguments = sys.argv[1:]
     if mode == "serve":
-        serve(Connection(int(arguments[0])))
+        serve(Connection(os.dup(sys.stdin.fileno())))
     else:
         steps(arguments[0], int(arguments[1]), arguments[2])
 
