@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import random
 import signal
 import subprocess
 import tempfile
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from itertools import combinations
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -162,18 +160,3 @@ def serve(connection: Connection) -> None:
         except BaseException as error:
             reply = None, "".join(traceback.format_exception(error))
         connection.send_bytes(pickle.dumps(reply))
-
-
-def all_pairs(axes: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
-    """Return few combinations in which any two values of two axes come together at least once: greedily, the best of
-    some random ones at a time, and the same ones every time."""
-    dice = random.Random(seed)
-    missing = {((one, x), (other, y)) for one, other in combinations(axes, 2) for x in axes[one] for y in axes[other]}
-    found: list[dict[str, str]] = []
-    while missing:
-        first = min(missing)  # so that each round finds one at least
-        drawn = [{name: dice.choice(values) for name, values in axes.items()} | dict(first) for _ in range(100)]
-        best = max(drawn, key=lambda one: len(missing.intersection(combinations(one.items(), 2))))
-        missing.difference_update(combinations(best.items(), 2))
-        found.append(best)
-    return found

@@ -19,6 +19,7 @@ from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained
 from tests.engine.sizes import ALIGNMENT, SHARD, up
+from tests.matrix import matrix
 
 STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
@@ -83,7 +84,11 @@ def held(found: Found) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("size", "precision", "tier"),
-    [(size, precision, tier) for size in (1, 2, 3, 4) for precision, tier in PAIRS[size % 2]],
+    [
+        pytest.param(size, precision, tier, marks=[] if (size > 2) == (tier == "nvme") else pytest.mark.slow)
+        for size in (1, 2, 3, 4)
+        for precision, tier in PAIRS[size % 2]
+    ],
 )
 def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_path: Path) -> None:
     """Of every kind, on every rank, in every stage."""
@@ -124,8 +129,7 @@ def test_zero_bytes_are_the_papers() -> None:
 # -- what is exchanged -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1, "delays": 1}, {"max_grad_norm": None}], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@matrix(strength=1, size=[2, 3, 4], settings=[{}, {"micro_batch_size": 1, "delays": 1}, {"max_grad_norm": None}])
 def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
     """Twice the parameters in stages 0 to 2, thrice in stage 3, less what is still in a slot when it is needed again
     (arXiv:1910.02054, section 7); on the host's link each rank moves its shards alone in stage 3."""
