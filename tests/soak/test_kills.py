@@ -216,7 +216,7 @@ def test_ranks_that_are_killed_while_they_save(forks: Forks) -> None:
     assert hits["writing"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("tier", TIERS)
 def test_thirty_kills(folder: Path, tier: str) -> None:
     kills = random.Random(tier).sample(MANY, len(MANY))
@@ -230,7 +230,7 @@ def test_thirty_kills(folder: Path, tier: str) -> None:
     assert hits["removing"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kills_of_ranks(folder: Path) -> None:
     words, starter = [*LARGE, *TIERS["nvme"], "--train.steps", "80"], Commands(folder)
     whole = whole_run(starter, "more-ranks", words, 2)
