@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload.partition.watch import CLEANUP_S, Place, Times, Watch
+from tests.forks import PATIENCE_S
 from tests.partition.ranks import Rank, ranks
 
 
