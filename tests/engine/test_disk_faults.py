@@ -32,7 +32,8 @@ from offload.lanes.throttle import parse_throttle
 from offload.planning import disk
 from offload.tiers.directories import file_system
 from offload.tiers.folder import find_stale
-from tests.cli.conftest import LLAMA, ROOT, SENTENCE
+from tests import forks
+from tests.cli.conftest import LLAMA, SENTENCE
 from tests.engine.disk_children import (
     ALL,
     CALLS,
@@ -61,7 +62,7 @@ from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import num_threads
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
-from tests.forks import PATIENCE_S
+from tests.forks import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
@@ -441,9 +442,7 @@ def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
         "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "
         f"child_with_less({str(folder)!r}, 'C++', {wanted!r})"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    ended = forks.run(["-c", code], begin=forks.start_anew)
     assert (ended.returncode, ended.stderr) == (0, "")
     name, messages = json.loads(ended.stdout)
     assert name == "python"
@@ -474,18 +473,9 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
 
 
 def test_kill_9_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, command: Command) -> None:
-    """The real command: a process group of its own, of which nothing is left either."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offload.train", *words_for(folder, "killed"), *SLOWLY],
-        cwd=here,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
     wait_for((here / "killed" / "metrics.jsonl").exists)
-    process.kill()
-    process.wait()
+    process.close()
     (left,) = find_stale([folder])
     assert left.pid == process.pid
     assert left.num_bytes
