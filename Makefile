@@ -15,13 +15,14 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-zoo soak lint type bench sanitize check clean
+.PHONY: help setup build train test test-all test-zoo soak lint type bench sanitize check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
-	@echo "make test      pytest                        (ARGS=...)"
-	@echo "make test-zoo  every causal LM family of transformers against plain PyTorch"
+	@echo "make test      pytest, about five minutes    (ARGS=...)"
+	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
+	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
@@ -68,11 +69,14 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+test-all: $(READY)
+	$(BIN)/python -m pytest $(WORKERS) -m "not soak" $(ARGS)
+
 test-zoo: $(READY)
 	$(BIN)/python -m pytest $(WORKERS:loadfile=load) -m slow tests/zoo $(ARGS)
 
 soak: $(READY)
-	$(BIN)/python -u -m pytest -s -m slow tests/soak $(ARGS)
+	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

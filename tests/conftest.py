@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import signal
 
@@ -12,3 +13,10 @@ settings.load_profile("offload")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is here before the first test stays: a garbage collection looks through what a test made, and takes
+    milliseconds."""
+    gc.collect()
+    gc.freeze()

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, CPU, GPUs and memory as plain data. Takes about a second (py-cpuinfo asks the CPU itself)."""
+    """Return versions, CPU, GPUs and memory as plain data. Takes about a second, the first time (py-cpuinfo)."""
     return {
         "offload": _offload_version(),
         "python": sys.version.split()[0],
@@ -93,19 +94,25 @@ def _cpu() -> dict[str, Any]:
     }
     if hasattr(os, "sched_getaffinity"):
         found["num_usable_cores"] = len(os.sched_getaffinity(0))
+    return found | _processor()
+
+
+@cache
+def _processor() -> dict[str, Any]:
+    """Ask py-cpuinfo, which starts a process for it, once."""
     try:
         import cpuinfo
-
-        info = cpuinfo.get_cpu_info()
-        found["name"] = info.get("brand_raw")
-        found["flags"] = [
-            flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))
-        ]
-        found["l2_cache_bytes"] = info.get("l2_cache_size")
-        found["l3_cache_bytes"] = info.get("l3_cache_size")
     except ImportError:
-        pass
-    return found
+        return {}
+    info = cpuinfo.get_cpu_info()
+    return {
+        "name": info.get("brand_raw"),
+        "flags": [
+            flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))
+        ],
+        "l2_cache_bytes": info.get("l2_cache_size"),
+        "l3_cache_bytes": info.get("l3_cache_size"),
+    }
 
 
 def _gpus() -> list[dict[str, Any]]:

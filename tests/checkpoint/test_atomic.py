@@ -60,7 +60,7 @@ class Killer:
         self.child.stdin.flush()
         pid = int(self.child.stdout.readline())
         if dies_at < 0:
-            until = time.monotonic() + 30
+            until = time.monotonic() + 120
             while not log.exists() or log.stat().st_size == size:
                 assert time.monotonic() < until
                 time.sleep(0.001)
@@ -75,7 +75,7 @@ def killer() -> Iterator[Killer]:
     yield it
     assert it.child.stdin
     it.child.stdin.close()
-    it.child.wait(10)
+    it.child.wait(120)
 
 
 def check_after_kill(checkpoints: Checkpoints) -> int:

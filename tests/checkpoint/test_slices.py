@@ -252,11 +252,11 @@ class TestBounds:
         thread = threading.Thread(target=run)
         thread.start()
         for _ in range(writing._BUFFERS):
-            assert entered.acquire(timeout=10)
+            assert entered.acquire(timeout=120)
         assert not entered.acquire(timeout=0.2)
         assert writer[0].num_bytes == writing._BUFFERS * self.CHUNK_BYTES
         gate.set()
-        thread.join(20)
+        thread.join(120)
         verify(tmp_path / "here")
 
     def test_reading_in_order_verifies_nothing_twice(self, tmp_path, monkeypatch):

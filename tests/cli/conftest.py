@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -26,10 +28,11 @@ LLAMA = {
 SENTENCE = "the weights of a block are fetched, used and given back; then the next block is fetched. "
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """A folder with llama.json, mixtral.json and text.txt, from which the commands run."""
-    path = tmp_path_factory.mktemp("cli")
+    path = tmp_path / "here"
+    path.mkdir()
     mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
     (path / "llama.json").write_text(json.dumps(LLAMA))
     (path / "mixtral.json").write_text(json.dumps(mixtral))
@@ -39,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(folder: Path) -> dict[str, str]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
         "OMP_NUM_THREADS": "1",
         "TERM": "dumb",
     }
@@ -59,13 +62,23 @@ def tiny() -> list[str]:
 
 
 @pytest.fixture
-def train(folder: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def begin() -> Callable[..., Any]:
+    """What starts a process. `EITHER` instead, in a file, runs its tests in both kinds of process."""
+    return forks.start
+
+
+EITHER = pytest.fixture(
+    params=[pytest.param(forks.start, id="forked"), pytest.param(forks.start_anew, id="anew", marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture
+def train(
+    folder: Path, environment: dict[str, str], begin: Callable[..., Any]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python -m offload.train ARGUMENTS` and return what it printed."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "offload.train", *arguments]
-        return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        return forks.run(["-m", "offload.train", *arguments], begin=begin, cwd=folder, env=environment)
 
     return run

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from offload import doctor, native, native_io
 from offload.errors import ConfigError
 from offload.tiers import directories, folder
+from tests import forks
+from tests.forks import ROOT
 
-ROOT = Path(__file__).parents[2]
 Call = Callable[..., "tuple[int, dict[str, Any]]"]
 
 
@@ -40,7 +40,8 @@ from offload.tiers.folder import RunFolders
 folders = RunFolders(sys.argv[1:], 0)
 print(folders.paths[0], flush=True)
 os._exit(0)"""
-    child = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    child = forks.run(["-c", code, tmp_path])
+    assert child.returncode == 0, child.stderr
     path = Path(child.stdout.strip())
     (path / "states").write_bytes(bytes(50000))
     return path
@@ -158,9 +159,9 @@ def test_words_that_it_does_not_know(words):
 
 def test_for_people(tmp_path, stale):
     """As a user runs it: compact, within 80 columns, and with the exit code of the command."""
-    command = [sys.executable, "-m", "offload.doctor", "--nvme-dir", tmp_path, tmp_path / "missing"]
+    command = ["-m", "offload.doctor", "--nvme-dir", tmp_path, tmp_path / "missing"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"}
-    child = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    child = forks.run(command, cwd=tmp_path, env=environment)
     assert child.returncode == 1, child.stderr
     assert child.stderr == ""
     lines = child.stdout.splitlines()

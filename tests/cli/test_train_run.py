@@ -19,14 +19,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.checkpoint.folder import Checkpoints
 from offload.config import Config, all_keys
 from offload.lanes.throttle import LANES
+from tests.cli.conftest import EITHER
 from tests.telemetry.reader import read_trace
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
+Begin = Callable[..., Any]
 FIELDS = [
     *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"),
     *("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes", "lanes"),
     *("peak_device_bytes", "peak_host_bytes", "peak_pinned_bytes"),
 ]
+
+
+@EITHER
+def begin(request: pytest.FixtureRequest) -> Begin:
+    return request.param
 
 
 def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) -> None:
@@ -35,7 +42,7 @@ def test_help_names_every_key_and_imports_no_torch(environment: dict[str, str]) 
         "try:\n    main(['--help'])\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
     assert not [key for key in all_keys() if f"--{key}" not in result.stdout]
@@ -135,32 +142,29 @@ def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, 
 
 
 @contextmanager
-def training(folder: Path, environment: dict[str, str], words: list[str], until: str = "step 10/") -> Iterator[Any]:
+def training(
+    folder: Path, environment: dict[str, str], begin: Begin, words: list[str], until: str = "step 10/"
+) -> Iterator[Any]:
     """Yield a command that has come as far as a line that begins so; it does not stay behind."""
-    command = [sys.executable, "-m", "offload.train", *words]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = begin(["-m", "offload.train", *words], cwd=folder, env=environment)
     try:
-        assert process.stdout is not None
         for line in process.stdout:  # lines arrive as they are printed, or this waits for ever
             if line.startswith(until):
                 break
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_all_states_and_the_same_command_goes_on(
-    train: Train, folder: Path, environment: dict[str, str], tiny: list[str], number: signal.Signals
+    train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals
 ) -> None:
     run = folder / f"stopped-{number.name}"
     words = [*tiny, "--train.steps", "1000000", "--run.dir", str(run)]
-    with training(folder, environment, words) as process:
+    with training(folder, environment, begin, words) as process:
         process.send_signal(number)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == 130, error
     assert error.count("\n") == 1
     assert number.name in error
@@ -185,17 +189,19 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     )
 
 
-def test_another_signal_saves_and_training_goes_on(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
+def test_another_signal_saves_and_training_goes_on(
+    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
+) -> None:
     run = folder / "asked"
     words = [*tiny, "--train.steps", "1000000", "--train.log_every", "1000000", "--run.dir", str(run)]
-    with training(folder, environment, words, "tiers: ") as process:
+    with training(folder, environment, begin, words, "tiers: ") as process:
         process.send_signal(signal.SIGUSR1)
         said = [process.stdout.readline() for _ in range(3)]
         assert "SIGUSR1: saving after this step.\n" in said, said
         saved = next(line for line in said if "  saved " in line)
         step = int(saved.split()[1])
         process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == 130, error
     assert [path.name for path in Checkpoints(run / "checkpoints").folders()][-1] == f"step-{step}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -204,10 +210,10 @@ def test_another_signal_saves_and_training_goes_on(folder: Path, environment: di
 
 
 def test_two_processes_cannot_train_in_one_folder(
-    train: Train, folder: Path, environment: dict[str, str], tiny: list[str]
+    train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
 ) -> None:
     words = [*tiny, "--train.steps", "1000000", "--run.dir", str(folder / "busy"), "--checkpoint.every", "100000"]
-    with training(folder, environment, words):
+    with training(folder, environment, begin, words):
         second = train(*words)
     assert second.returncode == 2
     assert "another process trains" in second.stderr

@@ -218,7 +218,7 @@ def serve() -> None:
                 fd = os.open(Path(output, file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 os.dup2(fd, number)
             os.chdir(cwd)
-            signal.alarm(60)  # who hangs dies of it
+            signal.alarm(120)  # who hangs dies of it
             globals()[name](*arguments)
             return  # and out, as any program
         print(child, flush=True)
@@ -284,4 +284,4 @@ class Nursery:
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(90)  # as long as a child may take
+        self._server.wait(150)  # as long as a child may take

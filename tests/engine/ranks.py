@@ -6,25 +6,22 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from itertools import combinations
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from tests import forks
 from tests.partition.ranks import ROOT, Rank, free_port
 
 TIMEOUT_S = 120
 """For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""
-_POOL_SIZE = 4
 
 
 class JobError(AssertionError):
@@ -51,7 +48,7 @@ def processes(folder: Path, size: int, *arguments: str, **environment: str) -> I
         started = []
         for rank in range(size):
             variables = _torchrun(rank, size, port) | environment
-            started.append(_start(arguments, variables, folder / f"rank-{rank}"))
+            started.append(_start(arguments, variables, folder / f"rank-{rank}", rank))
             stack.callback(_kill, started[-1])
         yield started
 
@@ -59,10 +56,10 @@ def processes(folder: Path, size: int, *arguments: str, **environment: str) -> I
 class _Worker:
     """A process of the pool."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: int) -> None:
         self.connection, theirs = Pipe()
         with theirs:
-            self.rank = _start(["serve", str(theirs.fileno())], {}, path, pass_fds=[theirs.fileno()])
+            self.rank = _start(["serve"], {}, path, number, stdin=theirs.fileno())
 
     def give(self, work: Any) -> None:
         with suppress(OSError):  # that it is gone is seen when its reply is waited for
@@ -92,9 +89,9 @@ class _Pool:
         self._num_started = 0
 
     def run(self, size: int, job: Callable[..., Any], timeout_s: float, arguments: Mapping[str, Any]) -> list[Any]:
-        while len(self._workers) < max(size, _POOL_SIZE):  # those that this job does not need import meanwhile
+        while len(self._workers) < size:
             self._num_started += 1
-            self._workers.append(_Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
+            self._workers.append(_Worker(Path(self._folder.name) / f"worker-{self._num_started}", len(self._workers)))
         working, port, deadline = self._workers[:size], free_port(), time.monotonic() + timeout_s
         for rank, worker in enumerate(working):
             worker.give((_torchrun(rank, size, port), job, arguments))
@@ -127,17 +124,17 @@ def _torchrun(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in local.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def _start(arguments: Sequence[str], variables: Mapping[str, str], path: Path, pass_fds: Sequence[int] = ()) -> Rank:
+def _start(arguments: Sequence[str], variables: Mapping[str, str], path: Path, rank: int, **how: Any) -> Rank:
     common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     common["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with path.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.engine.ranks_child", *arguments],
+        process = forks.start(
+            ["-u", "-m", "tests.engine.ranks_child", *arguments],
             env={**common, **variables},
             stdout=file,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            pass_fds=pass_fds,
+            rank=rank,
+            **how,
         )
     return Rank(process, path)
 
@@ -163,18 +160,3 @@ def serve(connection: Connection) -> None:
         except BaseException as error:
             reply = None, "".join(traceback.format_exception(error))
         connection.send_bytes(pickle.dumps(reply))
-
-
-def all_pairs(axes: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
-    """Return few combinations in which any two values of two axes come together at least once: greedily, the best of
-    some random ones at a time, and the same ones every time."""
-    dice = random.Random(seed)
-    missing = {((one, x), (other, y)) for one, other in combinations(axes, 2) for x in axes[one] for y in axes[other]}
-    found: list[dict[str, str]] = []
-    while missing:
-        first = min(missing)  # so that each round finds one at least
-        drawn = [{name: dice.choice(values) for name, values in axes.items()} | dict(first) for _ in range(100)]
-        best = max(drawn, key=lambda one: len(missing.intersection(combinations(one.items(), 2))))
-        missing.difference_update(combinations(best.items(), 2))
-        found.append(best)
-    return found

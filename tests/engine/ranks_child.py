@@ -1,11 +1,12 @@
 """What a rank does: the jobs of the pool, and processes of their own that end in some way.
 
-python -m tests.engine.ranks_child serve DESCRIPTOR | steps WAY STAGE FOLDER
+python -m tests.engine.ranks_child serve | steps WAY STAGE FOLDER
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,8 @@ from torch.nn import functional
 
 from offload import AdamW, Engine, Placement
 from offload.errors import OffloadError, RankLostError
-from offload.lanes.ticket import Fence
+from offload.lanes.lane import ThreadLane
+from offload.lanes.ticket import Fence, Ticket
 from offload.partition.comm import Comm
 from offload.partition.joining import open_comm
 from offload.partition.watch import Times
@@ -38,10 +41,11 @@ from tests.engine.reference import Batch, LossFunction, count_labels, count_shif
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
 from tests.engine.test_parameters import freeze, mixed
+from tests.forks import PATIENCE_S
 
-JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=20, start_s=60)
+JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 """For jobs: patient with a busy machine, and a rank for which others wait in vain is named well before the timeout."""
-QUICK = Times(beat_s=0.1, silence_s=1.5, grace_s=2, stall_s=1000)
+QUICK = Times(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
 
 SMOOTH = AdamW(
     lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=[("up|q_proj", {"lr_scale": 0.5}), ("norm", {})]
@@ -182,7 +186,7 @@ def share(batch: Mapping[str, Tensor], rows: Sequence[int], rank: int) -> dict[s
 class Found:
     """What a run gave on one rank.
 
-    steps: loss, norm, tokens and whether it was skipped, of each; moved: `COUNTED` after each; seconds: of each;
+    steps: loss, norm, tokens and whether it was skipped, of each; moved: `COUNTED` after each;
     local: this rank's own losses; kinds: the kinds of fences that were made.
     """
 
@@ -192,7 +196,6 @@ class Found:
     allocations: list[tuple[str, str, int]] = field(default_factory=list)
     moved: list[dict[str, int]] = field(default_factory=list)
     peak_host_bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
     local: list[float] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     error: tuple[str, str] | None = None
@@ -222,14 +225,12 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
 
     seeds: of the batches, of which each step takes one; skipping: leave a step out; evaluate: after that step;
     spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target; padded: so many of
-    the first rows, and in every other step of the last rows, are; timed: nothing but steps is of interest, and each is
-    to take as long as it takes.
+    the first rows, and in every other step of the last rows, are.
     """
     known, found = CASES[case], Found()
     seeds = settings.pop("seeds", range(num_steps))
     evaluate, spike = settings.pop("evaluate", None), settings.pop("spike", (None, None, 1.0))
-    unlabelled, timed = settings.pop("unlabelled", None), settings.pop("timed", False)
-    padded = settings.pop("padded", None)
+    unlabelled, padded = settings.pop("unlabelled", None), settings.pop("padded", None)
     engine = opened(comm, known, **settings)
     assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
     for step, seed in enumerate(seeds):
@@ -241,9 +242,7 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
         if spike[0] is not None:
             engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
         torch.manual_seed(step)
-        begin = time.perf_counter()
         result = engine.step(share(whole, rows, comm.rank), loss_fn=known.loss_fn)
-        found.seconds.append(time.perf_counter() - begin)
         found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
         found.moved.append(numbers(engine.counters))
         if evaluate == step:
@@ -252,10 +251,9 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
             assert (loss.dtype, loss.dim(), loss.device.type) == (torch.float32, 0, "cpu")
             assert numbers(engine.counters) == before, "evaluation leaves the counters alone"
             found.evaluated.append(loss.item())
-    if not timed:
-        found.weights = dict(engine.named_parameters())
-        assert numbers(engine.counters) == found.moved[-1], "reading weights leaves the counters alone"
-        found.allocations, found.peak_host_bytes = list(engine.allocations), engine.counters.peak_host_bytes
+    found.weights = dict(engine.named_parameters())
+    assert numbers(engine.counters) == found.moved[-1], "reading weights leaves the counters alone"
+    found.allocations, found.peak_host_bytes = list(engine.allocations), engine.counters.peak_host_bytes
     engine.close()
     return found
 
@@ -289,6 +287,30 @@ def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Train one after another, over one comm."""
     with open_comm(times=JOB) as comm, small_tiles():
         return [train(comm, **run) for run in runs]
+
+
+def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """As `trained` on two ranks, of which each one's next copy to the device goes on when the other's has begun."""
+    submit, numbers = ThreadLane.submit, itertools.count()
+    rank = int(os.environ["RANK"])
+
+    def together(self: ThreadLane, work: Callable[[], object], **how: Any) -> Ticket:
+        number = next(numbers) if self.name == "h2d" else None
+
+        def meet() -> None:
+            if number is not None:
+                Path(folder, f"{number}-{rank}").touch()
+                until = time.monotonic() + PATIENCE_S / 2
+                while not Path(folder, f"{number}-{1 - rank}").exists():
+                    assert time.monotonic() < until, "the other rank waits for this one's copy"
+                    time.sleep(0.001)
+            work()
+
+        return submit(self, meet, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadLane, "submit", together)
+        return trained(runs)
 
 
 def opened_by_itself(**run: Any) -> Found:
@@ -552,7 +574,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mode, *arguments = sys.argv[1:]
     if mode == "serve":
-        serve(Connection(int(arguments[0])))
+        serve(Connection(os.dup(sys.stdin.fileno())))
     else:
         steps(arguments[0], int(arguments[1]), arguments[2])
 

@@ -32,7 +32,8 @@ from offload.lanes.throttle import parse_throttle
 from offload.planning import disk
 from offload.tiers.directories import file_system
 from offload.tiers.folder import find_stale
-from tests.cli.conftest import LLAMA, ROOT, SENTENCE
+from tests import forks
+from tests.cli.conftest import LLAMA, SENTENCE
 from tests.engine.disk_children import (
     ALL,
     CALLS,
@@ -59,8 +60,9 @@ from tests.engine.disk_children import (
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import num_threads
-from tests.engine.test_giving_up import Breaks, Told, ends_soon
+from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
+from tests.forks import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
@@ -160,7 +162,7 @@ class Disk:
 
     def close(self) -> None:
         self.end_at(None)  # or whoever unmounts it waits for ever until all is written
-        deadline = time.monotonic() + 2  # the kernel lets go of an io_uring's files a little later
+        deadline = time.monotonic() + PATIENCE_S  # the kernel lets go of an io_uring's files a little later
         while is_used := bool(subprocess.run(["umount", self.path], capture_output=True, check=False).returncode):
             if time.monotonic() > deadline:
                 shell("umount", "--lazy", self.path)
@@ -440,7 +442,7 @@ def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
         "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "
         f"child_with_less({str(folder)!r}, 'C++', {wanted!r})"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = forks.run(["-c", code], begin=forks.start_anew)
     assert (ended.returncode, ended.stderr) == (0, "")
     name, messages = json.loads(ended.stdout)
     assert name == "python"
@@ -453,7 +455,7 @@ def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
 SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
 
 
-def wait_for(what: Callable[[], object], patience_s: float = 30) -> None:
+def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
     while not what():
         assert time.monotonic() < deadline
@@ -471,18 +473,9 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
 
 
 def test_kill_9_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, command: Command) -> None:
-    """The real command: a process group of its own, of which nothing is left either."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offload.train", *words_for(folder, "killed"), *SLOWLY],
-        cwd=here,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
     wait_for((here / "killed" / "metrics.jsonl").exists)
-    process.kill()
-    process.wait()
+    process.close()
     (left,) = find_stale([folder])
     assert left.pid == process.pid
     assert left.num_bytes
@@ -538,7 +531,7 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
         return not inside(folder) and not any(thread.is_alive() for thread in mine)
 
     try:
-        wait_for(is_gone, 3)
+        wait_for(is_gone)
     finally:
         for thread in mine:
             if thread.is_alive():  # the other tests count them
@@ -547,7 +540,7 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
 
 # -- a step that ends while the lanes of the disk are busy -----------------------------------------------------
 
-GLACIAL = {"nvme_read": {"latency_seconds": 8.0}, "nvme_write": {"latency_seconds": 8.0}}
+GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
 BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
 
 
@@ -567,7 +560,7 @@ def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         steps(engine)
-    assert time.monotonic() - begin < delay_s + 5
+    assert time.monotonic() - begin < SOON_S
     timer.join()
     with ends_soon():
         engine.close()

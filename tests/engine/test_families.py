@@ -11,6 +11,7 @@ from torch import nn
 from tests.engine.compare import train_both
 from tests.engine.families import CAUSAL, batches, bert, build, gemma2, gpt2, llama4, mixtral, t5
 from tests.engine.reference import count_labels, sum_by_layer
+from tests.matrix import matrix
 
 NUM_STEPS = 5
 Maker = Callable[[], nn.Module]
@@ -44,9 +45,7 @@ def test_t5_differs_from_plain_only_in_the_order_of_a_sum() -> None:
     train_both(build(t5), batches(NUM_STEPS), count=count_labels, within=1e-6)
 
 
-@pytest.mark.parametrize("recompute", ["auto", "never"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", CAUSAL)
+@matrix(make=CAUSAL, precision=["fp32", "bf16"], recompute=["auto", "never"])
 def test_kept_graphs_are_bit_equal(make: Maker, precision: str, recompute: str) -> None:
     """With `debug` every slot is poisoned between a unit's forward and its backward: no graph may hold on to it."""
     train_both(build(make), batches(2), precision=precision, recompute=recompute, debug=True)

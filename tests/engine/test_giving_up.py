@@ -27,12 +27,13 @@ from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import num_threads
 from tests.engine.test_overlap import deep
 
-SOON_S = 5.0
+SOON_S = 120.0
+"""A step that is given up takes a moment; it may be a long one where the machine is busy."""
 FREE: dict[str, Any] = {"max_grad_norm": None}
 DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred"}
 SPECULATIVE: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "speculative"}
-# So slow that a step takes minutes: whoever waited for a lane to finish would be found out.
-GLACIAL = {"h2d": {"latency_seconds": 8.0}, "d2h": {"latency_seconds": 8.0}, "update": {"latency_seconds": 8.0}}
+# So slow that a step takes an hour: whoever waited for a lane to finish would be found out.
+GLACIAL = {lane: {"latency_seconds": 2 * SOON_S} for lane in ("h2d", "d2h", "update")}
 LANES: dict[str, dict[str, Any]] = {
     "inline": {},
     "delays": {"debug": 1},
@@ -162,7 +163,7 @@ def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> N
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         steps(engine)
-    assert time.monotonic() - begin < delay_s + SOON_S
+    assert time.monotonic() - begin < SOON_S
     timer.join()
     assert_no_threads(engine, before)
 
@@ -235,7 +236,7 @@ def test_an_engine_that_is_dropped_ends_its_threads() -> None:
     mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
     assert mine
     del engine
-    deadline = time.monotonic() + 12 * SOON_S
+    deadline = time.monotonic() + SOON_S
     while any(thread.is_alive() for thread in mine) and time.monotonic() < deadline:
         gc.collect()  # another thread may be collecting: then this does nothing
         time.sleep(0.01)

@@ -26,6 +26,7 @@ from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, SLOW, deep
+from tests.matrix import matrix
 
 TILE = 2048
 """Elements: the smallest, so that even tiny regions are cut."""
@@ -101,10 +102,19 @@ CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefet
     for prefetch in range(5)
     for part, fraction in enumerate((0.0, 0.3, 1.0))
 ]
+PRECISIONS = ("fp32", "bf16")
+QUICK = [  # every pair of (prefetch, fraction on disk), (I/O engine, precision); all in memory once
+    (*case, PRECISIONS[number // 2 % 2]) for number, case in enumerate(CASES) if case[3] < 1 or case[1] == 2
+]
+LONG = [
+    pytest.param(*case, precision, marks=pytest.mark.slow)
+    for case in CASES
+    for precision in PRECISIONS
+    if (*case, precision) not in QUICK
+]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction"), CASES)
+@pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction", "precision"), QUICK + LONG)
 def test_twenty_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
 ) -> None:
@@ -129,10 +139,12 @@ def test_twenty_steps_are_bit_equal(
     assert bool(used) == (fraction < 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [{"debug": 1}, {"debug": 2}, {"throttle": SLOW}], ids=str)
-@pytest.mark.parametrize("gradients", ["auto", "nvme"])
+@matrix(
+    gradients=["auto", "nvme"],
+    settings=[{"debug": 1}, {"debug": 2}, {"throttle": SLOW}],
+    precision=["fp32", "bf16"],
+    mode=list(MODES),
+)
 def test_timing_changes_no_bit(
     gradients: str, settings: dict[str, Any], precision: str, mode: str, folder: Path
 ) -> None:
@@ -152,9 +164,7 @@ MIXES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mix", MIXES)
+@matrix(mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
 def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
     settings = {"precision": precision, "recompute": "always", **MODES[mode]}
     found = train(deep, 4, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
@@ -162,9 +172,10 @@ def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, fo
     assert_equal(found, in_memory(deep, 4, precision, mode, tier))
 
 
-@pytest.mark.parametrize("make", [gemma2, gpt2, mixtral])
-@pytest.mark.parametrize(
-    "settings", [{"micro_batch_size": 3}, {"on_nonfinite": "skip"}, {"max_grad_norm": None}], ids=str
+@matrix(
+    strength=1,
+    make=[gemma2, gpt2, mixtral],
+    settings=[{"micro_batch_size": 3}, {"on_nonfinite": "skip"}, {"max_grad_norm": None}],
 )
 def test_families(make: Maker, settings: dict[str, Any], folder: Path) -> None:
     """Tied weights, dropout, experts; gradients summed over micro-batches."""

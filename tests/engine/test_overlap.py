@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, gpt2, llama, t5, tokens
+from tests.matrix import matrix
 
 NUM_STEPS = 4
 MODES: dict[str, dict[str, Any]] = {
@@ -54,23 +55,27 @@ def assert_as_serial(make: Callable[[], nn.Module], mode: str, precision: str = 
     assert_same(found_weights, wanted_weights)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("throttle", [None, SLOW], ids=["", "throttled"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 8])
+@matrix(prefetch=[0, 1, 2, 8], throttle={"": None, "throttled": SLOW}, mode=list(MODES))
 def test_prefetch_and_throttles_change_no_bit(prefetch: int, throttle: Mapping[str, Any] | None, mode: str) -> None:
     assert_as_serial(deep, mode, prefetch=prefetch, throttle=throttle)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("seed", "mode"),
+    [
+        pytest.param(seed, mode, marks=[] if seed % 3 == number else pytest.mark.slow)
+        for seed in range(20)
+        for number, mode in enumerate(MODES)
+    ],
+)
 def test_delays_change_no_bit(seed: int, mode: str) -> None:
-    """Every lane waits at random before every piece of work, and whatever is freed is poisoned."""
+    """Every lane waits at random before every piece of work, and whatever is freed is poisoned. The quick run has each
+    seed, and each number of units ahead with each mode (3 and 4 have no common factor)."""
     precision = ("fp32", "bf16")[seed % 2]
     assert_as_serial(deep, mode, precision, prefetch=("auto", 1, 2, 0)[seed % 4], debug=seed)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("settings", [{"throttle": SLOW}, {"debug": 3}, {"debug": 4, "micro_batch_size": 2}], ids=str)
+@matrix(strength=1, settings=[{"throttle": SLOW}, {"debug": 3}, {"debug": 4, "micro_batch_size": 2}], mode=list(MODES))
 def test_activations_on_the_host_change_no_bit(settings: dict[str, Any], mode: str) -> None:
     placed = Placement(activations="cpu")
     if "micro_batch_size" in settings:
@@ -82,19 +87,15 @@ def test_activations_on_the_host_change_no_bit(settings: dict[str, Any], mode: s
         assert_as_serial(deep, mode, placement=placed, **settings)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
-@pytest.mark.parametrize("make", [gpt2, t5])
+@matrix(make=[gpt2, t5], recompute=["always", "never", "auto"], mode=list(MODES))
 def test_tied_weights_dropout_and_kept_graphs(make: Callable[[], nn.Module], recompute: str, mode: str) -> None:
     assert_as_serial(make, mode, debug=11, recompute=recompute)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "placement",
-    [{"device_memory": "120KiB"}, {"device_memory": "400KiB"}, {"parameters": "device"}, {"device_memory": "8MiB"}],
-    ids=str,
-)
+ROOM = [{"device_memory": "120KiB"}, {"device_memory": "400KiB"}, {"parameters": "device"}, {"device_memory": "8MiB"}]
+
+
+@matrix(strength=1, placement=ROOM, mode=list(MODES))
 def test_room_on_the_device_changes_no_bit(placement: dict[str, Any], mode: str) -> None:
     assert_as_serial(deep, mode, placement=Placement(**placement), debug=5)
 

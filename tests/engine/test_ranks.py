@@ -17,7 +17,7 @@ import torch
 
 from tests.engine.compare import assert_same, same_bits
 from tests.engine.families import build
-from tests.engine.ranks import JobError, all_pairs, run
+from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import (
     CASES,
     SMOOTH,
@@ -35,6 +35,7 @@ from tests.engine.ranks_child import (
 )
 from tests.engine.reference import Reference
 from tests.engine.test_overlap import SLOW
+from tests.matrix import all_pairs, matrix
 
 STAGES = (0, 1, 2, 3)
 ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
@@ -216,8 +217,7 @@ def test_what_is_not_clipped_is_the_same_in_every_mode(stage: int) -> None:
         assert_equal(other, first)
 
 
-@pytest.mark.parametrize("recompute", ["never", "auto"])
-@pytest.mark.parametrize("stage", [1, 3])
+@matrix(strength=1, stage=[1, 3], recompute=["never", "auto"])
 def test_kept_graphs_change_no_bit(stage: int, recompute: str) -> None:
     """Break: gather a unit for its backward into another place than the one its graph looks at."""
     common = {"case": "plain", "rows": (1, 2), "num_steps": 3, "zero_stage": stage}
@@ -248,16 +248,16 @@ def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
     assert_near(found[2], replace(wanted, evaluated=[]), 1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("case", "chunk"), [("plain", None), ("plain", 3000), ("spiking", None)], ids=["whole", "in chunks", "loss_fn"]
-)
-def test_a_rank_without_any_target_takes_part(case: str, rank: int, chunk: int | None) -> None:
+UNLABELLED = {"whole": ("plain", None), "in chunks": ("plain", 3000), "loss_fn": ("spiking", None)}
+
+
+@matrix(strength=1, how=UNLABELLED, rank=[0, 1])
+def test_a_rank_without_any_target_takes_part(how: tuple[str, int | None], rank: int) -> None:
     """Its loss would be a division by zero, and a chunk without targets is not even run.
 
     Break: weight its NaN with 0; leave its head, and with it the head's collectives, out.
     """
-    rows = (2, 2)
+    (case, chunk), rows = how, (2, 2)
     common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, "unlabelled": rank, "head_chunk_bytes": chunk}
     first, *others = train(2, *({**common, **MODES["deferred"], "zero_stage": stage} for stage in STAGES))
     for other in others:
@@ -273,8 +273,7 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
     assert "target" in errors[0][1]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rows", [(4, 1), (1, 3)])
+@matrix(strength=1, rows=[(4, 1), (1, 3)], stage=STAGES)
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
     """The rank of one row has room for its whole logits, or for twice the columns.
 
@@ -330,8 +329,7 @@ def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
 # -- gradients that are not finite -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
-@pytest.mark.parametrize("stage", STAGES)
+@matrix(strength=1, stage=STAGES, factor=[float("inf"), float("nan")])
 def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
     """As if it had not been: the weights are those of a run without this batch.
 
@@ -382,8 +380,14 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "tied", "experts", "two dtypes"])
+def test_own_loops_of_one_rank(case: str, tmp_path: Path) -> None:
+    """In the quick run: tests/engine/test_own_loops.py."""
+    test_own_loops_sum_gradients_over_ranks_as_they_are(case, 1, tmp_path)
+
+
+@matrix(strength=1, case=["plain", "tied", "experts", "two dtypes"], size=[2, 3])
 def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:
     """Break: divide by the number of ranks; return this rank's mean of losses; reduce at every backward what is to be
     rounded once."""
@@ -425,13 +429,3 @@ def test_a_job_that_fails_tells_which_rank_and_the_next_one_runs() -> None:
 def test_a_job_that_hangs_is_ended_and_shows_where() -> None:
     with pytest.raises(JobError, match=r"rank 0 of 1 has not returned in time(.|\n)*in sleeps"):
         run(1, sleeps, seconds=1000.0, timeout_s=1)
-
-
-def test_all_pairs_are_there() -> None:
-    axes = {"a": "xyz", "b": "12", "c": "pqr"}
-    found = all_pairs(axes)
-    for one in axes:
-        for other in axes:
-            if one != other:
-                assert {(f[one], f[other]) for f in found} == {(x, y) for x in axes[one] for y in axes[other]}
-    assert len(found) < 12

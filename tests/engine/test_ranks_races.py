@@ -21,7 +21,13 @@ ROWS = (2, 1, 3, 1)
 @pytest.mark.parametrize(
     ("size", "on_disk", "stage", "mode"),
     [
-        (2 + 2 * ((stage + number) % 2), (stage + number) % 2 == 0, stage, mode)  # four ranks share two cores
+        pytest.param(
+            2 + 2 * ((stage + number) % 2),  # four ranks share two cores
+            (stage + number) % 2 == 0,
+            stage,
+            mode,
+            marks=[] if (stage, number) in ((0, 0), (1, 2), (2, 1), (3, 1)) else pytest.mark.slow,
+        )
         for stage in STAGES
         for number, mode in enumerate(MODES)
     ],

@@ -71,7 +71,7 @@ def run(code: str, *arguments: object) -> str:
     """Run these lines in a Python process and return what they print."""
     process = start(code, *arguments)
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"the process hangs: {process.communicate()}") from None

@@ -11,8 +11,8 @@ from typing import Any
 
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import Throttle
+from tests.forks import PATIENCE_S
 
-PATIENCE_S = 10.0
 MOMENT_S = 0.05
 FOREVER_S = 600
 

@@ -389,7 +389,7 @@ def test_throttled_work_takes_its_latency_and_its_bytes(open_threads):
         within(lambda ticket=ticket: lanes.wait([ticket]))
         assert time.perf_counter() >= ticket.end, "done before it is over"
         assert ticket.begin >= begin
-        assert least - 1e-9 <= ticket.end - ticket.begin < least + 1
+        assert least - 1e-9 <= ticket.end - ticket.begin < least + PATIENCE_S
     within(lambda: lanes.wait([lanes.update.submit(nothing, num_bytes=1 << 40)]))  # has no throttle
 
 
@@ -429,7 +429,7 @@ def test_work_that_takes_longer_than_its_throttle_takes_its_own_time(open_thread
     lanes = open_threads({"h2d": Throttle(latency_s=0.01)})
     ticket = lanes.h2d.submit(lambda: time.sleep(0.1))
     within(lambda: lanes.wait([ticket]))
-    assert 0.1 <= ticket.end - ticket.begin < 1
+    assert 0.1 <= ticket.end - ticket.begin < PATIENCE_S
     assert ticket.end <= time.perf_counter()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
 from offload import native
 from offload.benches.adam import parse_count
 from offload.errors import ConfigError
+from tests import forks
 
 
 @pytest.mark.parametrize(("text", "count"), [("64", 64), ("1.5Ki", 1536), ("64Mi", 1 << 26), ("1e3", 1000)])
@@ -25,8 +25,7 @@ def test_wrong_counts(text):
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "offload.bench", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forks.run(["-m", "offload.bench", *words])
 
 
 @pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built: there is nothing to measure")

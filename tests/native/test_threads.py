@@ -68,7 +68,7 @@ if child == 0:
 assert native.sum_squares(x, threads=3) == 1e6
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_the_process_ends_while_a_daemon_thread_computes():
@@ -82,4 +82,4 @@ def forever():
 threading.Thread(target=forever, daemon=True).start()
 time.sleep(0.2)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -6,28 +6,28 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import forks
+from tests.forks import PATIENCE_S, ROOT
 
 
 @dataclass
 class Rank:
     """A process, its output so far in a file."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forks.Forked
     path: Path
 
     @property
     def output(self) -> str:
         return self.path.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         """Return when the rank has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
@@ -35,7 +35,7 @@ class Rank:
             assert time.monotonic() < deadline, f"no {text!r} in time: {self.output}"
             time.sleep(0.02)
 
-    def end(self, timeout_s: float = 60) -> int:
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for the end and return the exit code."""
         return self.process.wait(timeout_s)
 
@@ -63,12 +63,12 @@ def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Itera
         for rank in range(size):
             path = folder / f"rank-{rank}"
             with path.open("wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, "-u", "-m", "tests.partition.ranks_child", *arguments],
+                process = forks.start(
+                    ["-u", "-m", "tests.partition.ranks_child", *arguments],
                     env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    cwd=ROOT,
+                    rank=rank,
                 )
             started.append(Rank(process, path))
         yield started

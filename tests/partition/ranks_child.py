@@ -19,7 +19,8 @@ from offload.partition.comm import Comm, Ranks, Traffic
 from offload.partition.joining import open_comm
 from offload.partition.watch import Times
 
-QUICK = Times(beat_s=0.1, silence_s=1.5, grace_s=2, stall_s=1000)
+QUICK = Times(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
+"""Nobody is lost because the machine is busy; where a test is about that, it says after how long (`losing`)."""
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +181,8 @@ def again(size: int) -> None:
 def losing(way: str, folder: Path) -> None:
     """Ranks exchange units for ever; from the 20th exchange on the rank VICTIM leaves in some `way`."""
     victim = int(os.environ.get("VICTIM", "1"))
-    with open_comm(times=replace(QUICK, stall_s=float(os.environ.get("STALL_S", "1000")))) as comm:
+    times = {name: float(os.environ.get(name.upper(), "1000")) for name in ("silence_s", "stall_s")}
+    with open_comm(times=replace(QUICK, **times)) as comm:
         file = folder / f"file-of-{comm.rank}"
         file.touch()
         weakref.finalize(comm, file.unlink)  # as the folders of a run are removed

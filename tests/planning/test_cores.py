@@ -132,5 +132,5 @@ if len(all_cores) > 1:
 waiting.set()
 print("right")
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "right\n", result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks(folder: Path) -> Iterator[Forks]:
-    with Forks(folder) as started:
-        yield started
+def forks(folder: Path) -> Forks:
+    return Forks(folder)

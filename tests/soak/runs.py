@@ -7,10 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +18,10 @@ import psutil
 from safetensors.torch import load_file
 
 from offload.checkpoint.folder import Checkpoints
+from tests import forks
+from tests.forks import PATIENCE_S, ROOT
 from tests.partition.ranks import free_port
 
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120
 # Some 3 million parameters with dropout: 38 MB of states, which take long enough to save to be hit on the way.
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}
 # And some ten thousand without, whose steps take milliseconds.
@@ -73,40 +71,25 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
+@dataclass
 class Commands:
-    """Starts `python -m offload.train`, as a user does; several ranks by --gpus."""
+    """Starts `python -m offload.train`, as a user does; several ranks by --gpus. `begin`: `start_anew` or `start` of
+    tests/forks.py.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
+    begin: Callable[..., Any] = forks.start_anew
 
     def start(self, words: Sequence[str], log: Path, num_ranks: int) -> Processes:
         more = ["--gpus", str(num_ranks)] if num_ranks > 1 else []
-        with log.open("ab") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "offload.train", *words, *more],
-                cwd=self.folder,
-                env=environment(self.folder),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
-        return Processes([process], num_ranks)
+        return Processes([command(self.begin, self.folder, [*words, *more], log)], num_ranks)
 
 
+@dataclass
 class Forks:
-    """Forks processes that are that command, but for its first seconds; several ranks with torchrun's variables."""
+    """Forks processes that are that command; several ranks with torchrun's variables, and without a launcher."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.soak.forks_child"],
-            cwd=ROOT,
-            env=environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    folder: Path
 
     def start(self, words: Sequence[str], log: Path, num_ranks: int) -> Processes:
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -114,36 +97,21 @@ class Forks:
         started = []
         for rank in range(num_ranks):
             env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
-            asked = {"words": list(words), "env": env, "cwd": str(self.folder), "log": str(log)}
-            started.append(Forked(self, self.ask(asked)))
+            started.append(command(forks.start, self.folder, words, log, env, rank=rank))
         return Processes(started, num_ranks)
 
-    def ask(self, asked: Any) -> Any:
-        assert self._child.stdin
-        assert self._child.stdout
-        self._child.stdin.write(json.dumps(asked) + "\n")
-        self._child.stdin.flush()
-        return json.loads(self._child.stdout.readline())
 
-    def __enter__(self) -> Forks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._child.communicate(timeout=10)
-
-
-@dataclass
-class Forked:
-    """A process of a `Forks`, with the part of Popen that is needed here."""
-
-    forks: Forks
-    pid: int
-    returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.forks.ask(self.pid)
-        return self.returncode
+def command(begin: Any, folder: Path, words: Sequence[str], log: Path, env: Any = (), **how: Any) -> Any:
+    with log.open("ab") as stream:
+        return begin(
+            ["-m", "offload.train", *words],
+            cwd=folder,
+            env=environment(folder) | dict(env),
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            **how,
+        )
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 
 from offload.checkpoint.reader import verify
 from tests.disks import mounted
+from tests.forks import start
 from tests.soak.runs import PATIENCE_S, SMALL, Commands, Forks, Processes, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
@@ -31,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) -> Run:
     """A run on that disk, over two ranks by --gpus."""
-    starter = forks if request.param == 1 else Commands(folder)
+    starter = forks if request.param == 1 else Commands(folder, start)
     return Run(starter, f"run-{request.node.name}", FOR_EVER, request.param, place=disk)
 
 

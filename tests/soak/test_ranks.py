@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from tests.forks import start
 from tests.soak.runs import PATIENCE_S, SMALL, TIERS, Commands, Forks, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
@@ -48,7 +49,7 @@ def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier
 def test_a_signal_saves_once_whoever_gets_it(folder: Path) -> None:
     """First the launcher, then rank 1."""
     words = [*SMALL, "--train.steps", "1000000"]
-    run = Run(Commands(folder), "asked", words, num_ranks=2)
+    run = Run(Commands(folder, start), "asked", words, num_ranks=2)
     processes = run.start()
     try:
         for number, rank in enumerate([None, 1]):

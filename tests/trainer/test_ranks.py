@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from tests import forks
+from tests.forks import ROOT
 from tests.partition.ranks import free_port
-
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30
 
 
 @dataclass
@@ -45,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(folder: Path, request: pytest.FixtureRequest) -> Run:
     """Run `python -m tests.trainer.ranks_child WAY WORDS` in two ranks with the variables of torchrun; `more` words of
-    each rank can be added. Return how they ended, in time.
+    each rank can be added. Return how they ended.
     """
 
     def start(way: str, name: str, *words: str, more: Sequence[Sequence[str]] = ((), ())) -> list[Ended]:
@@ -64,27 +60,20 @@ def run(folder: Path, request: pytest.FixtureRequest) -> Run:
             *("--data.sequence_length", "32", "--train.steps", "5", "--train.batch_size", "3", *words),
         ]
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.trainer.ranks_child", way, *settings, *more[rank]],
+            forks.start(
+                ["-m", "tests.trainer.ranks_child", way, *settings, *more[rank]],
                 cwd=folder,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                rank=rank,
             )
             for rank in range(2)
         ]
         try:
-            deadline = time.monotonic() + 60
-            for each in processes:
-                each.wait(max(1, deadline - time.monotonic()))
-            deadline = time.monotonic() + PATIENCE_S
-            ended = [each.communicate(timeout=max(1, deadline - time.monotonic())) for each in processes]
+            printed = [each.communicate() for each in processes]
         finally:
             for each in processes:
-                each.kill()
-                each.wait()
-        return [Ended(each.returncode, *texts) for each, texts in zip(processes, ended, strict=True)]
+                each.close()
+        return [Ended(each.wait(), *texts) for each, texts in zip(processes, printed, strict=True)]
 
     return start
 

@@ -176,7 +176,7 @@ def test_the_next_unit_is_read_while_this_one_computes(models: Any) -> None:
     waited = []
 
     def wait(*_: Any) -> None:
-        waited.append(counted.is_read["model.layers.1.mlp.up_proj.weight"].wait(20))
+        waited.append(counted.is_read["model.layers.1.mlp.up_proj.weight"].wait(120))
 
     counted.model.model.layers[0].mlp.register_forward_hook(wait)
     for _ in range(2):

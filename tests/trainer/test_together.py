@@ -25,7 +25,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
 
 
 class Threads(Alone):
@@ -67,7 +67,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return found
 
 

@@ -1,0 +1,345 @@
+"""Real processes without the seconds that Python takes to import torch and transformers: `start` asks a server, which
+has imported them, to fork one that runs a module or some code as `python -m` and `python -c` do.
+
+Such a process has a number, signals, limits, an exit code and standard streams of its own, and ends as any interpreter
+does. What it has not: imports of its own, and options of the interpreter. Tests of those start `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import logging
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 120
+"""For what should take a second: it ends a test that hangs, and nothing else depends on it."""
+_MESSAGE_BYTES = 1 << 18
+
+
+class Forked:
+    """A process of the server, with the part of Popen that tests need. Its parent waits for nothing but its end."""
+
+    def __init__(self, told: socket.socket, stdin: Any, stdout: Any, stderr: Any) -> None:
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        self.returncode: int | None = None
+        self._told = told
+        self.pid = int(told.recv(64))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = PATIENCE_S) -> int:
+        """Return the exit code, below 0 for a signal. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.returncode = int(self._told.recv(64))
+            self._told.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = PATIENCE_S) -> tuple[str, str]:
+        """Return what is left in its pipes when it has ended. Raises subprocess.TimeoutExpired."""
+        if self.stdin is not None:
+            self.stdin.close()
+        texts = {id(stream): "" for stream in (self.stdout, self.stderr)}
+
+        def read(stream: IO[str]) -> None:
+            texts[id(stream)] = stream.read()
+
+        readers = [threading.Thread(target=read, args=[each]) for each in (self.stdout, self.stderr) if each]
+        deadline = time.monotonic() + (PATIENCE_S if timeout is None else timeout)
+        for each in readers:
+            each.start()
+        for each in readers:
+            each.join(max(0.0, deadline - time.monotonic()))
+            if each.is_alive():
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        self.wait(max(0.0, deadline - time.monotonic()))
+        return texts[id(self.stdout)], texts[id(self.stderr)]
+
+    def close(self) -> None:
+        """Kill it if it runs, and close the pipes."""
+        self.kill()
+        self.wait()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+def start(
+    words: Sequence[object],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] = ROOT,
+    stdin: int | IO[Any] | None = subprocess.DEVNULL,
+    stdout: int | IO[Any] = subprocess.PIPE,
+    stderr: int | IO[Any] = subprocess.PIPE,
+    start_new_session: bool = False,
+    rank: int = 0,
+) -> Forked:
+    """Start what `python WORDS` would, these being ["-m", module, ...] or ["-c", code, ...], or ["-u", ...] before.
+    Ranks beside each other come from two servers, so that a set of strings has another order on one than on the other.
+    """
+    asked = {
+        "words": [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in words],
+        "env": dict(os.environ if env is None else env),
+        "cwd": os.fspath(cwd),
+        "session": start_new_session,
+    }
+    told, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    given: list[int] = [theirs.fileno()]
+    ours: list[IO[str] | None] = []
+    opened: list[int] = []
+    for number, stream in enumerate((stdin, stdout, stderr)):
+        ours.append(None)
+        if stream == subprocess.PIPE:
+            reader, writer = os.pipe()
+            ours[-1] = os.fdopen(writer if number == 0 else reader, "w" if number == 0 else "r", errors="replace")
+            opened.append(reader if number == 0 else writer)
+        elif stream == subprocess.DEVNULL:
+            opened.append(os.open(os.devnull, os.O_RDWR))
+        elif stream == subprocess.STDOUT:
+            opened.append(os.dup(given[-1]))
+        else:
+            opened.append(os.dup(number if stream is None else stream if isinstance(stream, int) else stream.fileno()))
+        given.append(opened[-1])
+    with theirs:
+        _server(rank % 2).send(asked, given)
+    for descriptor in opened:
+        os.close(descriptor)
+    return Forked(told, *ours)
+
+
+class Started(subprocess.Popen[str]):
+    """A process with an interpreter of its own."""
+
+    def close(self) -> None:
+        """Kill it if it runs, and close the pipes."""
+        self.kill()
+        self.communicate()
+
+
+def start_anew(words: Sequence[object], *, rank: int = 0, **how: Any) -> Started:
+    """Start `python WORDS`, with whatever `start` takes, in the four seconds that it takes."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return Started([sys.executable, *map(str, words)], text=True, errors="replace", **{"cwd": ROOT, **streams, **how})
+
+
+def run(
+    words: Sequence[object], *, timeout: float = PATIENCE_S, begin: Callable[..., Any] = start, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Start it, wait for its end and return what it printed. Raises subprocess.TimeoutExpired."""
+    process = begin(words, **how)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.close()
+    return subprocess.CompletedProcess(list(words), process.wait(), out, err)
+
+
+class _Server:
+    """A process that forks, of this session of tests."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        env["ROOM"] = " " * 20_000  # for what those who are forked show
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def send(self, asked: Any, descriptors: Sequence[int]) -> None:
+        socket.send_fds(self._ours, [json.dumps(asked).encode()], descriptors)
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.wait()
+
+
+@cache
+def _server(number: int) -> _Server:
+    server = _Server()
+    atexit.register(server.close)
+    return server
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+def _preload() -> None:
+    import torch
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
+    import torch.distributed.launcher.api
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+    import offload.doctor
+    import offload.engine.engine
+    import offload.trainer  # noqa: F401
+    from offload.planning.environment import describe_environment
+
+    describe_environment()  # it remembers what the processor is
+    torch.set_num_threads(1)
+    handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
+    handler.Popen = _Rank
+
+
+def _serve(asks: socket.socket) -> None:
+    """Fork for each message: a parent, which tells the number of its child and then how it ended."""
+    _preload()
+    gc.collect()
+    gc.freeze()  # what is here already is not looked through in each child
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be there after a fork"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the parents end
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(asks, _MESSAGE_BYTES, 4)
+        if not message:
+            return
+        told, *streams = descriptors
+        if os.fork():
+            for each in descriptors:
+                os.close(each)
+            continue
+        asks.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        child = os.fork()
+        if not child:
+            os.close(told)
+            _become(streams=streams, **json.loads(message))
+        for each in streams:
+            os.close(each)
+        with socket.socket(fileno=told) as tells:
+            with contextlib.suppress(OSError):  # who asked may be gone
+                tells.send(str(child).encode())
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with contextlib.suppress(OSError):
+                tells.send(str(code).encode())
+        os._exit(0)
+
+
+def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, streams: list[int]) -> NoReturn:
+    """Be that process from here on."""
+    if session:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    _show_environment()
+    if words[0] == "-u":
+        words = words[1:]
+        for out in (sys.stdout, sys.stderr):
+            assert isinstance(out, io.TextIOWrapper)
+            out.reconfigure(write_through=True)
+    how, what, *rest = words
+    sys.argv = [what if how == "-m" else how, *rest]
+    if how == "-m":
+        sys.modules.pop(what, None)
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(what, "<string>", "exec"), main.__dict__)
+    sys.exit()
+
+
+def _show_environment() -> None:
+    """Let others see it: /proc/PID/environ is the memory that the server's was in, which nothing points to any more."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])
+    shown = b"".join(b"%s=%s\0" % (os.fsencode(name), os.fsencode(value)) for name, value in os.environ.items())
+    assert len(shown) <= end - begin
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+class _Rank:
+    """In place of the Popen of torchrun's agent, where that was forked itself: its ranks are forked from it."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self._become([str(word) for word in args[1:]], env)
+
+    def _become(self, words: list[str], env: dict[str, str]) -> NoReturn:
+        """Run in the agent's thread, whose frames are not to be left: what an interpreter does at its end is done here,
+        as far as it matters.
+        """
+        logging.disable(logging.NOTSET)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: Any = 1
+        try:
+            _become(words, env, str(Path.cwd()), True, [])
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(code or 0))
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def _wait(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        until = time.monotonic() + (PATIENCE_S if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(0.01)
+        return self.returncode
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

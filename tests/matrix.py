@@ -1,0 +1,67 @@
+"""Few combinations of settings in which any two values come together, for the quick run, and all of them for the long
+one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Axes = Mapping[str, Sequence[Any] | Mapping[str, Any]]
+
+
+def matrix(*, strength: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by all combinations of values; those that are not needed to have any two values (`strength`;
+    1: any value) come together at least once are marked `slow`. An axis is a list, or a mapping from a name to a value.
+    """
+    names = {key: [name_of(value) for value in values] for key, values in axes.items()}
+    assert all(len(set(each)) == len(each) for each in names.values()), "two values of one name"
+    quick = [tuple(one.values()) for one in cover(names, strength)]
+    found = []
+    for chosen in product(*names.values()):
+        values = [
+            axis[name] if isinstance(axis, Mapping) else axis[names[key].index(name)]
+            for (key, axis), name in zip(axes.items(), chosen, strict=True)
+        ]
+        marks = [] if chosen in quick else [pytest.mark.slow]
+        found.append(pytest.param(*values, id="-".join(chosen), marks=marks))
+    return pytest.mark.parametrize(list(axes), found)
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", None) or str(value)
+
+
+def all_pairs(axes: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
+    """Return few combinations in which any two values of two axes come together at least once."""
+    return cover(axes, 2, seed)
+
+
+def cover(axes: Mapping[str, Sequence[str]], strength: int, seed: int = 0) -> list[dict[str, str]]:
+    """Return few combinations in which any values of `strength` axes come together at least once: greedily, the best of
+    some random ones at a time, and the same ones every time.
+    """
+    dice = random.Random(seed)
+    strength = min(strength, len(axes))
+    missing = meetings(axes, strength)
+    found: list[dict[str, str]] = []
+    while missing:
+        first = min(missing)  # so that each round finds one at least
+        drawn = [{name: dice.choice(values) for name, values in axes.items()} | dict(first) for _ in range(100)]
+        best = max(drawn, key=lambda one: len(missing.intersection(combinations(one.items(), strength))))
+        missing.difference_update(combinations(best.items(), strength))
+        found.append(best)
+    return found
+
+
+def meetings(axes: Mapping[str, Sequence[str]], strength: int) -> set[tuple[tuple[str, str], ...]]:
+    """Return all that must come together."""
+    return {
+        tuple(zip(some, values, strict=True))
+        for some in combinations(axes, strength)
+        for values in product(*(axes[name] for name in some))
+    }

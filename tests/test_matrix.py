@@ -1,0 +1,43 @@
+"""The quick run's combinations are a cover."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from tests.engine import test_ranks
+from tests.matrix import cover, matrix, meetings
+
+AXES = {"stage": ["0", "1", "2", "3"], "size": ["1", "2", "3"], "tier": ["cpu", "nvme"], "clip": ["on", "off", "late"]}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3, 4])
+def test_any_values_come_together(strength: int) -> None:
+    chosen = cover(AXES, strength)
+    met = {some for one in chosen for some in combinations(one.items(), strength)}
+    assert met == meetings(AXES, strength)
+    assert all(list(one) == list(AXES) for one in chosen)
+    num_least = (4, 4 * 3, 4 * 3 * 3, 4 * 3 * 2 * 3)[strength - 1]
+    assert num_least <= len(chosen) <= num_least * 1.5, "few"
+
+
+def test_the_long_run_has_all_combinations_and_the_quick_one_a_cover() -> None:
+    mark = matrix(stage=[0, 1, 2], tier={"cpu": {}, "nvme": {"parameters": "nvme"}}, build=[len, max], on=[True, False])
+    names, params = mark.args
+    assert names == ["stage", "tier", "build", "on"]
+    assert len({param.id for param in params}) == len(params) == 3 * 2 * 2 * 2
+    assert params[0].values == (0, {}, len, True)
+    quick = [param for param in params if not param.marks]
+    assert 0 < len(quick) < len(params)
+    assert all([mark.name for mark in param.marks] == ["slow"] for param in params if param not in quick)
+    values = [[0, 1, 2], ["cpu", "nvme"], ["len", "max"], ["True", "False"]]
+    for one, other in combinations(range(4), 2):
+        met = {(param.id.split("-")[one], param.id.split("-")[other]) for param in quick}
+        assert met == {(str(x), str(y)) for x in values[one] for y in values[other]}
+
+
+def test_any_two_settings_of_ranks_meet() -> None:
+    axes = {name: sorted({one[name] for one in test_ranks.COVER}) for name in test_ranks.COVER[0]}
+    met = {some for one in test_ranks.COVER for some in combinations(one.items(), 2)}
+    assert met == meetings(axes, 2)
