@@ -13,7 +13,7 @@ WORKERS ?= -n 2 --dist loadfile
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-zoo soak lint type bench sanitize check clean
+.PHONY: help setup build train test test-zoo soak fuzz lint type bench sanitize check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -21,6 +21,7 @@ help:
 	@echo "make test      pytest                        (ARGS=...)"
 	@echo "make test-zoo  every causal LM family of transformers against plain PyTorch"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
+	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
@@ -70,6 +71,9 @@ test-zoo: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m slow tests/soak $(ARGS)
+
+fuzz: $(READY)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

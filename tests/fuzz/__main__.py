@@ -2,7 +2,7 @@
 
 make fuzz ARGS="--minutes 20 --seed 1"            as many random cases as there is time for
 make fuzz ARGS="--case ranks2:12345"              one case again, as a failure names it
-make fuzz ARGS="--mutations"                      break the engine on purpose, in one way after another, until each is found
+make fuzz ARGS="--mutations"                      break the engine on purpose, in each way until it is found
 """
 
 from __future__ import annotations

@@ -10,14 +10,7 @@ from typing import Any
 
 from tests.fuzz import models
 
-KINDS = {
-    "engine": 8,
-    "loops": 3,
-    "saves": 3,
-    "interrupts": 4,
-    "ranks2": 5,
-    "ranks3": 2,
-}
+KINDS = {"engine": 8, "loops": 3, "saves": 3, "interrupts": 4, "ranks2": 5, "ranks3": 2, "commands": 3}
 """The kinds of cases, and how often each is drawn."""
 WORLDS = {"ranks2": 2, "ranks3": 3}
 
@@ -125,7 +118,7 @@ def draw(kind: str, seed: int) -> Case:
     return case
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------------------------
 
 
 def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
@@ -180,7 +173,7 @@ def _throttle(dice: random.Random) -> dict[str, Any]:
     return {lane: {"latency_seconds": dice.choice([1e-4, 5e-4, 2e-3])} for lane in lanes}
 
 
-# -- what is done --------------------------------------------------------------------------------------------------------
+# -- what is done ----------------------------------------------------------------------------------------------------
 
 _WEIGHTS: dict[str, dict[str, int]] = {
     "engine": {"step": 12, "evaluate": 2, "own": 2, "read": 1, "lr": 1, "forward": 1, "ungraded": 1, "empty": 1},

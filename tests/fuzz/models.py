@@ -21,7 +21,7 @@ from tests.engine.families import SPECIAL
 Spec = dict[str, Any]
 """How a model is made, and of what; a key that is left out has a plain default, so that a case can be shrunk."""
 
-# -- families ----------------------------------------------------------------------------------------------------------
+# -- families --------------------------------------------------------------------------------------------------------
 
 
 def _llama_like(spec: Spec) -> dict[str, Any]:
@@ -123,7 +123,7 @@ FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
 }
 UNSHIFTED = ("bert",)
 
-# -- a mosaic of blocks --------------------------------------------------------------------------------------------------
+# -- a mosaic of blocks ----------------------------------------------------------------------------------------------
 
 
 class Tile(nn.Module):
@@ -368,7 +368,7 @@ def _name(kind: Any) -> str:
     return kind if isinstance(kind, str) else "tile"
 
 
-# -- drawing -------------------------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def draw(dice: random.Random, *, gentle: bool = False) -> Spec:
@@ -400,6 +400,8 @@ def _draw_family(dice: random.Random, gentle: bool) -> Spec:
     heads = dice.choice([1, 2, 4])
     spec = {"make": dice.choice([*FAMILIES, "llama", "gpt2"]), "heads": heads, "width": heads * dice.choice([4, 8, 12])}
     spec |= {"depth": dice.choice([1, 2, 2, 3, 4]), "groups": dice.choice([1, heads])} | _sizes(dice)
+    if spec["make"] == "mixtral":  # torch's grouped product of matrices wants rows of 16 bytes
+        spec |= {"width": 8 * heads, "inner": 16}
     if not gentle:
         spec |= _maybe(dice, 0.3, dropout=lambda: 0.1)
     return spec | _maybe(dice, 0.4, tied=lambda: True)
@@ -419,7 +421,7 @@ def _draw_mosaic(dice: random.Random, gentle: bool) -> Spec:
     return spec
 
 
-# -- making --------------------------------------------------------------------------------------------------------------
+# -- making ----------------------------------------------------------------------------------------------------------
 
 
 def build(spec: Spec) -> nn.Module:
@@ -486,8 +488,8 @@ def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Tens
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = 3
     for row in range(rows):
         labels[row, : min(row % 3, length - 1)] = -100
-    if drawn.get("ignored") and rows > 1:
-        labels[0] = -100
+    if drawn.get("ignored") and (rows > 1 or len(drawn["rows"]) > 1) and rank == 0:
+        labels[: 1 if len(drawn["rows"]) == 1 else rows] = -100  # over several ranks, one of them has no target at all
     given = {"input_ids" if is_family(spec) else "x": ids, "labels": labels}
     if padding and is_family(spec):
         mask = torch.ones_like(ids)

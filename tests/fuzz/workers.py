@@ -1,5 +1,5 @@
-"""Processes that run cases, one after another: one, or several that are the ranks of a case. Those that fail or hang are
-replaced.
+"""Processes that run cases, one after another: one, or several that are the ranks of a case. Those that fail or hang
+are replaced.
 
 python -m tests.fuzz.workers DESCRIPTOR
 """
@@ -131,7 +131,7 @@ class Crew:
         self._folder.cleanup()
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------------------------
 
 
 def prepare() -> None:
