@@ -80,6 +80,7 @@ class Player:
     ) -> None:
         self.case, self.comm, self.folder, self._budgets = case, comm, folder, budgets
         self.faults: Faults | None = None
+        self.owes_fault = False  # one on a lane that works for the next step has not come out yet
         self._num_saved = 0
         self._saved: Path | None = None
         self.engine = self.open(layout)
@@ -89,7 +90,8 @@ class Player:
         model = models.build(self.case.model)
         if self.case.kind == "interrupts":
             self.faults = Faults(model)
-        engine = open_engine(model, self.case.settings, layout, self.folder, self.comm, self._budgets)
+        budgets = self._budgets if layout is self.case.layouts[0] else {}
+        engine = open_engine(model, self.case.settings, layout, self.folder, self.comm, budgets)
         if self.faults is not None:
             self.faults.watch(engine)
         return engine
@@ -327,14 +329,8 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
 
 def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, outcome: Outcome) -> None:
     """Do an op and compare it with what the twin gave."""
-    counts = player.faults is not None and op.get("counted")
     try:
-        if counts:
-            assert player.faults is not None
-            with player.faults.counting():
-                result = player.do(op)
-        else:
-            result = player.do(op)
+        result = do_counted(player, op)
     except Refused as refused:
         if is_tight and str(refused).startswith("DoesNotFit"):
             outcome.notes["did not fit"] += 1
@@ -350,6 +346,21 @@ def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, out
     if problem:
         raise Wrong(f"{where}: {problem}")
     check_ledgers(player.engine, after_step=op["do"] == "step" and not isinstance(result, Refused))
+
+
+def do_counted(player: Player, op: Op) -> Any:
+    """Do an op; count the places for faults where one is to come into the next. What failed on a lane that worked ahead
+    comes out in it, and costs that attempt only."""
+    owes, player.owes_fault = player.owes_fault, False
+    try:
+        if player.faults is None or not op.get("counted"):
+            return player.do(op)
+        with player.faults.counting():
+            return player.do(op)
+    except Told:
+        if not owes:
+            raise
+        return do_counted(player, op)
 
 
 def _kind(refused: Refused) -> str:
@@ -417,6 +428,7 @@ def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome:
             raise Wrong(f"{where}: refused: {refused}") from refused
     except Exception as error:
         raise Wrong(f"{where}: {type(error).__name__}: {error}\n{_trace(error)}") from error
+    player.owes_fault = op["where"] == "lane" and faults.has_raised
     outcome.notes[f"fault in {op['where']}{'' if faults.has_raised else ', missed'}"] += 1
     try:
         recover(player, of, sound, before, after, where, outcome)
@@ -441,10 +453,12 @@ def recover(player: Player, of: Op, sound: Path, before: Seen, after: Seen, wher
     else:
         state = "before" if not same(now, before.weights) else "after" if not same(now, after.weights) else "neither"
     outcome.notes[f"{state} a fault"] += 1
+    if state == "before" and models.moves(player.case.model):  # as in plain PyTorch, a forward has moved its buffers
+        player.engine.load_checkpoint(sound)
     if state == "neither":
         raise Wrong(f"{where}: neither as before ({same(now, before.weights)}) nor as after")
     if state in ("before", "torn"):
-        result = player.do(of)
+        result = do_counted(player, of)
         if not same_result(result, after.result):
             raise Wrong(f"{where}: done again after it ({state}) it gave {result}, the twin {after.result}")
     problem = same(player.weights(), after.weights)
