@@ -257,6 +257,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
         try:
             with leaving_nothing(folder / "nvme"):
                 _run(case, comm, folder, outcome)
+                comm.barrier("end of the engines")  # all ranks use one folder
         except Refused as refused:
             outcome.refused = str(refused)
         except Wrong as wrong:
