@@ -338,7 +338,7 @@ class Mosaic(nn.Module):
         if spec.get("tied"):
             self.head.weight = self.embedding.weight
         if spec.get("tied-tiles"):
-            downs = [tile.down for tile in tiles if isinstance(tile, Tile) and type(tile) is not Wide]
+            downs = [tile.down for tile in tiles if isinstance(tile, Tile) and type(tile) not in (Wide, HalfNorm)]
             for down in downs[1:]:
                 down.weight = downs[0].weight
 
@@ -476,6 +476,12 @@ def is_random(spec: Spec) -> bool:
 def moves(spec: Spec) -> bool:
     """True where a forward changes buffers."""
     return bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
+
+
+def shares(model: nn.Module) -> bool:
+    """True where a weight, or a module with weights, is in several places."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return len(names) > len(list(model.parameters()))
 
 
 def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Tensor]:

@@ -549,9 +549,8 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
                 losses[-1].backward()
                 reference.collect()
             loss, norm = torch.stack([one.detach() for one in losses]).mean(), reference.update()
-            # What a unit that is used in several places sums up first is another order, over passes.
-            is_exact = is_exact and not (spec["make"] == "mixtral" or spec.get("tied") or spec.get("tied-tiles"))
-            is_exact = is_exact and all(isinstance(kind, str) for kind in spec.get("tiles", ()))
+            # What is used in several places sums up over these first, and over the passes then.
+            is_exact = is_exact and not (spec["make"] == "mixtral" or models.shares(reference.model))
             if not is_exact and not is_wide:
                 return
         _judge_plain((loss.item(), norm), wanted, reference, is_exact, f"op {number}")
