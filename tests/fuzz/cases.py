@@ -136,7 +136,7 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
         settings["on_nonfinite"] = "skip"
     if dice.random() < 0.2:
         settings["seed"] = dice.randrange(1000)
-    if case.one or dice.random() < 0.3:
+    if case.one or dice.random() < (0.6 if clip == "speculative" else 0.3):
         settings["optimizer"] = dice.choice(["smooth", "smooth", "groups"]) if not case.one else "smooth"
     return settings
 

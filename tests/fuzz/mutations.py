@@ -17,7 +17,6 @@ import torch
 from offload.checkpoint.reader import Reader
 from offload.engine import call, losses, updates
 from offload.engine.gradients import GradientFlow
-from offload.engine.measures import Measures
 from offload.engine.updates import Updates
 from offload.lanes.ticket import Fence
 from offload.optim import update
@@ -194,13 +193,6 @@ def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
 def micro_batches_weighted_alike(patch: pytest.MonkeyPatch) -> None:
     """Of a batch's parts, and of ranks, all count the same, whatever their targets."""
     patch.setattr(losses, "_scaled", lambda loss, share: loss * (0.5 if share != 1.0 else 1.0))
-
-
-@mutation
-def measured_gradient_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """The square of a gradient to which another was added stays that of the first."""
-    know = Measures.know
-    patch.setattr(Measures, "know", lambda self, index, square: None if square is None else know(self, index, square))
 
 
 # -- recompute and kept graphs ---------------------------------------------------------------------------------------
