@@ -10,6 +10,8 @@ PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once.
 WORKERS ?= -n 2 --dist loadfile
+# What pip warns of is shown only where it fails.
+QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
@@ -46,19 +48,20 @@ $(PINS): constraints.txt
 
 # Without build isolation, so that C++ edits rebuild in seconds; the build tools are therefore installed by hand.
 $(READY): pyproject.toml CMakeLists.txt $(PINS)
-	$(PIP) install -c $(PINS) torch scikit-build-core nanobind
-	@command -v cmake >/dev/null || $(PIP) install cmake
-	@command -v ninja >/dev/null || $(PIP) install ninja
+	@echo "installing the dependencies ..."
+	@$(PIP) install -c $(PINS) torch scikit-build-core nanobind $(QUIETLY)
+	@command -v cmake >/dev/null || { $(PIP) install cmake $(QUIETLY); }
+	@command -v ninja >/dev/null || { $(PIP) install ninja $(QUIETLY); }
 	@$(PIP) $(EDITABLE) -e '.[dev]' 2> $(VENV)/build.log || { \
 	  rm -rf build; : "cmake would remember that there was no compiler"; \
-	  $(PIP) $(EDITABLE) -Cwheel.cmake=false -e '.[dev]' || { cat $(VENV)/build.log; exit 1; }; \
+	  $(PIP) $(EDITABLE) -Cwheel.cmake=false -e '.[dev]' 2> $(VENV)/pip.log || { cat $(VENV)/build.log $(VENV)/pip.log; exit 1; }; \
 	  echo "WARNING: the C++ kernels could not be built, so slower torch kernels with the same results run instead."; \
 	  echo "         They need a C++ compiler and Python.h (g++, python3-dev). Details: $(VENV)/build.log"; \
 	}
 	@touch $@
 
 build: $(READY)
-	$(PIP) $(EDITABLE) --no-deps -e .
+	@$(PIP) $(EDITABLE) --no-deps -e . $(QUIETLY)
 
 train: $(READY)
 	$(BIN)/python -m offload.train $(ARGS)

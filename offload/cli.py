@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic.fields import FieldInfo
 
+from offload import __version__
 from offload.config import Config, all_keys, unknown_key
 from offload.errors import (
     ConfigError,
@@ -28,10 +30,13 @@ from offload.errors import (
     is_left_to_another_rank,
     leave_to_another_rank,
     nearest,
+    shorten,
 )
+from offload.familiar import familiar
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+_MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
 _Options = typing.TypeVar("_Options")
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
@@ -39,9 +44,12 @@ _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value
 def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> typing.NoReturn:
     """Run `main(argv)` and leave the process: 0 fine, 1 failed, 2 bad input, 3 does not fit, 130 interrupted.
 
-    Errors are one paragraph on stderr; `--debug` (or --run.debug) adds the traceback.
+    Errors are one paragraph on stderr; `--debug` (or --run.debug) adds the traceback. --version is answered for all.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(versions())
+        sys.exit(0)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
@@ -73,6 +81,15 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         sys.exit(1)
 
 
+def versions() -> str:
+    """Return the version of offload and of what decides its results, without importing them."""
+    found = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
 def _interrupt(_number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
@@ -97,7 +114,8 @@ def _complain(error: BaseException, message: str, debug: bool) -> None:
     if not is_left_to_another_rank(error):
         rank = os.environ.get("RANK", "0")
         who = f"[rank {rank}] " if rank != "0" else ""
-        print(f"offload: {who}{' '.join(message.split())}", file=sys.stderr)
+        text = " ".join(word if len(word) <= _MAX_WORD else shorten(word) for word in message.split())
+        print(f"offload: {who}{text}", file=sys.stderr)
 
 
 def wants_debug(words: Sequence[str]) -> bool:
@@ -118,7 +136,7 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
     if unknown:
         names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
-        raise ConfigError(f"unknown option {unknown[0]}{close}; see --help.")
+        raise ConfigError(f"unknown option {shorten(unknown[0])}{close}; see --help.")
     return options
 
 
@@ -203,9 +221,9 @@ def _unknown_word(unknown: Sequence[str]) -> str:
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key else ""
-            return f"unknown option {word}{close}; see --help." if close else unknown_key(key)
-    return f"{unknown[0]!r} is not an option; settings are given as --section.field VALUE, see --help."
+            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key and not familiar(key) else ""
+            return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
+    return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
 
 
 def _field(key: str) -> FieldInfo:

@@ -6,6 +6,8 @@ No torch here: `--help` and a typing error must answer at once.
 
 from __future__ import annotations
 
+import os
+import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import glob
@@ -15,7 +17,8 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from offload.errors import ConfigError, nearest, too_few_rows
+from offload.errors import ConfigError, nearest, shorten, too_few_rows
+from offload.familiar import familiar
 from offload.sections import (
     CheckpointSection,
     DataSection,
@@ -25,6 +28,7 @@ from offload.sections import (
     RunSection,
     Section,
     TrainSection,
+    read_yaml,
 )
 from offload.sections import parse_size as parse_size
 
@@ -32,6 +36,15 @@ BUILTIN_DEVICE_MEMORY = 8 * 2**20  # of the built-in run: its states are 16 MiB,
 _FIXED = ("data", "model.path", "model.preset", "train.batch_size", "train.precision", "run.seed")
 """Sections and keys that make another run when they change: other data, another order, another model."""
 _OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
+_NAMES_OF_FILES = (
+    "run.dir",
+    "run.name",
+    "model.path",
+    "data.source",
+    "data.tokenizer",
+    "offload.nvme_dir",
+    "checkpoint.resume",
+)
 _TIMING = ("prefetch", "zero_stage", "throttle")  # of the offload section: what says nothing about where states are
 
 
@@ -74,10 +87,10 @@ class Config(BaseModel):
         sections: dict[str, Any] = {}
         for key, value in values.items():
             section, _, field = key.partition(".")
-            if field:
-                sections.setdefault(section, {})[field] = value
-            else:
+            if not field:
                 sections[section] = value
+            elif isinstance(sections.setdefault(section, {}), dict):  # what is no section is refused as it stands
+                sections[section][field] = value
         config = cls(**sections)
         config._origins.update({key: where for key, where in origins.items() if "." in key})
         config.check()
@@ -194,6 +207,23 @@ class Config(BaseModel):
             )
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+        for key in _NAMES_OF_FILES:
+            value = self.get(key)
+            for name in (value,) if isinstance(value, str) else value or ():
+                if not _can_be_a_file(name):
+                    raise ConfigError(
+                        f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
+                        f"bytes at most, and no zero byte; set --{key} to another one."
+                    )
+
+    def check_source(self) -> None:
+        """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
+        if self.model.path is not None and self.origin("data.source") == "default":
+            raise ConfigError(
+                f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
+                "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
+                "builtin:stdlib (text) or builtin:stdlib-chat if that is meant."
+            )
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
@@ -259,6 +289,14 @@ class Config(BaseModel):
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
 
 
+def _can_be_a_file(name: str) -> bool:
+    try:
+        parts = os.fsencode(name).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
+
+
 def _has_moved(key: str, was: Any) -> bool:
     """Tell whether what a key named is gone, so that another name may be the same thing in another place. Whether it is
     shows later: the data are compared by their tokens, and the model is the checkpoint's.
@@ -287,13 +325,13 @@ def all_keys() -> list[str]:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"--config {shorten(str(path))} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path} is not UTF-8 text: {error}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--config {shorten(str(path))}: {error}.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -306,7 +344,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, content in values.items():
-        if content is None and "." not in str(section):
+        if content is None and section in Config.SECTIONS:
             continue  # a section with nothing under it
         if isinstance(content, Mapping) and "." not in str(section):
             flat.update({f"{section}.{field}": value for field, value in content.items()})
@@ -328,11 +366,15 @@ def _yaml_value(value: Any) -> str:
     return text.strip().removesuffix("...").strip()
 
 
+_REPR = reprlib.Repr()  # a value of a file may be deep, or contain itself
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
+
+
 def _show(value: Any) -> str:
     """Show a value of any kind, as the user would have written it."""
     if value is None:
         return "none"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else shorten(_REPR.repr(value))
 
 
 def _explain(error: ValidationError) -> str:
@@ -360,15 +402,20 @@ def _explain(error: ValidationError) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the sentence about a key that does not exist, with the nearest one that does."""
+    """Return the sentence about a key that does not exist, with the one that is meant: of the same name in another
+    section, by the name it has in other trainers, or the nearest.
+    """
     section, _, field = key.partition(".")
     keys = all_keys()
-    if section in Config.SECTIONS and field:
-        close = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")
-        has = ", ".join(Config.SECTIONS[section].model_fields)
-        return f"unknown key {key}{close or nearest(key, keys)}; {section} has {has}."
-    if not field:
-        owners = [known for known in keys if known.split(".")[1] == section]
-        close = f" (did you mean {owners[0]}?)" if owners else nearest(section, Config.SECTIONS)
-        return f"unknown key {key}{close}; the sections are {', '.join(Config.SECTIONS)}."
-    return f"unknown key {key}{nearest(key, keys)}; the sections are {', '.join(Config.SECTIONS)}."
+    if section in Config.SECTIONS and not field:
+        return f"{section} is a section; its keys are {', '.join(k for k in keys if k.startswith(section + '.'))}."
+    name = field or section
+    owners = [known for known in keys if known.split(".")[1] == name]
+    meant = owners[0] if owners else familiar(name)
+    close = f" (did you mean {meant}?)" if meant else ""
+    if section in Config.SECTIONS:
+        fields = Config.SECTIONS[section].model_fields
+        close = close or nearest(field, fields).replace("mean ", f"mean {section}.") or nearest(key, keys)
+        return f"unknown key {shorten(key)}{close}; {section} has {', '.join(fields)}."
+    close = close or nearest(key, keys if field else Config.SECTIONS)
+    return f"unknown key {shorten(key)}{close}; the sections are {', '.join(Config.SECTIONS)}."

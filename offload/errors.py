@@ -107,8 +107,20 @@ def too_few_rows(batch_size: int, world_size: int) -> str:
     )
 
 
+_MAX_SHOWN = 200
+
+
+def shorten(text: str) -> str:
+    """Return a text as a message shows it: of a long one the first and the last characters, and how many it has."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 4 :]} ({len(text):,} characters)"
+
+
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
+    if len(word) > _MAX_SHOWN:
+        return ""
     found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {found[0]}?)" if found else ""
 

@@ -29,6 +29,9 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> int:
         """Return how many target tokens a batch of `apply` has."""
 
+    def share(self, labelled: float) -> float:
+        """Return about which share of the tokens are targets, where the data label a share of them."""
+
 
 class NextToken:
     """Causal language models: the dataset's batches as they are; the model shifts the labels."""
@@ -40,6 +43,9 @@ class NextToken:
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def share(self, labelled: float) -> float:
+        return labelled
 
 
 class MaskedTokens:
@@ -72,6 +78,9 @@ class MaskedTokens:
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
 
+    def share(self, _labelled: float) -> float:
+        return 0.15
+
 
 class Continuation:
     """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
@@ -87,6 +96,9 @@ class Continuation:
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
+
+    def share(self, labelled: float) -> float:
+        return labelled / 2
 
 
 def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:

@@ -33,19 +33,25 @@ def placement(config: Config) -> Placement:
     )
 
 
+def update_rule(config: Config) -> AdamW:
+    """Return the settings of the updates. Raises ConfigError."""
+    optimizer = config.optimizer
+    return AdamW(
+        lr=float(optimizer.lr or 0.0),
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        decay_1d=optimizer.decay_1d,
+        groups=optimizer.groups,
+    )
+
+
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
-    train, optimizer = config.train, config.optimizer
+    train = config.train
     return Engine(
         built.model,
-        optimizer=AdamW(
-            lr=float(optimizer.lr or 0.0),
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            decay_1d=optimizer.decay_1d,
-            groups=optimizer.groups,
-        ),
+        optimizer=update_rule(config),
         placement=placement(config),
         precision=train.precision,
         max_grad_norm=train.max_grad_norm,

@@ -10,7 +10,7 @@ def _llama(**shape: Any) -> dict[str, Any]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # 1.05 M parameters: the built-in run, a minute on two CPU cores.
+    # 1.05 M parameters: the built-in run, two minutes on two CPU cores.
     "tiny": _llama(
         vocab_size=2048, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,

@@ -31,6 +31,9 @@ class NoRecords:
     def write(self, fields: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
 
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        """Put more into the last line of metrics.jsonl, if this process has written one."""
+
     def sync(self) -> None:
         """Bring the lines to the disk, as a checkpoint counts on them."""
 
@@ -71,6 +74,10 @@ class Records(NoRecords):
     def write(self, fields: Mapping[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.write(fields)
+
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.amend(fields)
 
     def sync(self) -> None:
         if self._metrics is not None:

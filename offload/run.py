@@ -86,9 +86,10 @@ def make_run(start: Start, comm: Comm, say: Say, note: Say) -> Run:
         objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
         for text in data.notes:
             say(f"note: {text}")
+        say(f"data: {data.contents}, {100 * objective.share(data.target_share):.3g}% of them trained on")
         say(
-            f"data: {data.num_train_rows:,} rows of {config.data.sequence_length} tokens to train on, "
-            f"{data.num_eval_rows:,} to evaluate; objective: {objective.name}"
+            f"rows: {data.num_train_rows:,} of {config.data.sequence_length} tokens to train on, "
+            f"{data.num_eval_rows:,} to evaluate; {data.layout}; objective: {objective.name}"
         )
         files = as_files(data.tokenizer) if comm.rank == 0 else {}
         if first is None and config.model.init == "random" and trains_tokenizer(config):

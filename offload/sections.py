@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, nearest, shorten
 from offload.presets import PRESETS
 
 _SIZE_UNITS = {
@@ -37,7 +37,7 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
         if not 0 <= num_bytes < 2**63:
             raise ValueError
     except (ValueError, KeyError):
-        what = f"{key} is {value!r}; " if key else ""
+        what = f"{key} is {shorten(repr(value))}; " if key else ""
         raise ConfigError(
             f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
         ) from None
@@ -60,14 +60,23 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
+def read_yaml(text: str) -> Any:
+    """Return what a text in YAML says. Raises ValueError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
+    except RecursionError:
+        raise ValueError("it is not YAML that can be read: it is nested too deeply") from None
+    except Exception as error:  # a tag that does not fit its value is met by whatever conversion it leads to
+        raise ValueError(f"it is not YAML that can be read: {shorten(str(error))}") from None
+
+
 def _as_yaml(value: Any) -> Any:
     """Read structured text from the command line."""
     if not isinstance(value, str):
         return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is not YAML: {' '.join(str(error).split())}") from None
+    return read_yaml(value)
 
 
 def _as_groups(value: Any) -> Any:
@@ -115,7 +124,8 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
-Groups = Annotated[tuple[tuple[str, dict[str, float]], ...], BeforeValidator(_as_groups)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Groups = Annotated[tuple[tuple[str, dict[str, Finite]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
@@ -191,8 +201,8 @@ class DataSection(Section):
 
     source: Strings = Field(
         default=("builtin:stdlib",),
-        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files and "
-        "globs; several may be given.",
+        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders "
+        "and globs; several may be given. A model of your own needs it to be set.",
     )
     format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = Field(
         default="auto", description="How the files are read. auto: by their name and first record."
@@ -207,7 +217,9 @@ class DataSection(Section):
         description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows.",
     )
     packing: bool = Field(
-        default=True, description="Fill rows with several documents; false: one document a row, padded."
+        default=True,
+        description="Documents one after the other, cut into full rows: a row may begin and end within a document or "
+        "conversation, and those in it see each other. false: one document a row, cut off or padded.",
     )
     train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not on answers alone.")
     eval_fraction: float = Field(
@@ -241,7 +253,7 @@ class TrainSection(Section):
     recompute: Literal["auto", "always", "never"] = Field(
         default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=1.0, description="Clip gradients to this global norm. none: no clipping."
     )
     clip: Literal["auto", "speculative", "deferred"] = Field(
@@ -255,7 +267,10 @@ class TrainSection(Section):
         "it was.",
     )
     eval_every: int = Field(
-        default=100, ge=0, description="Evaluate after this many steps, and at the end. 0: at the end alone."
+        default=100,
+        ge=0,
+        description="Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end "
+        "alone.",
     )
     log_every: int = Field(
         default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."
@@ -276,7 +291,9 @@ class OptimizerSection(Section):
         description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny).",
     )
     betas: Betas = Field(
-        default=(0.9, 0.95), description="Decay of the first and of the second moment, each in [0, 1)."
+        default=(0.9, 0.95),
+        description="Decay of the first and of the second moment, each in [0, 1). AdamW() in Python has torch's "
+        "instead, 0.9 and 0.999.",
     )
     eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment.")
     weight_decay: Rate = Field(default=0.01, description="Decoupled weight decay, scaled by the learning rate.")

@@ -28,7 +28,8 @@ from offload.native_io import disk_error
 from offload.objectives import Batch
 from offload.optim.lr import learning_rate
 from offload.partition.joining import open_comm
-from offload.parts import placement, with_decisions
+from offload.parts import placement, update_rule, with_decisions
+from offload.planning.environment import untested
 from offload.records import NoRecords, Records, tiers
 from offload.resume import Start, find_start
 from offload.run import make_run
@@ -106,6 +107,8 @@ class Trainer:
     def _run(self) -> TrainResult:
         comm = self._comm
         agree(comm, "the configuration", dict(self.config.items()))
+        if text := untested():
+            self._say(f"note: {text}")
         with as_one(comm, "look for a checkpoint"):
             found = None
             if self._is_first:  # in the folder that is this process's alone by then
@@ -113,6 +116,8 @@ class Trainer:
                 for partial in Checkpoints(self._folder.checkpoints).clear():
                     self._say(f"note: {partial.name}, left by a process that was killed, is removed.")
                 found = find_start(self.config)
+                if not found.folders:
+                    found.config.check_source()
                 self._folder.check(found.config, resumes=bool(found.folders))
                 if found.config.checkpoint.export:
                     check_place(self._folder.hf, replace=True)
@@ -125,6 +130,7 @@ class Trainer:
             if dirs:
                 check_dirs(dirs)
             parse_throttle(self.config.offload.throttle)
+            update_rule(self.config)
             if self._is_first:
                 assert self._folder is not None
                 for left in remove_stale(dirs, self._folder.earlier_pids()).removed:
@@ -366,7 +372,9 @@ class Trainer:
             return None
         self._eval_loss = sum(losses) / num_tokens
         self._records.mark("evaluation", begin, time.perf_counter())
-        self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {num_tokens:,} tokens")
+        num_rows = self._data.num_eval_rows
+        rows = f"{min(num_rows, NUM_EVAL_BATCHES * size):,} of {num_rows:,} rows"
+        self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {num_tokens:,} tokens in {rows}")
         return self._eval_loss
 
     # -- after the last step -----------------------------------------------------------------------------------------
@@ -381,7 +389,8 @@ class Trainer:
         if has_some and self._saves.last_step != self._num_done > 0:
             self._save()
         if not every or self._num_done % every:
-            self._evaluate()
+            if (loss := self._evaluate()) is not None:
+                self._records.amend({"eval_loss": loss})
             self._leave_if_told(folder)
         exported = probe = None
         if self.config.checkpoint.export and (self._num_done > self._first_step or not self._is_exported(folder)):

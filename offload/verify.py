@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -25,6 +26,7 @@ class Options:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="PATH", help="RUN, RUN/checkpoints, RUN/checkpoints/step-N, or a Hugging Face folder"),
     ]
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print one JSON object")] = False
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
 
 
@@ -37,32 +39,57 @@ def main(words: list[str]) -> int:
     from offload.checkpoint.models import quiet_transformers
 
     quiet_transformers()
+    report = _Report(options.json)
     if is_checkpoint(path):
-        return 0 if _report(path, is_stored=True) else 1
-    if (checkpoints := checkpoints_of(path)) is not None:
-        folders = checkpoints.folders()
-        whole = [folder for folder in reversed(folders) if _report(folder, is_stored=True)]
-        print(f"the newest that is whole: {whole[-1]}" if whole else "none is whole")
-        return 0 if len(whole) == len(folders) else 1
-    if (path / "config.json").exists() or any(path.glob("*.safetensors*")):
-        return 0 if _report(path, is_stored=False) else 1
-    raise ConfigError(
-        f"{path} holds neither checkpoints nor a Hugging Face model; see --help for what can be verified."
-    )
+        report.check(path, is_stored=True)
+    elif (checkpoints := checkpoints_of(path)) is not None:
+        for folder in reversed(checkpoints.folders()):
+            report.check(folder, is_stored=True)
+        whole = [each["path"] for each in report.checked if each["whole"]]
+        report.end(whole[-1] if whole else None)
+    elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
+        report.check(path, is_stored=False)
+    else:
+        raise ConfigError(
+            f"{path} holds neither checkpoints nor a Hugging Face model; see --help for what can be verified."
+        )
+    if options.json:
+        print(json.dumps(report.content(), indent=2))
+    return 0 if all(each["whole"] for each in report.checked) else 1
 
 
-def _report(folder: Path, is_stored: bool) -> bool:
-    """Check one folder, print a line about it, and tell whether it is whole."""
-    from offload.checkpoint.given import verify_shown
-    from offload.checkpoint.hf_verify import verify_folder
+class _Report:
+    """What was checked, in lines as it goes or as one object at the end."""
 
-    try:
-        found = verify_shown(folder) if is_stored else verify_folder(folder)
-    except OffloadError as error:
-        print(f"{folder}: DAMAGED: {' '.join(str(error).split())}")
-        return False
-    print(f"{folder}: OK: {found}")
-    return True
+    def __init__(self, as_json: bool) -> None:
+        self._say = _nothing if as_json else print
+        self.checked: list[dict[str, Any]] = []
+        self._ends: dict[str, Any] = {}
+
+    def check(self, folder: Path, is_stored: bool) -> None:
+        """Check one folder."""
+        from offload.checkpoint.given import verify_shown
+        from offload.checkpoint.hf_verify import verify_folder
+
+        try:
+            found, is_whole = verify_shown(folder) if is_stored else verify_folder(folder), True
+        except OffloadError as error:
+            found, is_whole = " ".join(str(error).split()), False
+        self._say(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {found}")
+        self.checked.append({"path": str(folder), "whole": is_whole, "found": found})
+
+    def end(self, newest_whole: str | None) -> None:
+        """Note which of a run's checkpoints it would go on from."""
+        self._say(f"the newest that is whole: {newest_whole}" if newest_whole else "none is whole")
+        self._ends = {"newest_whole": newest_whole}
+
+    def content(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {"checked": self.checked, **self._ends}
+
+
+def _nothing(_text: str) -> None:
+    """With --json there is one object and nothing else."""
 
 
 if __name__ == "__main__":

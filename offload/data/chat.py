@@ -1,6 +1,6 @@
 """Conversations to text: a chat template rendered, and which parts of the result the assistant says.
 
-The template is the tokenizer's own. A tokenizer without one is given `BUILTIN_TEMPLATE`, in the manner of Zephyr: each
+The template is the tokenizer's own; without one it is `BUILTIN_TEMPLATE`, in the manner of Zephyr: each
 message is its role's marker on a line, the content, and the end-of-text token, which is also what ends generation.
 """
 
@@ -43,8 +43,7 @@ class ChatRenderer:
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default") or next(iter(template.values()))
-        if not template:
-            template = tokenizer.chat_template = BUILTIN_TEMPLATE  # set, so that it is saved with the model
+        template = template or BUILTIN_TEMPLATE
         self._template: str = _FIXED_CLOCK + template if "strftime_now" in template else template
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt

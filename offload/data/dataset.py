@@ -13,7 +13,7 @@ from offload.data.cache import default_cache_dir
 from offload.data.order import rows_at, shuffled
 from offload.data.packing import IGNORE, Rows
 from offload.data.prepare import Preparation, Prepared
-from offload.data.sources import hash_text
+from offload.data.sources import STDLIB_CHAT, hash_text
 from offload.data.tokenizer import UNKNOWN
 from offload.errors import ConfigError, too_few_rows
 
@@ -42,6 +42,8 @@ class Dataset:
     batch_size: int
     seed: int
     notes: tuple[str, ...] = ()  # what the user should know: text left out, tokens cut off; for the trainer to print
+    contents: str = ""  # what was read: format, source, how much
+    target_share: float = 1.0  # of all tokens, those with a label; as the data have it, before an objective chooses
 
     @property
     def sequence_length(self) -> int:
@@ -54,6 +56,13 @@ class Dataset:
     @property
     def num_eval_rows(self) -> int:
         return self.eval.num_rows
+
+    @property
+    def layout(self) -> str:
+        """How the rows are cut, in words."""
+        if self.train.packing:
+            return "packed, so that a row may begin and end within a document and its documents see each other"
+        return "a document a row"
 
     def num_steps(self, epochs: float) -> int:
         """Return how many batches cover `epochs` passes over the training rows; the last one may run into the next
@@ -168,18 +177,36 @@ def build_dataset(
     )
     train = Rows.over(prepared.train, sequence_length, packing, pad_id)
     held_out = Rows.over(prepared.eval, sequence_length, packing, pad_id)
-    notes = _notes(prepared, train, held_out)
+    whole = train, held_out
+    notes = [*preparation.notes, *_notes(prepared, train, held_out)]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     if eval_fraction > 0 and not (train.num_rows and held_out.num_rows):
         train, held_out = _split_rows(train if train.num_rows else held_out, eval_fraction)
+    num_tokens = prepared.train.num_tokens + prepared.eval.num_tokens
     if not train.num_rows:
-        num_tokens = prepared.train.num_tokens + prepared.eval.num_tokens
         raise ConfigError(
             f"data.source={source!r} has {num_tokens} tokens and none of them can be trained; one row needs a trained "
-            f"token after another token within data.sequence_length={sequence_length}. Give more data."
+            f"token after another token within data.sequence_length={sequence_length}. "
+            + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
         )
-    return Dataset(train, held_out, loaded, batch_size, seed, tuple(notes))
+    share = (whole[0].num_targets + whole[1].num_targets) / num_tokens
+    contents = _contents(preparation, prepared)
+    return Dataset(train, held_out, loaded, batch_size, seed, tuple(notes), contents, share)
+
+
+def _contents(preparation: Preparation, prepared: Prepared) -> str:
+    """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+    files, sources = preparation.files, preparation.sources
+    formats = dict.fromkeys("messages" if file.format == STDLIB_CHAT else file.format for file in files)
+    shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
+    num_documents = prepared.train.num_documents + prepared.eval.num_documents
+    documents = ("conversation" if preparation.holds_chats else "document") + "s" * (num_documents != 1)
+    num_tokens = prepared.train.num_tokens + prepared.eval.num_tokens
+    return (
+        f"{' and '.join(formats)} of {shown}{f' ({len(files):,} files)' if len(files) > 1 else ''}: "
+        f"{num_documents:,} {documents}, {num_tokens:,} tokens"
+    )
 
 
 def _split_rows(whole: Rows, eval_fraction: float) -> tuple[Rows, Rows]:

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from offload.data.docstrings import docstring_chats
-from offload.data.sources import RECORD_SUFFIXES, STDLIB_CHAT, TOKEN_SUFFIXES, SourceFile
+from offload.data.kinds import RECORD_SUFFIXES, TOKEN_SUFFIXES
+from offload.data.sources import STDLIB_CHAT, SourceFile
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
@@ -101,9 +102,16 @@ def detect_format(file: SourceFile) -> str:
     if suffix not in RECORD_SUFFIXES:
         return "text"
     for where, record in _json_records(file):
-        for data_format, keys in _KEYS.items():
-            if isinstance(record, dict) and all(key in record for key in keys):
-                return data_format
+        fitting = [
+            name for name, keys in _KEYS.items() if isinstance(record, dict) and all(key in record for key in keys)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise ConfigError(
+                f"{where} has the keys {sorted(record)}, which fit several formats: set --data.format to "
+                f"{' or '.join(fitting)}."
+            )
         found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a value of type {type(record).__name__}"
         known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
         raise ConfigError(
@@ -161,7 +169,7 @@ def _json_records(file: SourceFile) -> Iterator[tuple[str, Any]]:
 def _parse_json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
         raise ConfigError(
             f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
         ) from error

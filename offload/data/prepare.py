@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from offload.data.cache import cached
+from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.encode import Encoded, Encoder
 from offload.data.formats import CHAT_FORMATS, Chat, Ids, Pair, Record, Text, detect_format, read_records
 from offload.data.sources import STDLIB_CHAT, find_files, hash_files, hash_text, held_out_files, split_hash
@@ -58,7 +59,11 @@ class Preparation:
         cache_dir: Path,
         progress: Progress,
     ):
-        self.files = [replace(file, format=detect_format(file)) for file in find_files(source, data_format)]
+        self.notes: list[str] = []  # of what was found, for the user
+        self.sources = [source] if isinstance(source, str) else list(source)
+        found = find_files(source, data_format, self.notes)
+        self.files = [replace(file, format=detect_format(file)) for file in found]
+        self._formats = {file.format for file in self.files}
         self._files_hash = hash_files(self.files)
         self._vocab_size = vocab_size
         self._eval_fraction = eval_fraction
@@ -67,18 +72,28 @@ class Preparation:
         self._cache_dir = cache_dir
         self._progress = progress
 
+    @property
+    def holds_chats(self) -> bool:
+        """Whether any file holds prompts and answers instead of plain text."""
+        return bool(self._formats & CHAT_FORMATS)
+
     def tokenizer(self, tokenizer: str | None, model_path: str | None) -> Any:
         """Load `tokenizer`, or the model's, or train one on the data. None when the data is token ids and none was
-        given."""
+        given. Where it has to render conversations and has no chat template, it gets one."""
         path = tokenizer or tokenizer_folder(model_path)
         if path is not None:
             loaded = load_tokenizer(path)
             check_vocabulary(loaded, self._vocab_size, path)
+            if self._formats & (CHAT_FORMATS - {"prompt-completion"}) and not loaded.chat_template:
+                loaded.chat_template = BUILTIN_TEMPLATE  # set, so that it is saved with the model
+                self.notes.append(
+                    f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
+                    f"{ROLE_MARKERS[2]} before the turns, and this template is saved with the model."
+                )
             return loaded
-        formats = {file.format for file in self.files}
-        if formats == {"tokens"}:
+        if self._formats == {"tokens"}:
             return None
-        if "tokens" in formats:
+        if "tokens" in self._formats:
             raise ConfigError(
                 "data.source mixes token ids with text: name the tokenizer that made the ids, as data.tokenizer."
             )
@@ -114,7 +129,7 @@ class Preparation:
                 yield from (message["content"] for message in record.messages)
 
     def _build(self, folder: Path, tokenizer: Any, train_on_prompt: bool) -> None:
-        masked = not train_on_prompt and any(file.format in CHAT_FORMATS for file in self.files)
+        masked = not train_on_prompt and self.holds_chats
         writers = {True: TokenWriter(folder / "eval", self._vocab_size, masked)}
         writers[False] = TokenWriter(folder / "train", self._vocab_size, masked)
         encoder = Encoder(tokenizer, train_on_prompt) if tokenizer is not None else None

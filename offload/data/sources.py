@@ -9,24 +9,26 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import xxhash
 
+from offload.data.kinds import (
+    RECORD_SUFFIXES,
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
+    UNREAD_SUFFIXES,
+    check_choice,
+    check_file,
+    left_out,
+)
 from offload.errors import ConfigError, nearest
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
 FORMATS = ("auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens")
-
-RECORD_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
-TOKEN_SUFFIXES = frozenset({".npy", ".bin"})
-TEXT_SUFFIXES = frozenset(
-    {".txt", ".text", ".md", ".rst", ".tex", ".html", ".sql", ".sh", ".toml", ".yaml", ".yml"}
-    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts"}
-)
 
 # Tests and tables say little per byte; the last three are not the standard library's own.
 _STDLIB_LEFT_OUT = frozenset(
@@ -46,11 +48,14 @@ class SourceFile:
     num_bytes: int
 
 
-def find_files(source: str | Sequence[str], data_format: str = "auto") -> list[SourceFile]:
+def find_files(
+    source: str | Sequence[str], data_format: str = "auto", notes: list[str] | None = None
+) -> list[SourceFile]:
     """Return the files of one or more sources, sorted within each source; a file that is named twice is read once.
 
     A source is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder (searched recursively, hidden names left out)
-    or a glob in which `**` crosses folders. Raises ConfigError when a source matches nothing.
+    or a glob in which `**` crosses folders. What a folder holds besides is put into `notes`. Raises ConfigError when a
+    source matches nothing, cannot be read, or leaves open which of its files are meant.
     """
     if data_format not in FORMATS:
         allowed = ", ".join(FORMATS)
@@ -62,31 +67,39 @@ def find_files(source: str | Sequence[str], data_format: str = "auto") -> list[S
         raise ConfigError(f"data.source={source!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob.")
     found: dict[Path, SourceFile] = {}
     for one in sources:
-        for file in _find(one, data_format):
+        for file in _find(one, data_format, [] if notes is None else notes):
             found.setdefault(file.path, file)
     return list(found.values())
 
 
-def _find(source: str, data_format: str) -> list[SourceFile]:
+def _find(source: str, data_format: str, notes: list[str]) -> list[SourceFile]:
     if source.startswith("builtin:"):
         return _find_builtin(source, data_format)
     path = Path(source).expanduser()
     if path.is_file():
         return [_file(path, PurePath(path.name), data_format)]
     if path.is_dir():
-        paths = _walk(path, _suffixes(data_format))
+        inside, meant = _walk(path), _suffixes(data_format)
+        if data_format == "auto":
+            check_choice(source, inside, is_folder=True)
+            meant |= UNREAD_SUFFIXES  # each is refused by name, below
+        paths = [each for each in inside if each.suffix.lower() in meant]
         if not paths:
             suffixes = " ".join(sorted(_suffixes(data_format)))
             raise ConfigError(
                 f"data.source={source!r} is a folder without a file to read: for data.format={data_format} the endings "
                 f"looked for are {suffixes}. Name the files by a glob such as '{path / '*.log'}' to read other endings."
             )
+        if note := left_out(source, inside, meant):
+            notes.append(note)
         return [_file(p, p.relative_to(path), data_format) for p in paths]
     if glob.has_magic(source):
         base = _fixed_part(path)
         matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
             raise ConfigError(f"data.source={source!r} matches no file (looked from {base.absolute()}).")
+        if data_format == "auto":
+            check_choice(source, matches, is_folder=False)
         return [_file(p, p.relative_to(base), data_format) for p in matches]
     raise ConfigError(
         f"data.source={source!r} does not exist (looked for {path.absolute()}). Give a file, a folder or a glob."
@@ -102,7 +115,8 @@ def _find_builtin(source: str, data_format: str) -> list[SourceFile]:
     if data_format not in accepted[source]:
         raise ConfigError(f"data.format={data_format} cannot read {source}; use {' or '.join(accepted[source])}.")
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in _walk(root, {".py"}, _STDLIB_LEFT_OUT) if p.stat().st_size and "_sysconfigdata" not in p.name]
+    paths = [p for p in _walk(root, _STDLIB_LEFT_OUT) if p.suffix.lower() == ".py" and "_sysconfigdata" not in p.name]
+    paths = [p for p in paths if p.stat().st_size]
     if not paths:
         raise ConfigError(
             f"data.source={source}: this Python keeps no .py sources under {root}. Give files of your own as "
@@ -112,11 +126,12 @@ def _find_builtin(source: str, data_format: str) -> list[SourceFile]:
     return [_file(p, p.relative_to(root), resolved) for p in paths]
 
 
-def _walk(root: Path, suffixes: Iterable[str], left_out: frozenset[str] = frozenset()) -> list[Path]:
-    allowed, found = set(suffixes), []
+def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
+    """Return all files of a folder but the hidden ones, sorted."""
+    found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        found += [Path(folder, n) for n in names if not n.startswith(".") and PurePath(n).suffix.lower() in allowed]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 
@@ -139,6 +154,7 @@ def _fixed_part(pattern: Path) -> Path:
 def _file(path: Path, name: PurePath, data_format: str) -> SourceFile:
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.source: {path} cannot be read (permission denied).")
+    check_file(path, data_format)
     return SourceFile(path, name.as_posix(), data_format, path.stat().st_size)
 
 

@@ -17,11 +17,12 @@ from offload.checkpoint.tensor_file import reader
 from offload.engine.checkpoints import Checkpoints, OnDisk, OnHost
 from offload.engine.discover import Candidate, describe_parameters, find_units
 from offload.engine.gradients import GradientFlow
+from offload.engine.hold import Hold, Snapshot
 from offload.engine.keeping import Keeping
 from offload.engine.leftover import Leftover
 from offload.engine.plan import Plan, Settings, budget_bytes, make_plan
 from offload.engine.stream import Stream
-from offload.engine.unit import Unit, put_parameter, resting_parameter
+from offload.engine.unit import Unit, put_parameter
 from offload.engine.updates import Updates
 from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
@@ -40,7 +41,7 @@ from offload.planning.rates import flops_per_second, update_bytes_per_second
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
-from offload.tiers.host import trim_heap
+from offload.tiers.host import Arena, trim_heap
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
@@ -80,7 +81,7 @@ class Assembly:
             self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
-        self._configs = _freeze_cache(model)
+        self._configs: list[tuple[Any, bool]] = []
         _put_buffers(model, self.device.torch_device)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
@@ -170,26 +171,33 @@ class Assembly:
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.stream))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
+        self.hold = Hold(model, infos, self.units, self.device.torch_device)
+        self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
     def begin(self, fill: Fill | None) -> None:
         """Take the weights over, and reroute the units."""
+        self._configs = _freeze_cache(self.model)
         try:
             self._take(fill)
+            self.hold.guard()
             self.lanes.drain_updates()  # a disk that fails is found out here
+            self.lanes.timeline.discount("nvme_read", "nvme_write")
+            trim_heap()
+            for unit in self.units:
+                if unit.resident:
+                    self._settle(unit)
+                else:
+                    unit.route()
+            for region in self.regions:
+                if len(region.units) > 1:
+                    self.gradients.make_lasting(region)
         except BaseException:
+            if any(unit.resting for unit in self.units):
+                self.hold.spend(failed=True)
+            self._restore_configs()
             self.lanes.close()
             self.store.close()
             raise
-        self.lanes.timeline.discount("nvme_read", "nvme_write")
-        trim_heap()
-        for unit in self.units:
-            if unit.resident:
-                self._settle(unit)
-            else:
-                unit.route()
-        for region in self.regions:
-            if len(region.units) > 1:
-                self.gradients.make_lasting(region)
 
     def _checkpoints(self, tier: str, counters: Counters) -> Checkpoints[Any] | None:
         """Return where unit inputs wait for their backward; None for the device."""
@@ -218,7 +226,7 @@ class Assembly:
                     counters=counters,
                     ledger=self.nvme_ledger,
                     host=self.host,
-                    pin=self.device.pins_host_memory,
+                    pinning=self.device.pinning,
                 )
             self.comm.barrier(f"making of the files of rank {turn}")
         assert made is not None
@@ -232,7 +240,7 @@ class Assembly:
         # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
         # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
         given: dict[nn.Parameter, Source] = {}
-        resting: dict[int, nn.Parameter] = {}
+        taken: set[int] = set()
         for number, unit in enumerate(sorted(self.units, key=lambda unit: not unit.whole)):
             source = number % self.comm.size if fill is not None else 0
             if fill is not None and source == self.comm.rank:
@@ -240,21 +248,24 @@ class Assembly:
             for place in unit.places:
                 parameter = place.module._parameters[place.key]
                 assert parameter is not None
-                if place.parameter not in resting:
+                if place.parameter not in taken:
                     read = given.pop(parameter).read if parameter in given else reader(parameter)
                     self.store.write(place.parameter, read, parameter.dtype, source)
-                    resting[place.parameter] = resting_parameter(self.infos[place.parameter], self.device.torch_device)
-                unit.resting[place.parameter] = resting[place.parameter]
+                    taken.add(place.parameter)
+                unit.resting[place.parameter] = self.hold.resting[place.parameter]
             unit.install(unit.resting)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Hang one NaN in the model for every parameter, also for those that stay on the device."""
+        """Hang one NaN in the model for every parameter, also for those that stay on the device; its names and shapes
+        may be read.
+        """
         resident = [unit for unit in self.units if unit.resident]
         for unit in resident:
             unit.install(unit.resting)
         try:
-            yield
+            with self.hold.reading():
+                yield
         finally:
             for unit in resident:
                 unit.install(unit.live())
@@ -311,7 +322,7 @@ class Assembly:
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
         self.host.reserve("gradient staging", num_bytes - self.host.allocations.get("gradient staging", 0))
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.pins_host_memory)
+        return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
     def update_seconds(self) -> float:
         """Estimate what AdamW over all states takes."""
@@ -341,20 +352,28 @@ class Assembly:
             for config, value in now:
                 config.use_cache = value
 
+    def _restore_configs(self) -> None:
+        for config, used in self._configs:
+            config.use_cache = used
+
     def close(self, restore: bool) -> None:
         """Undo the rerouting; put real parameters back with `restore`; free the tiers."""
         made: dict[int, nn.Parameter] = {}
         for unit in self.units:
             unit.unroute()
             for place in unit.places:
-                index = place.parameter
+                index, now = place.parameter, place.module._parameters.get(place.key)
                 if restore and index not in made:
                     value = self.store.read(index).to(self.device.torch_device, self.dtypes[index])
-                    made[index] = nn.Parameter(value, requires_grad=self.infos[index].trainable)
+                    trainable = self.infos[index].trainable if now is None else now.requires_grad
+                    made[index] = nn.Parameter(value, requires_grad=trainable)
                 put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
             unit.forget_live()
-        for config, used in self._configs:
-            config.use_cache = used
+        self._restore_configs()
+        if restore:
+            self.hold.release()
+        else:
+            self.hold.spend()
         self.lanes.close()
         self.stream.close()
         self.slots.free()

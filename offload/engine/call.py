@@ -4,11 +4,12 @@ graph.
 
 from __future__ import annotations
 
+import contextvars
 import copy
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -19,6 +20,9 @@ from offload.errors import OffloadError
 if TYPE_CHECKING:
     from offload.engine.stream import Returning, Stream
     from offload.engine.unit import Unit
+
+
+_T = TypeVar("_T")
 
 
 class Arguments:
@@ -105,6 +109,25 @@ def _mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMappin
     return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
 
 
+class Surroundings:
+    """The default device and the context variables of a forward. Its recompute needs them, and a backward on a GPU runs
+    in a thread of autograd's, which has others.
+    """
+
+    def __init__(self) -> None:
+        self._device, self._context = torch.get_default_device(), contextvars.copy_context()
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call a function in them."""
+        return self._context.run(self._run, function)
+
+    def _run(self, function: Callable[[], _T]) -> _T:
+        if torch.get_default_device() == self._device:
+            return function()
+        with self._device:
+            return function()
+
+
 @dataclass
 class Part:
     """One micro-batch of a call: its rows, the generators and the unit's moving buffers as they were, its graph
@@ -123,6 +146,7 @@ class Call:
     def __init__(self, unit: Unit, stream: Stream, arguments: Arguments) -> None:
         self.unit, self._stream, self._arguments, self.learned = unit, stream, arguments, unit.learned
         self._needs = [t.requires_grad for t in arguments.tensors]
+        self._surroundings = Surroundings()
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._parts: list[Part] = []
@@ -261,7 +285,7 @@ class Call:
             stream.device.set_random_state(part.random)
         with torch.enable_grad(), stream.measure_kept(unit, self._shapes, leaves, len(self._parts)):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = run_unit(unit, self._arguments, inputs, others).tensors
+            results = self._surroundings.run(lambda: run_unit(unit, self._arguments, inputs, others)).tensors
         dirty = [inputs[i] for i in sorted(learned.mutated) if inputs[i].is_floating_point()]
         return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
 

@@ -106,7 +106,7 @@ class OnHost:
     def make(self, num_bytes: int) -> _Buffer:
         """Take host memory."""
         self._host.reserve("activation checkpoints", num_bytes)
-        return _Buffer(Arena(num_bytes, pin=self._device.pins_host_memory).take(num_bytes, torch.uint8))
+        return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
 
     def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         """Copy down."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from offload.checkpoint.hf_write import SHARD_BYTES
 from offload.checkpoint.reader import Reader
 from offload.engine.assemble import Assembly, assemble
 from offload.engine.exporting import export_model
+from offload.engine.hold import refuse_held, refuse_nan
 from offload.engine.learned import DepartedError
 from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
 from offload.engine.losses import Losses
@@ -105,6 +106,8 @@ class Engine:
             raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {max_grad_norm!r}; a positive number, or none for no clipping.")
+        chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
+        refuse_held(model)
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.lr = self.optimizer.lr
@@ -129,16 +132,17 @@ class Engine:
             seed=seed,
             debug=debug,
         )
+        self.comm.claim(self)
         try:
             self._parts: Assembly = assemble(model, settings, self.counters, fill, self.comm)
         except BaseException as error:
+            self.comm.release()
             if self._owned_comm is not None:
                 self._owned_comm.close(error)
             raise
         self.device = self._parts.device.torch_device
         self._flow = self._parts.gradients
         self._updates = self._parts.updates
-        chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         self._losses = Losses(model, self._parts, self._as_ours, micro_batch_size, chunk_bytes)
         self._own_losses: list[torch.Tensor] = []
         self._is_open = False  # a step of an own loop has begun
@@ -156,6 +160,7 @@ class Engine:
         forward, backward, update.
         """
         self._check_usable()
+        self._parts.snapshot.check(trains=True)
         if self._own_losses:
             raise ConfigError(
                 "engine.step was called in the middle of an own loop's step, whose gradients it would lose: call "
@@ -190,6 +195,7 @@ class Engine:
         generators untouched.
         """
         self._check_usable()
+        self._parts.snapshot.check(trains=False)
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
         return self._twice(lambda whole: self._evaluate_on(batch, known, loss_fn, whole))
@@ -215,6 +221,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._check_usable()
+        self._parts.snapshot.check(trains=True)
         with self._ending():
             self._open_own_step()  # the units may have been called one by one
             loss.backward()
@@ -267,6 +274,7 @@ class Engine:
         Deferred, unless AdamW over all states, none of them on disk, takes longer than a forward pass, behind which it
         would hide.
         """
+        self._check_open()
         if self._updates.clip == "auto":
             parts = self._parts
             # On disk a correction is a second pass over the states, which costs more than the first one hides.
@@ -314,6 +322,8 @@ class Engine:
 
         Raises, on all ranks, ConfigError or DiskError.
         """
+        self._check_open()
+        self._parts.snapshot.check(trains=False)
         self._settle("export")
         with self.counters.unchanged():
             export_model(self._parts, Path(path), dtype, shard_bytes, files or {}, replace)
@@ -341,6 +351,7 @@ class Engine:
             CheckpointError: on all ranks; the folder is damaged. Where its data are, the engine is torn.
             ConfigError: on all ranks; it is another model's.
         """
+        self._check_open()
         meet(self.comm, "load_checkpoint")
         self._parts.lanes.finish()
         with ExitStack() as opened:
@@ -360,8 +371,8 @@ class Engine:
         return meta
 
     def close(self, restore: bool = False) -> None:
-        """Free every tier. The model is left without weights, or gets them back in their original dtype with
-        `restore`.
+        """Free every tier. The model gets its weights back in their original dtype with `restore`; otherwise it is left
+        without, and refuses to run, to be saved and to be trained again.
         """
         if self._parts.closed:
             return
@@ -373,8 +384,25 @@ class Engine:
             self._owned_comm.close(error)
         self._hook.remove()
         self._parts.close(restore and (is_sound or self.comm.size == 1))
+        self.comm.release()
         if self._owned_comm is not None:
             self._owned_comm.close()
+
+    def __enter__(self) -> Engine:
+        self._check_open()
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        """Close, without `restore`; what goes wrong with that does not hide the error of the block."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"Closing the engine failed as well: {failure!r}")
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_nan("pickle (torch.save) or copy.deepcopy")
 
     # -- within a step ---------------------------------------------------------------------------------------
 
@@ -394,6 +422,7 @@ class Engine:
             self._parts.stream.reset()
             for unit in self._parts.units:
                 unit.drop_gradients()
+                unit.rest()
             self._is_open = False
             self._own_losses.clear()
             raise
@@ -464,9 +493,12 @@ class Engine:
         finally:
             self._is_ours = before
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._parts.closed:
-            raise OffloadError("the engine is closed.")
+            raise OffloadError("the engine is closed: its states are gone. Make a new one.")
+
+    def _check_usable(self) -> None:
+        self._check_open()
         self._torn = self._torn or self._updates.failure()
         if self._torn:
             raise TornError(f"{self._torn}: the states belong to no step. Load the last checkpoint, or start over.")
@@ -519,6 +551,7 @@ class Engine:
         """
         if self._is_ours:
             return
+        self._parts.snapshot.check(torch.is_grad_enabled())
         self._parts.slots.settle()
         if not torch.is_grad_enabled():
             return

@@ -65,16 +65,17 @@ class Recording:
         self._watched: list[tuple[Learned, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[Learned, list[torch.Tensor], list[int]]] = []
         self._pages: set[int] = set()
-        self._storages = {
-            parameter.untyped_storage().data_ptr(): unit.name
+        self._addresses = {
+            parameter.data_ptr(): unit.name  # also of every view of it, since it is one element
             for unit in units
             if not unit.resident
             for parameter in unit.resting.values()
+            if parameter.numel()
         }
 
     def reads(self) -> TorchDispatchMode:
         """Return a mode under which reads of resting parameters are noticed."""
-        return _Reads(self._storages, self.outside_readers)
+        return _Reads(self._addresses, self.outside_readers)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
@@ -271,14 +272,14 @@ class Recording:
 class _Reads(TorchDispatchMode):
     """Notices operations on the NaN that stands for a parameter at rest."""
 
-    def __init__(self, storages: dict[int, str], found: set[str]) -> None:
+    def __init__(self, addresses: dict[int, str], found: set[str]) -> None:
         super().__init__()
-        self._storages, self._found = storages, found
+        self._addresses, self._found = addresses, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                name = self._storages.get(leaf.untyped_storage().data_ptr())
+                name = self._addresses.get(leaf.data_ptr())
                 if name is not None:
                     self._found.add(name)
         return func(*args, **(kwargs or {}))

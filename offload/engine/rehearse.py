@@ -41,7 +41,7 @@ class Rehearsal:
         self, model: nn.Module, parts: Assembly, counters: Counters, as_ours: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
-        self._modes: list[bool] = []
+        self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
@@ -82,9 +82,14 @@ class Rehearsal:
             self._found[signature] = (LossRule(), None)
 
     def forget_other_modes(self) -> None:
-        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode."""
-        if self._found and self._modes != [module.training for module in self._model.modules()]:
+        """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
+        parameters frozen.
+        """
+        if self._found and self._modes != self._current_modes():
             self._found.clear()
+
+    def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
+        return [module.training for module in self._model.modules()], self._parts.snapshot.frozen
 
     def _flags(self) -> Hashable:
         """Return the switches of the model's configuration: some make tensors leave units by another way."""
@@ -154,7 +159,7 @@ class Rehearsal:
                 return recording
 
             before = self._settled(record, rows, before)
-        self._modes = [module.training for module in self._model.modules()]
+        self._modes = self._current_modes()
         self._parts.gradients.begin_step()
         self._forget_traffic()
 

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
@@ -76,7 +75,7 @@ def load_states(parts: Assembly, reader: Reader) -> tuple[str, dict[str, Any]]:
         for part in state.held:
             _fill(parts, reader, state.region, part)
         state.steps = [own["updates"].get(parts.infos[index].name, 0) for index in state.region.parameters]
-    for name, buffer in _buffers(parts.model).items():
+    for name, buffer in _buffers(parts).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
@@ -118,15 +117,16 @@ def _contents(parts: Assembly) -> dict[str, Entry]:
         planes = {name: plane_dtype(state.region, name) for name in names}
         for index in state.region.parameters:
             contents[parts.infos[index].name] = Entry(tuple(parts.infos[index].shape), planes)
-    for name, buffer in _buffers(parts.model).items():
+    for name, buffer in _buffers(parts).items():
         contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _buffers(parts: Assembly) -> dict[str, torch.Tensor]:
     """Return the buffers that belong to a model's state, each by the first of its names."""
-    kept = model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
-    found = {name: buffer for name, buffer in model.named_buffers() if kept.get(name) is buffer}
+    with parts.hold.reading():
+        kept = parts.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
+    found = {name: buffer for name, buffer in parts.model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}
 
 
@@ -160,7 +160,7 @@ def _configuration(parts: Assembly) -> dict[str, bytes]:
 def _write(parts: Assembly, writer: Writer) -> None:
     """Write this rank's ranges; in stage 0, where all have all, each writes its share too. Rank 0 has the buffers."""
     if parts.comm.rank == 0:
-        for name, buffer in _buffers(parts.model).items():
+        for name, buffer in _buffers(parts).items():
             writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
     sharding = parts.store.sharding
     with closing(_lent(parts)) as lent:

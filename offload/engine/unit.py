@@ -16,22 +16,10 @@ from torch import nn
 
 from offload.engine.discover import Candidate
 from offload.engine.learned import Learned
-from offload.partition.layout import ParameterInfo, Region
+from offload.partition.layout import Region
 
 if TYPE_CHECKING:
     from offload.engine.stream import Stream
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def resting_parameter(info: ParameterInfo, device: torch.device) -> nn.Parameter:
-    """Return what stands for a parameter while its weights are elsewhere: one NaN, expanded.
-
-    Device, dtype and shape are right, the storage is one element, and a stray read is NaN. (On `meta` some operations
-    return uninitialised memory without a word.)
-    """
-    nan = torch.full((), float("nan"), dtype=_DTYPES[info.compute], device=device)
-    return nn.Parameter(nan.expand(info.shape), requires_grad=info.trainable)
 
 
 class Unit:
@@ -44,7 +32,8 @@ class Unit:
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.whole, self.resident = candidate.whole, candidate.resident
         self.regions = tuple(regions)
-        self.trainable = any(region.trainable for region in regions)
+        self._trainable = [index for region in regions if region.trainable for index in region.parameters]
+        self._frozen: frozenset[int] = frozenset()
         self.learned = Learned()
         self.known: dict[Hashable, Learned] = {}
         self.resting: dict[int, nn.Parameter] = {}
@@ -75,13 +64,38 @@ class Unit:
         for place in self.places:
             put_parameter(place.module, place.key, parameters[place.parameter])
 
+    def rest(self) -> None:
+        """Leave nothing in the module that views weights in a slot, wherever a pass was given up."""
+        if not self.resident:
+            self.install(self.resting)
+
     def live(self) -> dict[int, nn.Parameter]:
         """Return the Parameters that view this unit's weights where they are on the device, made once a place."""
         slots = self._stream.slots
         offset = slots.offset(slots.cargo_of(self.regions))
         if offset not in self._live:
             self._live[offset] = self._stream.make_live(self.regions)
+            self._mark(self._live[offset])
         return self._live[offset]
+
+    @property
+    def trainable(self) -> bool:
+        """True where a parameter of the unit takes gradients."""
+        return any(index not in self._frozen for index in self._trainable)
+
+    def freeze(self, frozen: frozenset[int]) -> None:
+        """Take no gradients for these parameters from now on, and for all others that were to be trained."""
+        self._frozen = frozen
+        for parameters in (self.resting, *self._live.values()):
+            self._mark(parameters)
+
+    def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
+        for index in self._trainable:
+            parameters[index].requires_grad_(index not in self._frozen)
+
+    def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+        """True where a Parameter views weights on the device, as those of a unit that stays there do."""
+        return parameter.dtype == dtype and self._stream.is_weight(parameter)
 
     def drop_gradients(self) -> None:
         """Forget gradients that autograd had made when an exception kept their hooks from taking them."""

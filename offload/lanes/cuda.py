@@ -20,6 +20,9 @@ from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
 from offload.telemetry.timeline import LaneTime, Span
 
+_MOST_STRETCHES = 1 << 13
+"""Before what is over is shown in the midst of a pass, for which compute is waited for."""
+
 
 class Place(Ticket):
     """A place in a stream, by an event that goes back to its pool with the last who knows it. Whoever had to wait for
@@ -37,7 +40,8 @@ class Place(Ticket):
         try:
             self.event = self._pool.pop()
         except IndexError:
-            self.event = torch.cuda.Event(enable_timing=True)
+            # blocking: a host that waits for it sleeps, and leaves its core to AdamW. (torch.Event ignores that.)
+            self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def __del__(self) -> None:
@@ -62,7 +66,7 @@ class CudaLane(ThreadLane):
     def __init__(self, name: str, lanes: CudaLanes) -> None:
         self._lanes = lanes
         self._stream = torch.cuda.Stream(lanes.device)
-        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), overtakes=name == "h2d")
+        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), name == "h2d", lanes.enter)
 
     def _ticket(self) -> Ticket:
         return self._lanes.place(self.name)
@@ -105,6 +109,9 @@ class CudaLanes(Lanes):
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else CudaLane(name, self)
 
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, where its first wait would make a context
+
     def place(self, lane: str) -> Place:
         """Return a ticket for a place that is not recorded yet."""
         return Place(lane, self._pool)
@@ -120,6 +127,8 @@ class CudaLanes(Lanes):
 
     def computed(self, name: str, begin: Place) -> None:
         self.timed.append(_Stretch("compute", name, begin, self.now()))
+        if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
+            self._show()
 
     def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
         self._await(tickets, behind)  # until they are in their streams
@@ -140,7 +149,12 @@ class CudaLanes(Lanes):
                 self.timeline.expose(ticket.lane, time.perf_counter() - begin)
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
-        now = self.now()  # the loss was read: compute is idle
+        self._show()  # the loss was read: compute is idle
+        return super().end_step()
+
+    def _show(self) -> None:
+        """Put on the timeline what is over, and let go of its events. Waits for compute."""
+        now = self.now()
         now.event.synchronize()
         now_s = time.perf_counter()
         while self.timed and self.timed[0].end.is_over:
@@ -150,4 +164,3 @@ class CudaLanes(Lanes):
                 self.timeline.expose(stretch.lane, end - begin)
             else:
                 self.timeline.add(stretch.lane, stretch.name, begin, end)
-        return super().end_step()

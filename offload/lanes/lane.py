@@ -161,8 +161,10 @@ class ThreadLane:
         link: Link,
         delays: random.Random | None = None,
         overtakes: bool = False,
+        enter: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.position, self._overtakes = name, 0, overtakes
+        """`enter` is called by the thread before each piece, which fails with it: it chooses the thread's GPU."""
+        self.name, self.position, self._overtakes, self._enter = name, 0, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
         self._bell = Bell()
@@ -286,6 +288,7 @@ class ThreadLane:
             if ticket.error is not None:
                 return ticket.error
         try:
+            self._enter()
             for ticket in (*work.after, *work.behind):
                 self._order(ticket)
             if self._delays is not None:

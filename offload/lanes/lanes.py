@@ -57,10 +57,13 @@ class Lanes:
         return self._thread(name, name) if self.overlap else self._inline(name)
 
     def _thread(self, name: str, link: str) -> Lane:
-        return ThreadLane(name, self.lock, self.links[link], self.delays(name), overtakes=name == "h2d")
+        return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter)
 
     def _inline(self, name: str) -> Lane:
         return InlineLane(name, self.timeline, lambda after, behind: self.compute_after(after, behind=behind))
+
+    def enter(self) -> None:
+        """Called by the thread of a lane before its work."""
 
     def delays(self, name: str) -> random.Random | None:
         return None if self._delay_seed is None else random.Random(f"{self._delay_seed} {name}")

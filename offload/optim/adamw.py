@@ -20,6 +20,9 @@ class AdamW:
     `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default. Parameters with
     fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group sets
     `weight_decay`.
+
+    The defaults are torch's. Those of the command line are others: `optimizer.betas` is (0.9, 0.95) there, and the
+    learning rate goes by the kind of weights.
     """
 
     lr: float = 1e-3

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -70,6 +71,24 @@ class Comm:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self._user: weakref.ref[object] | None = None
+
+    def claim(self, user: object) -> None:
+        """Note whose exchanges these are until `release`: those of two would meet in whatever order.
+
+        Raises:
+            ConfigError: another user lives, and has not released it.
+        """
+        if self.size > 1 and self._user is not None and self._user() is not None:
+            raise ConfigError(
+                "this comm is in use by an engine that was not closed, and the exchanges of two would be mixed up: "
+                "close that one first, or give this one a comm of its own, by open_comm()."
+            )
+        self._user = weakref.ref(user)
+
+    def release(self) -> None:
+        """The user makes no more exchanges."""
+        self._user = None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
@@ -213,7 +232,7 @@ class Ranks(Comm):
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
         except OSError as error:
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
-        self._watch = Watch(self.rank, connections, self.look, times)
+        self._watch = Watch(self.rank, connections, self.look, times, self._enter)
         self._check, self._explain = self._watch.check, self._watch.explain
         self.on_lost(self._abandon)
         # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
@@ -222,6 +241,9 @@ class Ranks(Comm):
 
     def _open_device(self) -> None:
         pass
+
+    def _enter(self) -> None:
+        """Called by every thread of the watch before it looks."""
 
     def _locate(self) -> list[str]:
         """Find which ranks share this machine; return the address of each rank."""

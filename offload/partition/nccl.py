@@ -26,12 +26,15 @@ class NcclRanks(Ranks):
         self._enqueued: deque[tuple[Place, torch.cuda.Event]] = deque()
         self._looking = threading.Lock()
 
+    def _enter(self) -> None:
+        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, where a look at an event would make a context
+
     @contextmanager
     def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
         with super()._exchange(what, numel, row):
             yield
             if row is None:
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # which nobody waits for
                 event.record()
                 self._enqueued.append((self._tensors.now, event))
 
@@ -47,7 +50,9 @@ class NcclRanks(Ranks):
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
-            torch.cuda.current_stream(self.device).synchronize()  # copies that it comes after may still use the memory
+            copied = torch.cuda.Event(blocking=True)  # copies that it comes after may still use the memory
+            copied.record(torch.cuda.current_stream(self.device))
+            copied.synchronize()
             super()._send(data, source)
         else:
             self._hold(data)

@@ -105,17 +105,22 @@ class Watch:
     """This rank's ear for the others.
 
     `look` returns where this rank is, in each of the two rows of exchanges. `listeners` are called with the error, by a
-    thread of the watch, when a rank is lost: they wake whoever waits.
+    thread of the watch, when a rank is lost: they wake whoever waits. `enter` is called by each of its threads first.
     """
 
     def __init__(
-        self, rank: int, connections: Mapping[int, socket.socket], look: Callable[[], Sequence[Place]], times: Times
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        look: Callable[[], Sequence[Place]],
+        times: Times,
+        enter: Callable[[], object] = lambda: None,
     ) -> None:
         self.rank = rank
         self.error: RankLostError | None = None
         self.exit_code = 1  # of a process that ends for a loss, unless it had failed by itself before
         self.listeners: list[Callable[[RankLostError], None]] = []
-        self._look, self._times = look, times
+        self._look, self._times, self._enter = look, times, enter
         self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
         self._lock = threading.Lock()
         self._is_lost = threading.Event()
@@ -173,6 +178,7 @@ class Watch:
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._enter()
         beat_s, looked, next_beat = self._times.beat_s, time.monotonic(), 0.0
         while not self.is_over:
             now = time.monotonic()
@@ -285,10 +291,15 @@ class Watch:
         if error.rank == self.rank:
             with suppress(Exception):
                 faulthandler.dump_traceback()  # where it is stuck
-        cleanup = threading.Thread(target=_clean_up, name="offload cleanup", daemon=True)
+        cleanup = threading.Thread(target=self._clean_up, name="offload cleanup", daemon=True)
         cleanup.start()
         cleanup.join(CLEANUP_S)
         os._exit(self.exit_code)
+
+    def _clean_up(self) -> None:
+        with suppress(Exception):  # of a device that is lost, too: what can be removed is
+            self._enter()
+        _clean_up()
 
     def _at_exit(self) -> None:
         if self.error is None:

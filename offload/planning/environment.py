@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
+"""The oldest and the newest release that the tests ran with: pyproject.toml wants the one, constraints.txt names the
+other."""
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "tyro", "numpy", "nanobind")
 
 
@@ -24,6 +28,24 @@ def describe_environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "native": _native(),
     }
+
+
+def untested() -> str | None:
+    """Return a sentence about the packages that are older or newer than what the tests ran with; None without any."""
+    others = [
+        f"{name} {version}"
+        for name, (oldest, newest) in TESTED.items()
+        if (version := _version(name)) is not None and not _release(oldest) <= _release(version) <= _release(newest)
+    ]
+    if not others:
+        return None
+    tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
+    return f"offload is tested with {tested}; this is {' and '.join(others)}."
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return (major, minor)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def memory() -> dict[str, int]:

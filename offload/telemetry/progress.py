@@ -9,6 +9,8 @@ from typing import Any, Protocol, TextIO
 
 from offload.errors import format_bytes
 
+_BAR = 12  # columns of the live line
+
 
 class Progress(Protocol):
     """Told about the run as it goes; chosen once by `make_progress`."""
@@ -29,18 +31,24 @@ def make_progress(log_every: int, stream: TextIO | None = None) -> Progress:
     return LiveProgress(log_every, stream) if stream.isatty() else PlainProgress(log_every, stream)
 
 
-def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None) -> str:
-    """Return one line about a step, the same on a terminal and in a file."""
+def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | None, width: int | None = None) -> str:
+    """Return one line about a step, the same on a terminal and in a file; of at most `width` characters, if that is
+    given, without what it has no room for.
+    """
     of = "" if num_steps is None else f"/{num_steps}"
-    parts = [f"step {fields['step']}{of}", f"loss {fields['loss']:.4f}", f"lr {fields['lr']:.2e}"]
+    parts = {"step": f"step {fields['step']}{of}", "loss": f"loss {fields['loss']:.4f}", "lr": f"lr {fields['lr']:.2e}"}
     if fields["grad_norm"] is not None:
-        parts.append(f"grad {fields['grad_norm']:.3g}")
-    parts.append(f"{fields['tokens_per_second']:,.0f} tok/s")
-    parts.append(f"device {format_bytes(fields['peak_device_bytes'])}")
-    parts.append(f"host {format_bytes(fields['peak_host_bytes'])}")
+        parts["grad"] = f"grad {fields['grad_norm']:.3g}"
+    parts["speed"] = f"{fields['tokens_per_second']:,.0f} tok/s"
+    parts["device"] = f"device {format_bytes(fields['peak_device_bytes'])}"
+    parts["host"] = f"host {format_bytes(fields['peak_host_bytes'])}"
     if eta_s is not None:
-        parts.append(f"eta {clock(eta_s)}")
-    return "  ".join(parts)
+        parts["eta"] = f"eta {clock(eta_s)}"
+    for name in ("host", "device", "lr", "grad", "speed", "eta"):  # the first of them change least
+        if width is None or len("  ".join(parts.values())) <= width:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 def clock(seconds: float) -> str:
@@ -103,16 +111,17 @@ class LiveProgress:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        text = describe(fields, num_steps, eta_s)
+        columns = self._console.width
+        text = describe(fields, num_steps, eta_s, columns - _BAR - 1)
         line = Table.grid(padding=(0, 1))
-        line.add_column(width=12)
+        line.add_column(width=_BAR)
         line.add_column(no_wrap=True, overflow="ellipsis")
         line.add_row(ProgressBar(total=num_steps, completed=fields["step"], pulse=num_steps is None), text)
         if not self._live.is_started:
             self._live.start()
         self._live.update(line)
         if fields["step"] % self._log_every == 0:
-            self.say(text)
+            self.say(describe(fields, num_steps, eta_s, columns))
 
     def close(self) -> None:
         self._live.stop()

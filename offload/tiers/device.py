@@ -13,6 +13,7 @@ import torch
 
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
+from offload.tiers.pinning import CudaDriver, Pinning
 
 _SHARE_OF_FREE_MEMORY = 0.9
 """The rest is for the allocator's fragments and the libraries' workspaces."""
@@ -22,7 +23,7 @@ class CpuDevice:
     """Ordinary memory in the part of a device."""
 
     torch_device = torch.device("cpu")
-    pins_host_memory = False
+    pinning: Pinning | None = None
 
     def __init__(self, ledger: Ledger, copies_aside: bool) -> None:
         self.ledger = ledger
@@ -66,11 +67,10 @@ class CpuDevice:
 class CudaDevice:
     """One CUDA GPU. What is called here goes into the caller's stream, which on a lane is the lane's."""
 
-    pins_host_memory = True
-
     def __init__(self, ledger: Ledger, index: int) -> None:
         self.ledger = ledger
         self.torch_device = torch.device("cuda", index)
+        self.pinning: Pinning | None = Pinning(CudaDriver(self.torch_device))
         torch.cuda.set_device(self.torch_device)
         self._peak_bytes = 0
 

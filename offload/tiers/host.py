@@ -5,36 +5,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import warnings
+from itertools import pairwise
 
 import torch
 
-_PIN_CHUNK_BYTES = 1 << 30
+from offload.tiers.pinning import HostMapping, Pinning
 
 
 class Arena:
     """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are
-    pinned.
+    pinned: with `pinning`, as soon as all of it is taken.
+
+    It is pinned in one piece, as a copy must not reach over two; above `pinning.largest_bytes` in several, each of
+    which begins with a tensor, on a page.
 
     An arena is a mapping of its own: torch's pinned allocator rounds a block up to a power of two, and the heap keeps
     what it freed.
     """
 
-    def __init__(self, num_bytes: int, pin: bool = False) -> None:
+    def __init__(self, num_bytes: int, pinning: Pinning | None = None) -> None:
         self.num_bytes = num_bytes
-        self.pinned_bytes = 0
-        self._taken = 0
+        self._pinning, self._taken, self._begins = pinning, 0, [0]
         # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge
         # pages.
-        self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = HostMapping(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= 4 << 20:
             with contextlib.suppress(
                 OSError
             ):  # a kernel without transparent huge pages refuses the advice, and nothing is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if pin and num_bytes:
-            self._pin()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the next `numel` elements as a flat tensor with a storage of its own, zeroed."""
@@ -43,29 +42,28 @@ class Arena:
         if not numel:
             return torch.empty(0, dtype=dtype)
         flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._taken)
+        if self._pinning is not None:
+            self._pin(num_bytes, self._pinning)
         self._taken += num_bytes
         return flat
 
-    def close(self) -> None:
-        """Unpin. The mapping itself goes with its last tensor."""
-        if self.pinned_bytes:
-            for offset in range(0, self.pinned_bytes, _PIN_CHUNK_BYTES):
-                torch.cuda.cudart().cudaHostUnregister(self._address + offset)
-            self.pinned_bytes = 0
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that the device can copy from without staging: all, or none."""
+        return self._map.pinned_bytes
 
-    def _pin(self) -> None:
-        for offset in range(0, self.num_bytes, _PIN_CHUNK_BYTES):
-            size = min(_PIN_CHUNK_BYTES, self.num_bytes - offset)
-            status = int(torch.cuda.cudart().cudaHostRegister(self._address + offset, size, 0))
-            if status != 0:
-                warnings.warn(
-                    f"the system pinned {offset} of {self.num_bytes} bytes of host memory and refused the next {size} "
-                    f"(CUDA error {status}): copies from the rest are staged by the driver and slower. Raise "
-                    f"`ulimit -l`.",
-                    stacklevel=2,
-                )
-                return
-            self.pinned_bytes += size
+    def close(self) -> None:
+        """Unpin. The mapping itself goes with its last tensor, and would take that with it."""
+        self._map.unpin()
+
+    def _pin(self, num_bytes: int, pinning: Pinning) -> None:
+        """Begin another piece with the tensor of `num_bytes` that comes next, if need be; pin all after the last."""
+        begin, end = self._taken, self._taken + num_bytes
+        if end - self._begins[-1] > pinning.largest_bytes and begin % mmap.PAGESIZE == 0 and begin:
+            self._begins.append(begin)
+        if end == self.num_bytes:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            self._map.pin(pinning, [(address + start, stop - start) for start, stop in pairwise([*self._begins, end])])
 
 
 def trim_heap() -> None:

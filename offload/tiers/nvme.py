@@ -22,6 +22,7 @@ from offload.tiers.folder import RunFolders
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.loan import Loan
+from offload.tiers.pinning import Pinning
 from offload.tiers.ring import Ring, Stretch
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
@@ -259,7 +260,7 @@ class Nvme:
         counters: Counters,
         ledger: Ledger,
         host: Ledger,
-        pin: bool,
+        pinning: Pinning | None,
     ) -> None:
         """`num_bytes`: of all records that there will be. `rings`: the bytes of each channel's."""
         self._ledger = ledger
@@ -269,7 +270,7 @@ class Nvme:
             self._states = self._stripes("states.bin")
             self._states.reserve(num_bytes)
             self._activations = self._stripes("activations.bin") if ACTIVATION_RING in rings else self._states
-            self._arena = Arena(sum(rings.values()), pin=pin)
+            self._arena = Arena(sum(rings.values()), pinning)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
             for name, flat in memory.items():
                 host.reserve(name, flat.nbytes)

@@ -235,7 +235,7 @@ class Store:
         for _, name, dtype, numel in planes:
             self._host.reserve(name.replace("_", " "), numel * dtype.itemsize)
         num_bytes = sum(numel * dtype.itemsize for _, _, dtype, numel in planes)
-        arena = self._arenas[kind] = Arena(num_bytes, pin=self._device.pins_host_memory)
+        arena = self._arenas[kind] = Arena(num_bytes, self._device.pinning)
         return {(region, name): arena.take(numel, dtype) for region, name, dtype, numel in planes}
 
     def __getitem__(self, region: Region) -> RegionState:

@@ -172,6 +172,22 @@ def test_verify_names_what_is_damaged_in_a_run(name: str, run: Path, call: Call)
     assert call(verify, steps[1])[0] == 0
 
 
+def test_verify_as_json(run: Path, made: Path, call: Call) -> None:
+    steps = [run / "checkpoints" / f"step-{number}" for number in (1, 2, 3)]
+    flip(steps[2] / "rank-0.bin")
+    code, printed = call(verify, run, "--json")
+    found = json.loads(printed)
+    assert code == 1
+    assert [(each["path"], each["whole"]) for each in found["checked"]] == [
+        *[(str(steps[0]), True), (str(steps[1]), True), (str(steps[2]), False)]
+    ]
+    assert "rank-0.bin is damaged" in found["checked"][2]["found"]
+    assert found["newest_whole"] == str(steps[1])
+    code, printed = call(verify, made / "hf", "--json")
+    assert code == 0
+    assert [each["whole"] for each in json.loads(printed)["checked"]] == [True]
+
+
 def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         call(verify, tmp_path / "nowhere")

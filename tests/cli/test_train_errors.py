@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from offload.cli import parse_config
+from offload.config import all_keys
 from offload.errors import ConfigError
+from offload.familiar import FAMILIAR
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -44,6 +47,14 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps", "5", "--optimizer.warmup_steps", "6"], ["warmup_steps is 6", "train.steps, 5"]),
         (["--config", "no-such.yaml"], ["no-such.yaml", "No such file"]),
         (["extra"], ["'extra'", "--help"]),
+        (["--data.source", "ok.txt", "a" * 300], ["data.source", "aaa", "255 bytes"]),
+        (["--run.dir", "a\0b"], ["run.dir", "zero byte"]),
+        (["--train"], ["train is a section", "train.steps"]),
+        (["--train.lr", "1"], ["train.lr", "did you mean optimizer.lr?"]),
+        (["--train.max_grad_norm", "inf"], ["train.max_grad_norm", "'inf'", "finite"]),
+        (["--optimizer.groups", "{bias: {lr_scale: .inf}}"], ["optimizer.groups", "finite"]),
+        (["--offload.throttle", "[" * 3000], ["offload.throttle", "nested too deeply"]),
+        (["--offload.throttle", "!!timestamp x"], ["offload.throttle", "not YAML that can be read"]),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str]) -> None:
@@ -63,14 +74,64 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("train: 5", ["train is 5", "section"]),
         ("- 5", ["list", "sections"]),
         ("train: {steps: 5", ["YAML"]),
+        ("train: [1]", ["train is [1]", "section"]),
+        ("bogus:", ["bogus"]),
+        ("[" * 3000, ["nested too deeply"]),
+        ("train: {steps: &a [*a]}", ["train.steps", "integer"]),
+        ("!!int x", ["not YAML that can be read"]),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        parse_config(["--config", str(file)], prog="train", description="")
+        parse_config(["--config", str(file), "--train.batch_size", "2"], prog="train", description="")
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["train.steps", "offload.host_memory", "data.format", "x", "train.x", "optimizer.groups"]
+)
+def test_long_values_and_names_are_shown_in_part(key: str) -> None:
+    for words in ([f"--{key}", "b" * 5000], [f"--{key}{'c' * 5000}", "1"], ["d" * 5000]):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(words, prog="train", description="")
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
+        *[
+            ("num_train_epochs", "train.epochs"),
+            ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
+        ],
+        *[
+            ("max_seq_length", "data.sequence_length"),
+            ("cutoff_len", "data.sequence_length"),
+            ("bf16", "train.precision"),
+        ],
+        *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
+        *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
+        *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
+    ],
+)
+def test_names_of_other_trainers_suggest_ours(name: str, ours: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(f"{name}: 1\n")
+    for words in ([f"--{name}", "1"], [f"--train.{name.replace('_', '-')}", "1"], ["--config", str(file)]):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(words, prog="train", description="")
+        is_section = name == "model" and words[0] != "--train.model"
+        assert is_section or f"(did you mean {ours}" in str(caught.value)
+
+
+def test_every_familiar_name_leads_to_a_key() -> None:
+    known = {*all_keys(), "--gpus"}
+    for name, ours in FAMILIAR.items():
+        assert not [word for word in re.findall(r"--gpus|[a-z]+\.[a-z_]+", ours) if word not in known], name
+        assert name not in {key.split(".")[1] for key in known if "." in key}, f"{name} is a key itself"
 
 
 def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, folder: Path) -> None:

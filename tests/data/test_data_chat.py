@@ -144,7 +144,6 @@ def test_a_tokenizer_without_template_gets_the_builtin_one(bpe_folder: Callable[
     tokenizer.chat_template = None
     (document,) = encode(tokenizer, Chat("x", CHAT))
     assert trained_runs(tokenizer, document) == ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]
-    assert "<|assistant|>" in tokenizer.chat_template, "kept, so that it is saved with the model"
 
 
 def test_prompt_and_completion(bpe: Any) -> None:

@@ -266,6 +266,50 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
         build(vocab_size=290)
 
 
+def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], tmp_path: Path) -> None:
+    dataset = build()
+    assert dataset.contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
+    num_tokens = dataset.train.store.num_tokens + dataset.eval.store.num_tokens
+    assert dataset.contents.endswith(f" {num_tokens:,} tokens")
+    labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
+    assert dataset.target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
+    assert "see each other" in dataset.layout
+    pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
+    dataset = build(source=str(pairs), eval_fraction=0.0, packing=False)
+    assert dataset.contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
+    _, labels = dataset.train.read(np.arange(20))
+    assert dataset.target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
+    assert dataset.layout == "a document a row"
+
+
+def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
+    build: Build, bpe_folder: Callable[..., str], write_lines: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = bpe_folder(name="bare")
+    (Path(folder) / "chat_template.jinja").unlink()
+    messages = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
+    chats = write_lines("chats.jsonl", {"messages": messages})
+    for _ in range(2):  # the second time its tokens are in the cache
+        text = build(tokenizer=folder)
+        assert (text.tokenizer.chat_template, text.notes) == (None, ())
+        chat = build(tokenizer=folder, source=str(chats), sequence_length=32)
+        assert "<|assistant|>" in chat.tokenizer.chat_template, "kept, so that it is saved with the model"
+        assert [note for note in chat.notes if f"{folder} has no chat template" in note]
+    assert build(source=str(chats), sequence_length=32).notes == ()
+
+
+def test_what_a_folder_holds_besides_is_a_note(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
+    assert build().notes[0] == f"1 file of {tmp_path}/texts is not read, by the ending: 1 .svg. A glob takes any."
+
+
+def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
+    pairs = write_lines("pairs.jsonl", {"prompt": prose, "completion": "4"})
+    with pytest.raises(ConfigError, match=r"Raise --data\.sequence_length") as error:
+        build(source=str(pairs), packing=False, eval_fraction=0.0)
+    assert "Give more" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

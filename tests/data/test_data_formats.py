@@ -209,3 +209,11 @@ def test_wrong_token_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="3 bytes, not a whole number of uint16"):
         read(tmp_path / "c.bin")
+
+
+def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -> None:
+    """As the alpaca data have them, with the whole prompt as "text" beside its parts."""
+    path = write_lines("x.jsonl", {"instruction": "a", "input": "", "output": "b", "text": "a b"})
+    with pytest.raises(ConfigError, match=r"fit several formats: set --data\.format to jsonl or alpaca"):
+        detect_format(*find_files(str(path)))
+    assert detect_format(*find_files(str(path), "alpaca")) == "alpaca"

@@ -26,8 +26,14 @@ def names(files: list[SourceFile]) -> list[str]:
 
 
 def test_a_folder_is_searched_in_order(folder: Path) -> None:
-    assert names(find_files(str(folder))) == ["a.md", "b.txt", "sub/d.jsonl", "sub/deep/c.py", "t.npy"]
-    assert names(find_files(str(folder), "text")) == ["a.md", "b.txt", "sub/deep/c.py"]
+    notes: list[str] = []
+    assert names(find_files(str(folder), "text", notes)) == ["a.md", "b.txt", "sub/deep/c.py"]
+    assert notes == [f"3 files of {folder} are not read, by the ending: 1 .png, 1 .jsonl, 1 .npy. A glob takes any."]
+    for name in ("sub/d.jsonl", "t.npy"):
+        (folder / name).unlink()
+    assert names(find_files(str(folder))) == ["a.md", "b.txt", "sub/deep/c.py"]
+    (folder / "sub/d.jsonl").write_text("")
+    (folder / "t.npy").write_text("")
     assert names(find_files(str(folder), "messages")) == ["sub/d.jsonl"]
     assert names(find_files(str(folder), "tokens")) == ["t.npy"]
 
@@ -60,6 +66,73 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
     with pytest.raises(ConfigError, match=r"data\.source") as error:
         find_files(source.format(folder=folder))
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (
+            "README.md part-0.parquet",
+            ["several kinds", "1 file of columns (part-0.parquet)", "'{folder}/**/*.parquet'"],
+        ),
+        ("README.md a.jsonl b.jsonl", ["2 files of records (a.jsonl, b.jsonl)", "'{folder}/**/*.jsonl'"]),
+        ("a.txt b.npy", ["1 file of text (a.txt)", "1 file of token ids (b.npy)"]),
+        ("a.txt b.csv c.png", ["1 file of table (b.csv)"]),
+        ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "load_from_disk"]),
+        ("data/part-0.parquet", ["part-0.parquet is columns", "datasets.load_dataset"]),
+        ("rows.csv", ["rows.csv is a table", "csv.DictReader", "--data.format text"]),
+        ("text.txt.gz", ["text.txt.gz is a packed file", "gunzip"]),
+        ("train.jsonl test.jsonl", ["splits of its own: test.jsonl, train.jsonl", "'{folder}/train.jsonl'"]),
+        ("train/0.bin val/0.bin", ["splits of its own: train/0.bin, val/0.bin"]),
+    ],
+)
+def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
+    tmp_path: Path, files: str, words: list[str]
+) -> None:
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=r"data\.source") as error:
+        find_files(str(tmp_path))
+    assert not [word for word in words if word.format(folder=tmp_path) not in str(error.value)], str(error.value)
+
+
+def test_sources_have_test_files(tmp_path: Path) -> None:
+    for name in ("train.py", "test.py"):
+        (tmp_path / name).write_text("")
+    assert names(find_files(str(tmp_path))) == ["test.py", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "data_format", "words"),
+    [
+        ("rows.csv", b"a,b\n", "auto", "is a table"),
+        ("rows.TSV", b"a\tb\n", "messages", "is a table"),
+        ("rows.parquet", b"PAR1", "text", "is columns"),
+        ("rows.arrow", b"\xff\xff\xff\xff", "auto", "is columns"),
+        ("text.txt", b"\x1f\x8b\x08", "text", "is a packed file"),
+        ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "is a packed file"),
+        ("ids.bin.zst", b"", "tokens", "is a packed file"),
+        ("text", b"PK\x03\x04", "auto", "is a packed file"),
+    ],
+)
+def test_a_file_that_would_be_read_as_what_it_is_not_is_refused(
+    tmp_path: Path, name: str, content: bytes, data_format: str, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    for source in (tmp_path / name, tmp_path / "*"):
+        with pytest.raises(ConfigError, match=words) as error:
+            find_files(str(source), data_format)
+        assert name in str(error.value)
+
+
+def test_a_table_is_text_where_that_is_asked_for_and_ids_may_begin_as_they_like(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    assert names(find_files(str(tmp_path / "rows.csv"), "text")) == ["rows.csv"]
+    (tmp_path / "ids.bin").write_bytes(b"\x1f\x8b\x08\0")
+    assert names(find_files(str(tmp_path / "ids.bin"))) == ["ids.bin"]
+    with pytest.raises(ConfigError, match=r"\*' matches files of several kinds"):
+        find_files(f"{tmp_path}/*")
 
 
 def test_an_unknown_format_is_named() -> None:

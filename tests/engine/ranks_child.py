@@ -441,6 +441,33 @@ def unlabelled_everywhere() -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+def frozen_later(**settings: Any) -> bool:
+    """Return whether parameters that were frozen after the engine was made are like those frozen before."""
+    found = []
+    with open_comm(times=JOB) as comm:
+        for make in (frozen_llama, odd_llama):
+            engine = opened(comm, replace(CASES["plain"], make=make), **settings)
+            for known, parameter in zip(frozen_llama().parameters(), engine.model.parameters(), strict=True):
+                parameter.requires_grad_(known.requires_grad)
+            results = [engine.step(tokens(step)) for step in range(2)]
+            found.append(([(r.loss.item(), r.grad_norm) for r in results], dict(engine.named_parameters())))
+            engine.close()
+    (wanted, weights), (others, theirs) = found
+    return wanted == others and all(torch.equal(weights[name], theirs[name]) for name in weights)
+
+
+def two_engines() -> tuple[str, str]:
+    """Return the error of a second engine over the comm of one that is open, which trains on; closed, it makes room."""
+    with open_comm(times=JOB) as comm:
+        engine = opened(comm, CASES["plain"])
+        with pytest.raises(OffloadError) as caught:
+            opened(comm, CASES["plain"])
+        assert math.isfinite(engine.step(tokens(0)).loss.item())
+        engine.close()
+        opened(comm, CASES["plain"]).close()
+    return type(caught.value).__name__, str(caught.value)
+
+
 def over_budget(budget: Mapping[str, Any], folder: str, **settings: Any) -> tuple[str, str] | None:
     """Return the error of an engine that may not fit; the others of the machine count against its budget as well."""
     settings["placement"] = {**settings.get("placement", {}), **budget}

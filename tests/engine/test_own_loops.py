@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.compare import PROPORTIONAL, assert_weights, weights
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
-from tests.engine.handmade import Namespace, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.reference import Reference
 
@@ -189,3 +190,36 @@ def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
     first, second = reference.named["transformer.wte.weight"]
     assert first is not second
     assert torch.equal(first, second)
+
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+
+
+class Surrounded(Block):
+    """Depends on what surrounds its forward: a context variable, and the device on which it makes a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[torch.device] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.devices.append(torch.empty(1).device)
+        return super().forward(h) * SCALE.get()
+
+
+def test_a_recompute_has_the_context_variables_and_the_default_device_of_its_forward() -> None:
+    """Those of the backward are others where it is called elsewhere, or, on a GPU, run by a thread of autograd's."""
+    found, batch = [], words()
+    for stays in (True, False):
+        engine = Engine(build(lambda: Stack(Surrounded)))
+        before = SCALE.set(0.5)
+        with torch.device("meta"):
+            loss = cross_entropy(engine.model(batch["x"]), batch)
+        if not stays:
+            SCALE.reset(before)
+        engine.backward(loss)
+        SCALE.set(1.0)
+        found.append(engine.update().grad_norm)
+        for block in engine.model.blocks:
+            assert block.devices[-2:] == [torch.device("meta")] * 2, "the forward's and the recompute's"
+    assert found[0] == found[1]

@@ -89,6 +89,75 @@ def test_a_frozen_unit_between_two_steps_of_evaluation() -> None:
     assert_weights(engine, reference)
 
 
+@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_grad_norm": None},
+        {"precision": "bf16"},
+        {"recompute": "never", "throttle": {"h2d": "1GiB"}},
+    ],
+    ids=["", "unclipped", "bf16", "kept"],
+)
+def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """As plain torch does it: what has no gradient keeps weights, moments and count. The first step is frozen, too."""
+    known = {key: settings[key] for key in ("max_grad_norm", "precision") if key in settings}
+    reference = Reference(build(llama), **known)
+    engine = Engine(build(llama), **settings)
+    for number, chosen in enumerate([parts, (), parts, ("layers.1",), ()]):
+        before = weights(engine)
+        for name, uses in reference.named.items():
+            for parameter in uses:
+                parameter.requires_grad_(not any(part in name for part in chosen))
+        freeze(engine.model, *chosen)
+        loss, norm = reference.step(tokens(number))
+        result = engine.step(tokens(number))
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm), number
+        assert_weights(engine, reference, when=f"step {number}")
+        for name, value in weights(engine).items():
+            assert torch.equal(value, before[name]) == any(part in name for part in chosen), name
+        assert engine.evaluate(tokens(9)).isfinite()
+    assert {name: state.num_steps for name, state in states(engine).items()} == reference.steps
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clip": "speculative"}, {"micro_batch_size": 2}, {"head_chunk_bytes": 4096}], ids=str
+)
+def test_to_freeze_later_is_to_freeze_before(settings: dict[str, Any]) -> None:
+    for parts in (FROZEN["the first units"], FROZEN["parts of units"], FROZEN["all but one"]):
+        before, later = Engine(freeze(build(llama), *parts), **settings), Engine(build(llama), **settings)
+        freeze(later.model, *parts)
+        for seed in range(3):
+            wanted, found = before.step(tokens(seed)), later.step(tokens(seed))
+            assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+        assert all(same_bits(value, weights(before)[name]) for name, value in later.named_parameters())
+
+
+def test_parameters_may_be_frozen_in_an_own_loop() -> None:
+    reference, engine = Reference(build(llama)), Engine(build(llama))
+    for number, chosen in enumerate([("embed", "layers.0"), (), ("lm_head",)]):
+        freeze(reference.model, *chosen)
+        freeze(engine.model, *chosen)
+        for part in range(2):
+            for model, backward in ((reference.model, torch.Tensor.backward), (engine.model, engine.backward)):
+                backward(model(**tokens(2 * number + part)).loss)
+            reference.collect()
+        assert reference.update() == engine.update().grad_norm
+        assert_weights(engine, reference, when=f"step {number}")
+
+
+def test_what_was_frozen_when_the_engine_was_made_cannot_be_thawed() -> None:
+    engine = Engine(freeze(build(llama), "layers.0"))
+    engine.model.model.layers[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"layers\.0\..*requires_grad=True.*before Engine\(\)"):
+        engine.step(tokens())
+    engine.model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="every parameter"):
+        engine.step(tokens())
+    assert engine.evaluate(tokens()).isfinite()
+
+
 # -- without a gradient ---------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.ranks import processes, run
-from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, refused
+from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
 from tests.partition.ranks import Rank
 
 PATIENCE_S = 30
@@ -154,3 +154,14 @@ def test_ranks_that_differ_only_in_their_stage_are_named_at_every_stage() -> Non
     errors = run(3, refused, way="stage", zero_stage=0)
     assert len(set(errors)) == 1
     assert re.search(r"rank 1\b", errors[0][1])
+
+
+def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
+    """Their lanes would exchange side by side, in whatever order."""
+    for kind, message in run(2, two_engines):
+        assert kind == "ConfigError"
+        assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message
+
+
+def test_parameters_are_frozen_later_on_all_ranks() -> None:
+    assert run(2, frozen_later, zero_stage=3) == [True, True]

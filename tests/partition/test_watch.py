@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from offload.partition.watch import CLEANUP_S, Place, Times
+from offload.partition.watch import CLEANUP_S, Place, Times, Watch
 from tests.partition.ranks import Rank, ranks
 
 PATIENCE_S = 15
@@ -110,3 +113,29 @@ def test_a_place_is_described_in_words():
     assert Place(since=1).describe(3) == "computing, 2.0 s after its start"
     assert Place(1, "all-gather of unit a", 4, True, since=1).describe(4) == "waiting in all-gather of unit a for 3.0 s"
     assert Place(1, "all-gather", 4, False, since=1).describe(4) == "computing since the end of all-gather 3.0 s before"
+
+
+def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU a look asks events, which in a thread of another device would make a context there."""
+    calls: list[tuple[str, str]] = []
+    ended = threading.Event()
+
+    def note(what: str) -> None:
+        calls.append((threading.current_thread().name, what))
+
+    def look() -> list[Place]:
+        note("look")
+        return [Place(), Place()]
+
+    monkeypatch.setattr("offload.partition.watch._clean_up", lambda: note("clean up"))
+    monkeypatch.setattr("os._exit", lambda _code: ended.set())
+    here, there = socket.socketpair()
+    with there:
+        watch = Watch(0, {1: here}, look, Times(grace_s=0), lambda: note("enter"))
+        there.close()  # rank 1 is gone
+        assert ended.wait(PATIENCE_S)
+    atexit.unregister(watch._at_exit)
+    threads = {name for name, _ in calls} - {threading.current_thread().name}
+    assert threads == {"offload watch", "offload cleanup"}
+    for name in threads:
+        assert next(what for thread, what in calls if thread == name) == "enter"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import signal
 from pathlib import Path
 
@@ -55,6 +56,25 @@ def test_a_terminal_gets_a_live_line() -> None:
     assert "step 2" in stream.getvalue()
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_lines_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = make_progress(1, stream)
+    fields = {**STEP, "step": 399, "tokens_per_second": 11714.0, "grad_norm": 0.50612, "peak_host_bytes": 17.1 * 2**20}
+    progress.step(fields, num_steps=400, eta_s=3900.0)
+    progress.close()
+    controls = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+    lines = [controls.sub("", line).rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= columns
+    said = [line for line in lines if line.startswith("step 399/400  loss 2.5000")]
+    assert said
+    assert ("grad 0.506  11,714 tok/s" in said[0]) == (columns >= 80)
+    assert ("host 17.1 MiB" in said[0]) == (columns >= 120)
+    assert not [line for line in lines if "…" in line]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
@@ -72,6 +92,19 @@ def test_metrics_are_json_even_when_numbers_are_not_finite(tmp_path: Path) -> No
         "grad_norm": None,
         "lanes": {"h2d": {"busy_seconds": None}},
     }
+
+
+def test_the_last_line_of_metrics_is_amended(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.amend({"eval_loss": 0.0})  # there is none yet
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    log.write({"step": 1})
+    log.write({"step": 2, "lanes": {}})
+    log.amend({"eval_loss": 1.5})
+    log.write({"step": 3})
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2, "lanes": {}, "eval_loss": 1.5}, {"step": 3}]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

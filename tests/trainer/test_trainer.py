@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from offload.config import Config
 from offload.engine import updates
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, NonFiniteError
+from offload.planning import environment
+from offload.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
 
@@ -30,6 +33,58 @@ def test_a_streamed_run_equals_a_resident_one_bit_for_bit(run: Any) -> None:
     )
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
+    result, lines, said = run("said", train__batch_size=2, data__eval_fraction=0.3)
+    text = tmp_path / "text.txt"
+    data, rows = (next(line for line in said.splitlines() if line.startswith(start)) for start in ("data: te", "rows:"))
+    assert data.startswith(f"data: text of {text}: 1 document, ")
+    assert data.endswith(" tokens, 96.9% of them trained on")  # the first token of each 32 has nothing before it
+    assert "a row may begin and end within a document" in rows
+    num_rows = int(rows.partition(" to evaluate")[0].split()[-1])
+    assert num_rows > 16
+    assert f"{16 * 31} tokens in 16 of {num_rows} rows" in said
+    assert [line.get("eval_loss") for line in lines] == [None, None, result.eval_loss]
+
+
+def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is tested with" not in run("tested", train__steps=1, checkpoint__export=False)[2]
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
+    said = run("untested", train__steps=1, checkpoint__export=False)[2]
+    assert f"note: offload is tested with torch 1.9 to 1.10; this is torch {torch.__version__}.\n" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.11.0+cu130", True),
+        ("2.13.9", True),
+        ("2.14.0a0+git1", False),
+        ("3.0", False),
+    ],
+)
+def test_which_versions_are_tested(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("2.11", "2.13")})
+    monkeypatch.setattr(environment, "_version", {"torch": version}.get)
+    assert (environment.untested() is None) == is_tested
+
+
+def test_the_packages_are_those_that_are_tested() -> None:
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins = (root / "constraints.txt").read_text().splitlines()
+    for name, (oldest, newest) in environment.TESTED.items():
+        assert f"{name}>={oldest}" in wanted
+        assert [pin for pin in pins if pin.startswith(f"{name}=={newest}.")]
+
+
+def test_a_model_is_not_trained_on_data_that_nobody_named(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.source is not set.*--data\.source .*builtin:stdlib \(text\)"):
+        Trainer(Config(model={"path": "m.json"}, run={"dir": str(tmp_path / "never")})).run()
+    assert not (tmp_path / "never" / "config.yaml").exists()
 
 
 def test_a_run_repeats_itself(run: Any) -> None:
@@ -228,6 +283,15 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
 ) -> None:
     result, _, _ = run("ahead", **settings, **STREAMED)
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
+
+
+def test_exceptions_that_cannot_be_are_refused_before_the_data_are_made(run: Any) -> None:
+    for groups, words in (
+        ({"(": {"lr_scale": 1.0}}, "no regular expression"),
+        ({"a": {"lr": 1.0}}, "unknown key 'lr'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run("never", optimizer__groups=groups, model__path="nowhere")
 
 
 @pytest.mark.parametrize(

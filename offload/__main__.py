@@ -1,0 +1,42 @@
+"""`python -m offload`, or `offload` as it is installed: the commands by name, each of which is a module of its own."""
+
+from __future__ import annotations
+
+import importlib
+import typing
+
+from offload.cli import run_command
+from offload.errors import ConfigError, nearest, shorten
+
+COMMANDS = {
+    "train": "train a model whose states do not fit the device",
+    "export": "a checkpoint as a Hugging Face folder",
+    "generate": "continue a text with a model that may be larger than memory",
+    "verify": "whether checkpoints and Hugging Face folders are whole",
+    "doctor": "what this machine has, and which paths are live on it",
+    "bench": "this machine against what it could do and what others do on it",
+}
+
+
+def main(words: list[str]) -> int | None:
+    if not words or words[0] in ("--help", "-h"):
+        print("usage: offload COMMAND ...    the same as python -m offload.COMMAND ...\n")
+        print("\n".join(f"  {name:9} {summary}" for name, summary in COMMANDS.items()))
+        print("\noffload COMMAND --help tells of a command, offload --version of the version.")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"{shorten(name)!r} is no command{nearest(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
+        )
+    command = importlib.import_module(f"offload.{name}")
+    return typing.cast("int | None", command.main(words[1:]))
+
+
+def run() -> typing.NoReturn:
+    """Run the command of the process's own arguments."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    run()

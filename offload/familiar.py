@@ -1,0 +1,55 @@
+"""What the settings of other trainers are called here: for the suggestion when one of them is typed.
+
+The names are those of transformers' TrainingArguments, TRL, LLaMA-Factory, axolotl and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+_NAMES: dict[str, str] = {
+    "model.path": "model model_name_or_path model_name model_id base_model pretrained_model_name_or_path hub_model_id",
+    "model.attention": "attn_implementation flash_attn flash_attention attention_implementation",
+    "data.source": "data dataset datasets dataset_name dataset_path dataset_dir data_path data_files train_file "
+    "train_data",
+    "data.format": "dataset_format dataset_type template chat_template dataset_text_field",
+    "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "data.sequence_length": "max_seq_length max_seq_len seq_len seq_length sequence_len cutoff_len max_length "
+    "block_size model_max_length context_length",
+    "data.packing": "sample_packing pack_sequences",
+    "data.train_on_prompt": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
+    "data.eval_fraction": "val_size val_set_size test_size validation_split validation_split_percentage eval_split",
+    "train.steps": "max_steps num_train_steps max_train_steps num_steps iterations",
+    "train.epochs": "num_train_epochs num_epochs n_epochs",
+    "train.batch_size": "train_batch_size global_batch_size per_device_eval_batch_size eval_batch_size",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu",
+    "train.precision": "bf16 fp16 fp32 mixed_precision dtype torch_dtype tf32 half",
+    "train.recompute": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
+    "train.max_grad_norm": "gradient_clipping clip_grad clip_grad_norm grad_clip gradient_clip_val",
+    "train.eval_every": "eval_steps eval_strategy evaluation_strategy eval_interval evals_per_epoch do_eval",
+    "train.log_every": "logging_steps logging_strategy log_interval",
+    "optimizer.name": "optim optimizer_type optimizer_name",
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
+    "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.weight_decay": "wd",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule",
+    "optimizer.warmup_steps": "warmup_ratio warmup warmup_iters lr_warmup_steps num_warmup_steps",
+    "offload.parameters": "offload_param offload_params offload_parameters cpu_offload device_map",
+    "offload.optimizer": "offload_optimizer",
+    "offload.nvme_dir": "nvme_path offload_folder offload_dir",
+    "offload.device_memory": "max_memory gpu_memory",
+    "offload.zero_stage": "stage deepspeed zero_optimization fsdp",
+    "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch",
+    "checkpoint.keep": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints",
+    "run.dir": "output_dir out_dir output logging_dir overwrite_output_dir save_dir",
+    "run.name": "run_name project_name experiment_name",
+    "run.seed": "data_seed random_seed",
+    "--gpus": "num_gpus n_gpus nproc_per_node num_processes world_size",
+    "train.batch_size, in parts of train.micro_batch_size": "gradient_accumulation_steps gradient_accumulation",
+}  # fmt: skip
+FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+
+
+def familiar(name: str) -> str | None:
+    """Return what a setting of another trainer is called here: a key, or an option, perhaps with a word about it."""
+    return FAMILIAR.get(name.lower().replace("-", "_"))

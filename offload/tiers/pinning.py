@@ -1,0 +1,150 @@
+"""Pinned memory: host memory that is registered with a device's driver, which copies from it without staging."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from offload.errors import format_bytes
+
+LARGEST_BYTES = 64 << 30
+"""Of one registration. Above 512 GiB newer drivers fail."""
+_keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+
+class Driver(Protocol):
+    """Who registers memory. Errors are numbers, 0 for none."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Register a range, of which no byte is registered; return the error."""
+
+    def unregister(self, address: int) -> int:
+        """Take back the registration that begins at `address`; return the error."""
+
+    def forget_error(self) -> None:
+        """Let nobody else find the error that a call of this thread has just returned."""
+
+    def wait(self) -> None:
+        """Return when the device has done all that it was given. Raises RuntimeError where the device has failed."""
+
+
+class CudaDriver:
+    """CUDA's runtime. Calls are made with this device as the thread's: a finalizer runs in any thread, where a call
+    would make a context on GPU 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, num_bytes: int) -> int:
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unregister(self, address: int) -> int:
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def forget_error(self) -> None:
+        # The runtime keeps it until cudaGetLastError is called, which torch does after each launch, raising what it
+        # finds; Python has no way to call it. So this launches one kernel, for the error.
+        with torch.cuda.device(self._device), suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class Pinning:
+    """Pins memory for one device. What a driver refuses stays as it is, and a warning says so once."""
+
+    def __init__(self, driver: Driver, largest_bytes: int = LARGEST_BYTES) -> None:
+        """`largest_bytes`: of one registration, where it need not be larger."""
+        self.largest_bytes, self._driver, self._has_warned = largest_bytes, driver, False
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Register a range; False where the driver refused it."""
+        error = self._driver.register(address, num_bytes)
+        if error:
+            self._driver.forget_error()
+            self._warn(error, num_bytes)
+        return not error
+
+    def unregister(self, addresses: Sequence[int]) -> bool:
+        """Take the registrations that begin there back, once no copy can be under way; False where that failed."""
+        try:
+            self._driver.wait()
+        except RuntimeError:  # the device is lost, and whoever uses it is told
+            return False
+        refused = [address for address in addresses if self._driver.unregister(address)]
+        if refused:
+            self._driver.forget_error()
+        return not refused
+
+    def _warn(self, error: int, num_bytes: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the driver refused to pin {format_bytes(num_bytes)} of host memory (CUDA error {error}): they are used "
+            f"as they are, and copies from and to them are staged and slower. Pinned memory counts in full against the "
+            f"memory limit of the container, pod or job that this runs in: raise that limit, or lower "
+            f"offload.host_memory. (This is said once.)",
+            stacklevel=2,
+        )
+
+
+class HostMapping(mmap.mmap):
+    """A mapping that is never unmapped while it is registered: the next one may get its address, and the driver would
+    take that for the old pages.
+
+    Every tensor of it holds it; the last one to go takes back the registrations, by `__del__`. (Not by a weak
+    reference: mmap's are called after it has unmapped.) Where that cannot be done the mapping stays for ever.
+    """
+
+    _pinning: Pinning | None = None
+    _process = 0
+    _pieces: Sequence[tuple[int, int]] = ()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are registered: all that were asked for, or none."""
+        return sum(num_bytes for _, num_bytes in self._pieces)
+
+    def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]]) -> None:
+        """Register all of the pieces, given by address and size, or none of them."""
+        self._pinning, self._process = pinning, os.getpid()
+        for piece in pieces:
+            if not pinning.register(*piece):
+                self.unpin()
+                return
+            self._pieces = (*self._pieces, piece)
+        with suppress(OSError):  # else fork would copy pinned pages at once: the device goes on using the parent's
+            self.madvise(mmap.MADV_DONTFORK)
+
+    def unpin(self) -> None:
+        """Take all registrations back, after what the device is doing."""
+        addresses, self._pieces = [address for address, _ in self._pieces], ()
+        if not addresses:
+            return
+        assert self._pinning is not None
+        # In a forked child they are the parent's, and at these addresses may be other memory.
+        if os.getpid() != self._process or not self._pinning.unregister(addresses):
+            _keep(self)
+
+    def __del__(
+        self, is_ending: Callable[[], bool] = sys.is_finalizing, keep: Callable[[object], None] = _keep
+    ) -> None:
+        if not self._pieces:
+            return
+        if is_ending():  # neither torch nor this module may be whole any more; the driver cleans up after the process
+            keep(self)
+        else:
+            self.unpin()

@@ -1,0 +1,56 @@
+"""`python -m offload` and the console script: the commands by name, and what all of them answer."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import __main__ as offload
+from offload import __version__
+from offload.cli import run_command
+from offload.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_commands_are_listed_and_are_there(capsys: Any) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert offload.main(words) == 0
+        shown = capsys.readouterr().out
+        assert not [name for name in offload.COMMANDS if f"\n  {name} " not in shown]
+    runnable = {path.stem for path in (ROOT / "offload").glob("*.py") if "run_command(main)" in path.read_text()}
+    assert runnable - {"__main__"} == set(offload.COMMANDS)
+
+
+def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("offload.doctor")
+    given: list[list[str]] = []
+    monkeypatch.setattr(module, "main", lambda words: given.append(words) or 1)
+    assert offload.main(["doctor", "--json", "x"]) == 1
+    assert given == [["--json", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("trian", "did you mean train?"), ("--debug", "no command"), ("x" * 5000, "characters")]
+)
+def test_another_word_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as error:
+        offload.main([word])
+    assert len(str(error.value)) < 500
+
+
+def test_the_console_script_is_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["offload"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_every_command_tells_its_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda _words: pytest.fail("not called"), ["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"offload {__version__}, python ")

@@ -1,0 +1,462 @@
+"""Who has a model: two engines never hold the same weights, nobody saves NaN, changes behind an engine are named."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+from offload import AdamW, Engine, Placement
+from offload.errors import ConfigError, OffloadError
+from tests.engine.compare import same_bits, weights
+from tests.engine.families import build, gemma2, llama, tokens
+from tests.engine.handmade import Block, Stack, cross_entropy, words
+
+HELD = r"engine that was not closed.*close\(restore=True\)"
+SPENT = r"closed without restore=True.*gone"
+NO_NAN = r"engine\.export.*engine\.save_checkpoint.*close\(restore=True\)"
+
+
+def step(engine: Engine, seed: int = 0) -> float:
+    return engine.step(words(seed), loss_fn=cross_entropy).loss.item()
+
+
+class Wrapper(nn.Module):
+    """As an adapter library wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+        self.extra = nn.Linear(4, 4)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base_model(**inputs)
+
+
+def sharing_a_module(model: Stack) -> nn.Module:
+    other = build(Stack)
+    other.blocks[1] = model.blocks[0]
+    return other
+
+
+def sharing_a_parameter(model: Stack) -> nn.Module:
+    other = build(Stack)
+    other.head.weight = model.head.weight
+    return other
+
+
+def sharing_what_stays(model: Stack) -> nn.Module:
+    other = build(Stack)
+    other.head.bias = model.small.weight
+    return other
+
+
+OVERLAPS: dict[str, Callable[[Any], nn.Module]] = {
+    "the model": lambda model: model,
+    "a part": lambda model: model.blocks[1],
+    "a wrapper": Wrapper,
+    "a shared module": sharing_a_module,
+    "a shared parameter": sharing_a_parameter,
+    "a shared parameter on the device": sharing_what_stays,
+}
+
+
+def with_a_small_unit() -> Stack:
+    model = build(Stack)
+    model.small = nn.LayerNorm(32, bias=False)
+    return model
+
+
+# -- two engines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OVERLAPS.values(), ids=OVERLAPS)
+def test_a_model_that_an_engine_holds_is_refused(make: Callable[[Any], nn.Module]) -> None:
+    model = with_a_small_unit()
+    plain = Engine(with_a_small_unit())
+    engine = Engine(model)
+    with pytest.raises(ConfigError, match=HELD):
+        Engine(make(model))
+    assert step(engine) == step(plain)
+    assert all(same_bits(value, weights(plain)[name]) for name, value in engine.named_parameters())
+
+
+@pytest.mark.parametrize("make", list(OVERLAPS.values())[:5], ids=list(OVERLAPS)[:5])
+def test_a_model_whose_weights_are_gone_is_refused(make: Callable[[Any], nn.Module]) -> None:
+    model = with_a_small_unit()
+    Engine(model).close()
+    gc.collect()
+    with pytest.raises(ConfigError, match=SPENT):
+        Engine(make(model))
+
+
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_a_model_that_was_given_back_is_anybodys(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = build(make)
+    for _ in range(2):
+        engine = Engine(model)
+        engine.step(tokens())
+        masters = weights(engine)
+        engine.close(restore=True)
+        assert all(same_bits(p.detach(), masters[name]) for name, p in model.named_parameters())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    assert pickle.loads(pickle.dumps(model.model.layers)) is not None
+
+
+def test_an_engine_that_was_dropped_is_named() -> None:
+    """Its weights cannot be had any more, since nobody can close it."""
+    model = build(Stack)
+    engine = Engine(model)
+    step(engine)
+    del engine
+    gc.collect()
+    with pytest.raises(ConfigError, match=HELD + ".*nothing refers to it.*anew"):
+        Engine(model)
+
+
+def test_a_part_that_outlived_its_model_is_named() -> None:
+    model = with_a_small_unit()
+    part = model.small
+    engine = weakref.ref(Engine(model))
+    del model
+    gc.collect()
+    assert engine() is None, "a part of the model kept the engine"
+    with pytest.raises(ConfigError, match=HELD):
+        Engine(part)
+
+
+def test_settings_may_be_shared(tmp_path: Path) -> None:
+    """The same AdamW, the same Placement and the same folder on disk, in two engines side by side."""
+    optimizer = AdamW(groups=(("norm", {"lr_scale": 0.5}),))
+    placement = Placement("nvme", "nvme", nvme_dir=str(tmp_path))
+    one, other = (Engine(build(Stack), optimizer, placement) for _ in range(2))
+    alone = Engine(build(Stack), AdamW(groups=(("norm", {"lr_scale": 0.5}),)))
+    for seed in range(2):
+        assert step(one, seed) == step(other, seed) == step(alone, seed)
+    one.close()
+    assert step(other, 2) == step(alone, 2)
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("units_before", [0, 2])
+def test_a_model_whose_engine_could_not_be_made_is_whole_or_says_that_it_is_not(units_before: int) -> None:
+    model = build(Stack)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen: list[str] = []
+
+    def fill(name: str, module: nn.Module) -> None:
+        if len(seen) == units_before:
+            raise OSError("the source is gone")
+        seen.append(name)
+
+    with pytest.raises(OSError, match="the source is gone"):
+        Engine(model, fill=fill)
+    if not units_before:
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        step(Engine(model))
+        return
+    for use in (lambda: Engine(model), lambda: model(words()["x"]), model.state_dict):
+        with pytest.raises(ConfigError, match="could not be made.*anew"):
+            use()
+
+
+@pytest.mark.parametrize("way", ["fill", "disk"])
+def test_an_engine_that_could_not_be_made_leaves_the_configuration_alone(way: str, tmp_path: Path) -> None:
+    def fill(_name: str, _module: nn.Module) -> None:
+        raise OSError("the source is gone")
+
+    model = build(llama)
+    before = copy.deepcopy(model.config)
+    on_disk = Placement("nvme", "nvme", nvme_dir=str(tmp_path / "nowhere"))
+    with pytest.raises((OSError, ConfigError)):
+        Engine(model, **({"fill": fill} if way == "fill" else {"placement": on_disk}))
+    assert model.config.to_dict() == before.to_dict()
+    assert before.use_cache
+
+
+def test_a_setting_that_is_refused_leaves_the_model_alone() -> None:
+    model = build(Stack)
+    with pytest.raises(ConfigError, match="head_chunk_bytes"):
+        Engine(model, head_chunk_bytes="much")
+    step(Engine(model))
+
+
+# -- what would save NaN ----------------------------------------------------------------------------------------------
+
+SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "state_dict": lambda model, path: model.state_dict(),
+    "state_dict of a part": lambda model, path: model.model.layers[0].state_dict(),
+    "state_dict of what stays": lambda model, path: model.model.norm.state_dict(),
+    "state_dict of a wrapper": lambda model, path: Wrapper(model).state_dict(),
+    "save_pretrained": lambda model, path: model.save_pretrained(path),
+    "save_model": lambda model, path: save_model(model, str(path / "file")),
+    "torch.save": lambda model, path: torch.save(model, io.BytesIO()),
+    "torch.save of a part": lambda model, path: torch.save(model.model.layers[0], io.BytesIO()),
+    "torch.save of a parameter": lambda model, path: torch.save(model.lm_head.weight, io.BytesIO()),
+    "torch.save of all": lambda model, path: torch.save(dict(model.named_parameters()), io.BytesIO()),
+    "pickle": lambda model, path: pickle.dumps(model),
+    "pickle of what stays": lambda model, path: pickle.dumps(model.model.norm),
+    "deepcopy": lambda model, path: copy.deepcopy(model),
+    "deepcopy of a part": lambda model, path: copy.deepcopy(model.model.layers[1].mlp),
+    "deepcopy of a parameter": lambda model, path: copy.deepcopy(model.lm_head.weight),
+    "load_state_dict": lambda model, path: model.load_state_dict({}, strict=False),
+    "load_state_dict of a part": lambda model, path: model.lm_head.load_state_dict({"weight": torch.ones(64, 32)}),
+    "assign": lambda model, path: model.load_state_dict({}, strict=False, assign=True),
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@pytest.mark.parametrize("closed", [False, True], ids=["held", "closed"])
+def test_nobody_saves_nan(save: Callable[[nn.Module, Path], Any], closed: bool, tmp_path: Path) -> None:
+    engine = Engine(build(llama))
+    engine.step(tokens())
+    if closed:
+        engine.close()
+    with pytest.raises(ConfigError, match=NO_NAN):
+        save(engine.model, tmp_path)
+    assert not list(tmp_path.glob("*safetensors*"))
+
+
+def test_an_engine_can_be_neither_copied_nor_pickled() -> None:
+    engine = Engine(build(Stack))
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=NO_NAN):
+            use(engine)
+
+
+def test_what_the_engine_writes_itself_goes_on(tmp_path: Path) -> None:
+    engine = Engine(build(llama))
+    engine.step(tokens())
+    engine.export(tmp_path / "hf")
+    engine.save_checkpoint(tmp_path / "states")
+    engine.load_checkpoint(tmp_path / "states")
+    with pytest.raises(ConfigError, match=NO_NAN):
+        engine.model.state_dict()
+
+
+def test_a_parameter_at_rest_is_used_as_any_other() -> None:
+    """It makes plain tensors, and costs no dispatch in Python."""
+    model = build(llama)
+    engine = Engine(model)
+    weight = model.lm_head.weight
+    assert isinstance(weight, nn.Parameter)
+    assert type(weight).__torch_function__ is nn.Parameter.__torch_function__
+    assert not torch.overrides.has_torch_function((weight,))
+    for made in (weight + 1, weight[0], weight.detach(), weight.data, weight.double(), weight.clone()):
+        assert type(made) is torch.Tensor
+        assert made.isnan().all()
+    assert (weight.shape, weight.dtype, weight.requires_grad) == ((64, 32), torch.float32, True)
+    engine.close()
+
+
+# -- changes behind an engine -----------------------------------------------------------------------------------------
+
+
+def with_an_adapter(model: nn.Module) -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer, self.down, self.up = base, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x) + self.up(self.down(x))
+
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+
+
+def with_another_parameter(model: nn.Module) -> None:
+    model.model.layers[0].mlp.gate = nn.Parameter(torch.ones(1))
+
+
+def with_a_replaced_parameter(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(torch.ones(64, 32))
+
+
+def without_a_layer(model: nn.Module) -> None:
+    del model.model.layers[1]
+
+
+def zeros(model: nn.Module) -> None:
+    nn.init.zeros_(model.model.layers[1].mlp.up_proj.weight)
+
+
+def filled(model: nn.Module) -> None:
+    model.lm_head.weight.data.fill_(0.5)
+
+
+AT_THE_NEXT_CALL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "an adapter": (with_an_adapter, r"model\.layers\.0\.self_attn\.q_proj"),
+    "a new parameter": (with_another_parameter, r"model\.layers\.0\.mlp\.gate"),
+    "a replaced parameter": (with_a_replaced_parameter, r"lm_head\.weight"),
+    "a layer less": (without_a_layer, r"model\.layers\.1"),
+    "zeros": (zeros, r"model\.layers\.1\.mlp\.up_proj\.weight"),
+    "a number": (filled, r"lm_head\.weight"),
+}
+CALLS: dict[str, Callable[[Engine, Path], Any]] = {
+    "step": lambda engine, path: engine.step(tokens()),
+    "evaluate": lambda engine, path: engine.evaluate(tokens()),
+    "model": lambda engine, path: engine.model(**tokens()),
+    "model without a graph": lambda engine, path: torch.no_grad()(engine.model)(**tokens()),
+    "backward": lambda engine, path: engine.backward(torch.zeros((), requires_grad=True)),
+    "export": lambda engine, path: engine.export(path / "hf"),
+}
+ANEW = r"before Engine\(\).*close\(restore=True\)"
+
+
+@pytest.mark.parametrize(("change", "name"), AT_THE_NEXT_CALL.values(), ids=AT_THE_NEXT_CALL)
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a step"])
+def test_a_change_is_named_at_the_next_call(change: Callable[[nn.Module], Any], name: str, late: bool) -> None:
+    engine = Engine(build(llama))
+    if late:
+        engine.step(tokens())
+    masters = weights(engine)
+    change(engine.model)
+    with pytest.raises(ConfigError, match=name + r"\b.*" + ANEW):
+        engine.step(tokens())
+    assert all(same_bits(value, masters[key]) for key, value in engine.named_parameters())
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_call_that_runs_the_model_names_a_change(call: Callable[[Engine, Path], Any], tmp_path: Path) -> None:
+    engine = Engine(build(llama))
+    with_an_adapter(engine.model)
+    with pytest.raises(ConfigError, match=r"q_proj\b.*" + ANEW):
+        call(engine, tmp_path)
+    engine.save_checkpoint(tmp_path / "states")  # which has nothing to do with the modules
+
+
+def test_a_model_that_was_changed_and_given_back_trains_on_with_the_change() -> None:
+    """Weights go to the modules that they were taken from, wherever these are by now."""
+    changed, plain = build(llama), build(llama)
+    engine = Engine(changed)
+    torch.manual_seed(1)
+    with_an_adapter(changed)
+    with pytest.raises(ConfigError, match="q_proj"):
+        engine.step(tokens())
+    engine.close(restore=True)
+    torch.manual_seed(1)
+    with_an_adapter(plain)
+    one, other = Engine(changed), Engine(plain)
+    for seed in range(2):
+        assert one.step(tokens(seed)).loss.item() == other.step(tokens(seed)).loss.item()
+
+
+def test_what_was_frozen_behind_an_engine_is_given_back_frozen() -> None:
+    engine = Engine(build(llama))
+    engine.model.model.requires_grad_(False)
+    engine.close(restore=True)
+    assert [name for name, p in engine.model.named_parameters() if p.requires_grad] == ["lm_head.weight"]
+
+
+AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
+    "half": lambda model: model.half(),
+    "to a dtype": lambda model: model.to(torch.bfloat16),
+    "double": lambda model: model.double(),
+    "a part": lambda model: model.model.layers[0].mlp.bfloat16(),
+    "data": lambda model: setattr(model.lm_head.weight, "data", torch.ones(64, 32)),
+    "more words": lambda model: model.resize_token_embeddings(80),
+}
+
+
+@pytest.mark.parametrize("change", AT_ONCE.values(), ids=AT_ONCE)
+def test_other_weights_are_refused_where_they_are_given(change: Callable[[nn.Module], Any]) -> None:
+    engine = Engine(build(llama))
+    masters = weights(engine)
+    with pytest.raises(ConfigError, match=ANEW):
+        change(engine.model)
+    assert all(same_bits(value, masters[key]) for key, value in engine.named_parameters())
+    engine.close(restore=True)
+    assert all(same_bits(p.detach(), masters[key]) for key, p in engine.model.named_parameters())
+
+
+def test_a_resident_weight_of_another_dtype_is_named() -> None:
+    engine = Engine(build(llama))
+    engine.model.model.norm.half()
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight\b.*" + ANEW):
+        engine.step(tokens())
+
+
+UNCHANGED: dict[str, Callable[[nn.Module], Any]] = {
+    "to where it is": lambda model: model.to("cpu"),
+    "to what it is": lambda model: model.float().to(torch.float32),
+    "modes": lambda model: model.eval().train(),
+    "trainable as before": lambda model: model.requires_grad_(True),
+    "tied again": lambda model: model.tie_weights(),
+    "a text": lambda model: model.generate(tokens()["input_ids"][:1], max_new_tokens=2, do_sample=False),
+}
+
+
+@pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED)
+def test_what_changes_nothing_is_no_change(change: Callable[[nn.Module], Any]) -> None:
+    plain, engine = Engine(build(llama)), Engine(build(llama))
+    for seed in range(2):
+        assert engine.step(tokens(seed)).loss.item() == plain.step(tokens(seed)).loss.item()
+        change(engine.model)
+    assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_engine_was_closed_does_not_run() -> None:
+    model = build(llama)
+    with Engine(model) as engine:
+        engine.step(tokens())
+    for use in (lambda: model(**tokens()), lambda: model.model(tokens()["input_ids"])):
+        with pytest.raises(ConfigError, match=SPENT):
+            use()
+
+
+def test_with_closes_at_the_end() -> None:
+    with Engine(build(Stack)) as engine:
+        step(engine)
+        assert engine.allocations
+    assert engine.allocations == []
+    with pytest.raises(OffloadError, match="closed"), engine:
+        pass
+
+
+def test_with_closes_on_an_exception_and_does_not_hide_it() -> None:
+    with pytest.raises(KeyError, match="mine"), Engine(build(Stack)) as engine:
+        raise KeyError("mine")
+    assert engine.allocations == []
+
+
+def test_with_gives_the_model_back_where_that_was_asked() -> None:
+    model = build(Stack)
+    with Engine(model) as engine:
+        step(engine)
+        masters = weights(engine)
+        engine.close(restore=True)
+    assert all(same_bits(p.detach(), masters[name]) for name, p in model.named_parameters())
+
+
+def test_a_failure_while_closing_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(build(Stack))
+    with pytest.raises(KeyError, match="mine") as caught, engine:  # noqa: PT012
+        monkeypatch.setattr(engine._parts.store, "close", lambda: [][0])
+        raise KeyError("mine")
+    assert "IndexError" in "".join(caught.value.__notes__)
+
+
+def test_blocks_are_found_by_name() -> None:
+    block = build(Block)
+    model = build(Stack)
+    model.blocks[2] = block
+    Engine(model)
+    with pytest.raises(ConfigError, match=r"blocks\.2\b.*Block"):
+        Engine(nn.ModuleDict({"blocks": nn.ModuleList([build(Block), build(Block), block])}))

@@ -1,0 +1,63 @@
+"""Engines on a device that copies from pinned memory: nothing stays registered, however an engine ends."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Placement
+from offload.tiers.pinning import Pinning
+from tests.engine.families import build, llama, tokens
+from tests.lanes.patience import eventually
+from tests.tiers.driver import PlayedDevice, PlayedDriver
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
+    """Of the engines that are made from now on."""
+    driver = PlayedDriver()
+    pinning = Pinning(driver, 1 << 18)
+    monkeypatch.setattr("offload.engine.assemble.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
+    return driver
+
+
+def own_loop(engine: Engine) -> None:
+    """Two backward passes, whose gradients are summed in a plane of another dtype."""
+    for seed in range(2):
+        engine.backward(engine.model(**tokens(seed)).loss)
+    engine.update()
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+@pytest.mark.parametrize("kind", ["states", "activations", "own loop", "nvme"])
+def test_an_engine_leaves_nothing_registered(driver: PlayedDriver, kind: str, ends: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": "bf16"}
+    if kind == "activations":
+        settings["placement"] = Placement(activations="cpu")
+    if kind == "nvme":
+        settings["placement"] = Placement(optimizer="nvme", activations="nvme", nvme_dir=str(tmp_path))
+    engine = Engine(build(llama), **settings)
+    own_loop(engine) if kind == "own loop" else engine.step(tokens())
+    held = engine.counters.peak_pinned_bytes
+    assert 0 < held <= sum(driver.ranges.values())
+    if ends == "closed":
+        engine.close()
+    del engine
+    assert eventually(lambda: gc.collect() >= 0 and not driver.ranges), "lanes that nobody closed end by themselves"
+    driver.launch()
+
+
+@pytest.mark.filterwarnings("ignore:the driver refused to pin")
+def test_an_engine_that_may_not_pin_trains_all_the_same(driver: PlayedDriver) -> None:
+    losses = []
+    for limit_bytes in (None, 0):
+        driver.limit_bytes = limit_bytes
+        engine = Engine(build(llama), precision="bf16")
+        losses.append([engine.step(tokens(seed)).loss for seed in range(2)])
+        assert bool(driver.ranges) == (limit_bytes is None)
+        engine.close()
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))

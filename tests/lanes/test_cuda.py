@@ -1,0 +1,74 @@
+"""Lanes of a GPU, played: which device their threads use, how the host waits, and how many events there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offload.lanes import cuda
+from offload.lanes.cuda import CudaLanes
+from offload.lanes.throttle import Throttle
+from tests.lanes.patience import nothing, within
+from tests.lanes.played_cuda import PlayedCuda
+
+LANES = ["h2d", "d2h", "collective", "update", "fetch_read", "update_read", "activation_read"]
+LANES += ["update_write", "activation_write"]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    played = PlayedCuda()
+    played.play(monkeypatch)
+    return played
+
+
+@pytest.fixture
+def lanes(played: PlayedCuda) -> Iterator[CudaLanes]:
+    lanes = CudaLanes(throttle={"d2h": Throttle(latency_s=1e-4)}, delay_seed=None)
+    yield lanes
+    within(lanes.close)
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedCuda, lanes: CudaLanes, name: str) -> None:
+    """Its waits for what was enqueued elsewhere would make a context on another GPU."""
+    copied = lanes.h2d.submit(nothing)
+    ticket = getattr(lanes, name).submit(nothing, after=(copied, *lanes.mark()))
+    lanes.wait([ticket])
+    assert f"offload {name}" in played.entered
+    assert not played.strays
+
+
+def test_what_fails_to_set_the_device_fails_the_work(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_device: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr("torch.cuda.set_device", refuse)
+    ticket = lanes.update.submit(nothing)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        within(lambda: lanes.wait([ticket]))
+
+
+def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedCuda, lanes: CudaLanes) -> None:
+    copied = lanes.d2h.submit(nothing, after=lanes.mark())
+    lanes.wait([lanes.update.submit(nothing, after=[copied]), copied])
+    lanes.end_step()
+    assert len(played.waited) >= 3
+    assert all(event.blocking for event in played.waited)
+
+
+def test_passes_that_no_step_ends_do_not_pile_up_events(
+    played: PlayedCuda, lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_MOST_STRETCHES", 64)
+    for number in range(500):
+        begin = lanes.now()
+        lanes.wait([lanes.h2d.submit(nothing, name="u")])
+        lanes.computed(str(number), begin)
+    del begin
+    assert len(lanes.timed) <= 65
+    assert len(played.events) <= 3 * 65
+    *_, spans = lanes.end_step()
+    assert [span.name for span in spans if span.lane == "compute"] == [str(number) for number in range(500)]
+    assert sum(span.lane == "h2d" for span in spans) == 500, "nothing is lost"

@@ -1,0 +1,192 @@
+"""Host memory that is registered with a driver: in which pieces, for how long, and what becomes of a refusal."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.engine.checkpoints import OnHost
+from offload.lanes.lanes import Lanes
+from offload.partition.layout import ParameterInfo, build_regions
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+from offload.tiers.pinning import HostMapping, Pinning
+from offload.tiers.store import Store
+from tests.tiers.driver import PlayedDevice, PlayedDriver, is_mapped
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def driver() -> PlayedDriver:
+    return PlayedDriver()
+
+
+def test_an_arena_is_one_registration_however_many_tensors_it_has(driver: PlayedDriver) -> None:
+    arena = Arena(5 * PAGE + 10, Pinning(driver))
+    flats = [arena.take(numel, torch.uint8) for numel in (PAGE, 3 * PAGE + 7, PAGE + 3)]
+    assert driver.ranges == {flats[0].data_ptr(): 5 * PAGE + 10}
+    assert arena.pinned_bytes == 5 * PAGE + 10
+
+
+def test_an_arena_without_a_driver_is_not_pinned() -> None:
+    arena = Arena(PAGE)
+    arena.take(PAGE, torch.uint8)
+    assert arena.pinned_bytes == 0
+    arena.close()
+
+
+def test_a_large_arena_is_registered_in_pieces_in_which_its_tensors_lie_whole(driver: PlayedDriver) -> None:
+    sizes = [3, 3, 3, 20, 1, 1, 5, 5]  # pages, of which a piece has 8 where it can
+    arena = Arena(sum(sizes) * PAGE, Pinning(driver, 8 * PAGE))
+    flats = [arena.take(size * PAGE, torch.uint8) for size in sizes]
+    assert [size // PAGE for size in driver.ranges.values()] == [6, 3, 20, 7, 5]
+    assert arena.pinned_bytes == sum(sizes) * PAGE
+    for flat in flats:
+        driver.copy(flat)
+
+
+def test_pieces_begin_on_pages(driver: PlayedDriver) -> None:
+    """Two registrations do not share a page, though their tensors may."""
+    sizes = [PAGE + 8, PAGE - 8, PAGE + 8, PAGE, PAGE - 8, PAGE]
+    arena = Arena(sum(sizes), Pinning(driver, 2 * PAGE))
+    for size in sizes:
+        driver.copy(arena.take(size, torch.uint8))
+    assert [(begin % PAGE, size) for begin, size in driver.ranges.items()] == [(0, 2 * PAGE), (0, 3 * PAGE), (0, PAGE)]
+
+
+def test_the_last_tensor_takes_the_registration_with_it(driver: PlayedDriver) -> None:
+    arena = Arena(2 * PAGE, Pinning(driver))
+    flats = [arena.take(PAGE, torch.uint8) for _ in range(2)]
+    del arena
+    part = flats.pop()[8:10].view(torch.int16)
+    flats.clear()
+    assert len(driver.ranges) == 1, "a view of it still lives"
+    del part
+    assert not driver.ranges
+    assert driver.calls == ["register", "wait", "unregister"], "what is on its way comes first"
+
+
+def test_the_address_can_be_registered_again(driver: PlayedDriver) -> None:
+    for _ in range(20):
+        Arena(PAGE, Pinning(driver)).take(PAGE, torch.uint8).fill_(1)
+        driver.launch()
+    assert driver.registered == [PAGE] * 20
+
+
+def test_a_ring_of_references_unregisters_too(driver: PlayedDriver) -> None:
+    ring = [Arena(PAGE, Pinning(driver)).take(PAGE, torch.uint8)]
+    ring.append(ring)  # type: ignore[arg-type]
+    del ring
+    gc.collect()
+    assert not driver.ranges
+
+
+def test_closing_unpins_at_once_and_once(driver: PlayedDriver) -> None:
+    arena = Arena(PAGE, Pinning(driver))
+    flat = arena.take(PAGE, torch.uint8)
+    arena.close()
+    assert not driver.ranges
+    assert arena.pinned_bytes == 0
+    arena.close()
+    flat.fill_(1)
+    del arena, flat
+    assert driver.calls == ["register", "wait", "unregister"]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_all_or_nothing_is_told_once_and_leaves_no_error(driver: PlayedDriver) -> None:
+    driver.limit_bytes = 5 * PAGE
+    pinning = Pinning(driver, 2 * PAGE)
+    arenas = [Arena(6 * PAGE, pinning) for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"refused to pin .* \(CUDA error 2\).* container") as warned:
+        flats = [arena.take(2 * PAGE, torch.uint8) for arena in arenas for _ in range(3)]
+    driver.launch()
+    assert len(warned) == 1
+    assert "ulimit" not in str(warned[0].message)
+    assert not driver.ranges
+    assert [arena.pinned_bytes for arena in arenas] == [0, 0]
+    for flat in flats:
+        flat.fill_(1)
+        driver.copy(flat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small = Arena(4 * PAGE, pinning)
+        small.take(4 * PAGE, torch.uint8)
+    assert small.pinned_bytes == 4 * PAGE, "what still fits is pinned"
+
+
+@pytest.mark.parametrize("trouble", ["refused", "lost", "forked", "ending"])
+def test_what_cannot_be_unregistered_stays_mapped(
+    driver: PlayedDriver, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(PAGE, Pinning(driver))
+    flat = arena.take(PAGE, torch.uint8)
+    address, before = flat.data_ptr(), len(driver.calls)
+    if trouble == "refused":
+        driver.ranges.clear()
+    elif trouble == "lost":
+        driver.is_lost = True
+    elif trouble == "forked":
+        process = os.getpid()
+        monkeypatch.setattr("os.getpid", lambda: process + 1)
+    else:
+        monkeypatch.setattr(HostMapping.__del__, "__defaults__", (lambda: True, HostMapping.__del__.__defaults__[1]))
+    del arena, flat
+    assert is_mapped(address, PAGE)
+    if trouble in ("forked", "ending"):
+        assert len(driver.calls) == before, "neither a forked child nor the interpreter's end asks the driver"
+    driver.launch()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc/self/smaps")
+def test_a_fork_does_not_copy_pinned_pages(driver: PlayedDriver) -> None:
+    flat = Arena(PAGE, Pinning(driver)).take(PAGE, torch.uint8)
+    _, _, after = Path("/proc/self/smaps").read_text().partition(f"{flat.data_ptr():x}-")
+    flags = next(line for line in after.splitlines() if line.startswith("VmFlags:"))
+    assert "dc" in flags.split(), "the kernel's name for MADV_DONTFORK"
+
+
+# -- who has arenas ------------------------------------------------------------------------------------------
+
+
+def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) -> None:
+    infos = [ParameterInfo(number, str(number), (64, 64), True, "bf16", False) for number in range(4)]
+    regions = build_regions(infos, {"a": [0, 1], "b": [2, 3]})
+    device = PlayedDevice(Pinning(driver, 1 << 16), driver)
+    lanes = Lanes(overlap=False, throttle={})
+    store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes)
+    states = dict(driver.ranges)
+    assert len(states) > 1, "above the largest registration"
+    for accumulates in (False, True, False):
+        store.hold_gradients(accumulates=accumulates)
+        assert states.items() <= driver.ranges.items()
+        assert store.pinned_bytes == sum(driver.ranges.values())
+        copy_all(store, device)
+    store.close()
+    assert not driver.ranges
+
+
+def copy_all(store: Store, device: PlayedDevice) -> None:
+    for state in store.states:
+        for flat in (*state.planes.values(), state.gradients):
+            assert flat is not None
+            device.copy(torch.empty_like(flat), flat)
+
+
+def test_activation_buffers_are_registered_as_long_as_they_live(driver: PlayedDriver) -> None:
+    place = OnHost(PlayedDevice(Pinning(driver), driver), Lanes(overlap=False, throttle={}), Ledger("cpu"))
+    buffers = [place.make(size) for size in (100, 3 * PAGE, PAGE)]
+    assert sorted(driver.ranges.values()) == [100, PAGE, 3 * PAGE]
+    del buffers[1]
+    assert sorted(driver.ranges.values()) == [100, PAGE]
+    buffers.clear()
+    assert not driver.ranges
