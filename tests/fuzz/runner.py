@@ -570,7 +570,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
                 losses.append(plain_loss(reference.model, given, op))
                 losses[-1].backward()
                 reference.collect()
-            loss, norm = torch.stack([one.detach() for one in losses]).mean(), reference.update()
+            loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
             # What is used in several places sums up over these first, and over the passes then.
             is_exact = is_exact and not (spec["make"] == "mixtral" or models.shares(reference.model))
             if not is_exact and not is_wide:

@@ -14,7 +14,7 @@ from tests.fuzz.workers import Crew, signature
 
 FEW = {"engine": 4, "loops": 2, "saves": 2, "interrupts": 2, "commands": 6}
 """How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
-MANY = {"engine": 60, "loops": 25, "saves": 25, "interrupts": 25, "ranks2": 25, "ranks3": 8, "commands": 60}
+MANY = {"engine": 50, "loops": 15, "saves": 15, "interrupts": 20, "ranks2": 12, "ranks3": 4, "commands": 50}
 
 
 @pytest.fixture(scope="module")
