@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.engine.kept import KeptGraph, TooMuchToKeepError
+from offload.engine.undo import Where
 from offload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Call:
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
         self._coming: dict[int, Returning] = {}
+        self._claim = stream.claims.open(self, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Call:
         stream, unit = self._stream, self.unit
         if keeps:
             try:
-                part.graph = KeptGraph(unit, stream, self._arguments, inputs, self._needs, others)
+                part.graph = KeptGraph(unit, stream, self._arguments, inputs, self._needs, others, self._claim)
                 return part.graph.hand_over()
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
@@ -218,11 +220,11 @@ class Call:
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         learned = self.learned
         copied = learned.mutated | learned.stale
-        inputs = [
-            self._stream.put_away(t.clone() if i in copied else t.detach(), need and i not in learned.shared)
-            for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True))
-        ]
-        self._stream.hold(inputs, "unit inputs")
+        inputs = []
+        for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True)):
+            saved = self._stream.put_away(t.clone() if i in copied else t.detach(), need and i not in learned.shared)
+            self._stream.hold(saved, "unit inputs", self._claim)
+            inputs.append(saved)
         self._inputs, self._versions = inputs, [t._version for t in inputs]
         self._stream.opened(self)
 
@@ -239,6 +241,11 @@ class Call:
             )
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
+        if not stream.claims.is_current(self._claim):
+            raise OffloadError(
+                f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
+            )
+        before, stream.where = stream.where, Where.ENGINE
         found: list[list[torch.Tensor | None]] = []
         ambient = stream.device.random_state() if self.learned.random else None
         stream.enter(unit, backward=True)
@@ -259,11 +266,13 @@ class Call:
                 stream.device.set_random_state(ambient)
             stream.leave()
             self.close()
-        return self.learned.join_gradients(found, self._shapes)
+        joined = self.learned.join_gradients(found, self._shapes)
+        stream.where = before
+        return joined
 
     def prepare(self, number: int = 0) -> None:
         """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
-        if self._inputs and number not in self._coming:
+        if number < len(self._parts) and self._parts[number].graph is None and number not in self._coming:
             self._coming[number] = self._stream.bring_back(
                 self.learned.cut_inputs(self._inputs, self._parts[number].rows)
             )
@@ -293,15 +302,8 @@ class Call:
         """Let go of what the backward needed."""
         if self._is_open:
             self._is_open = False
-            for part in self._parts:
-                if part.graph is not None:
-                    part.graph.close()
-            self._stream.let_go(self._inputs)
-            self._stream.used(self.unit)
             self._inputs, self._parts, self._coming = [], [], {}
-
-    def __del__(self) -> None:
-        self.close()
+            self._stream.finish(self._claim)
 
 
 def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:

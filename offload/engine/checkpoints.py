@@ -67,8 +67,10 @@ class Checkpoints(Generic[_B]):
         if not num_bytes:
             return tensor
         free = self._free.setdefault(num_bytes, [])
-        buffer = free.pop() if free else self._place.make(num_bytes)
+        buffer = free[-1] if free else self._place.make(num_bytes)
         self._taken[buffer.memory.data_ptr()] = buffer
+        if free:
+            free.pop()
         copy = buffer.memory.view(tensor.dtype).view(tensor.shape)
         buffer.fence.fill(*self._place.put(tensor, copy, buffer))
         self._counters.d2h_bytes += num_bytes
@@ -91,10 +93,18 @@ class Checkpoints(Generic[_B]):
 
     def free(self, storage: int) -> bool:
         """Give a buffer back to the pool; False where it is none of the pool's."""
-        buffer = self._taken.pop(storage, None)
+        buffer = self._taken.get(storage)
         if buffer is not None:
-            self._free[buffer.memory.nbytes].append(buffer)
+            free = self._free[buffer.memory.nbytes]
+            if buffer not in free:
+                free.append(buffer)
+            del self._taken[storage]
         return buffer is not None
+
+    def reset(self) -> None:
+        """Nobody needs any buffer any more."""
+        for storage in list(self._taken):
+            self.free(storage)
 
 
 class OnHost:

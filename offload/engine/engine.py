@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -26,6 +26,7 @@ from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
 from offload.engine.rehearse import Rehearsal, in_eval_mode
 from offload.engine.saving import check_contents, load_states, save_states
+from offload.engine.undo import Where
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
 from offload.optim.adamw import AdamW
@@ -150,6 +151,8 @@ class Engine:
         self.spans: list[Span] = []
         self._torn: str | None = None
         self._is_ours = False
+        self._is_busy = False  # between two calls: one was interrupted, and has to be given up
+        self._parts.stream.give_up = self._give_up
         self._rehearsal = Rehearsal(model, self._parts, self.counters, self._as_ours)
         self._hook = model.register_forward_pre_hook(self._before_own_forward, with_kwargs=True)
 
@@ -184,10 +187,12 @@ class Engine:
         with self._ending():
             self._begin_step(known.kind)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-            for part_loss in self._losses.parts(batch, known, rule, loss_fn):
-                if part_loss.requires_grad:
-                    part_loss.backward()
-                loss += part_loss.detach().to(torch.float32)
+            # Closed now, and not when somebody lets go of a traceback that holds it.
+            with closing(self._losses.parts(batch, known, rule, loss_fn)) as part_losses:
+                for part_loss in part_losses:
+                    if part_loss.requires_grad:
+                        part_loss.backward()
+                    loss += part_loss.detach().to(torch.float32)
             return self._end_step(loss, tokens, known.kind)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -202,21 +207,25 @@ class Engine:
 
     def _evaluate_on(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, whole: bool) -> torch.Tensor:
         rule = self._rehearsed(batch, loss_fn, whole)
+        executor, undo = self._parts.executor, self._parts.stream.undo
         random = self._parts.device.random_state()
-        executor = self._parts.executor
-        try:
-            with self.counters.unchanged(), in_eval_mode(self.model), torch.no_grad(), self._ending():
-                self._parts.slots.settle()
-                executor.begin(known.kind)
-                total = torch.zeros((), dtype=torch.float32, device=self.device)
-                for part_loss in self._losses.parts(batch, known, rule, loss_fn):
+        with (
+            self._ending(),
+            self.counters.unchanged(),
+            undo.afterwards(lambda: self._parts.device.set_random_state(random)),
+            in_eval_mode(self.model, undo),
+            torch.no_grad(),
+        ):
+            self._parts.slots.settle()
+            executor.begin(known.kind)
+            total = torch.zeros((), dtype=torch.float32, device=self.device)
+            with closing(self._losses.parts(batch, known, rule, loss_fn)) as part_losses:
+                for part_loss in part_losses:
                     total += part_loss.to(torch.float32)
-                executor.end()
-                self._parts.lanes.timeline.discount("h2d", "nvme_read")
-                executor.expect(*self._expected)
-                return self._sum(total)
-        finally:
-            self._parts.device.set_random_state(random)
+            executor.end()
+            self._parts.lanes.timeline.discount("h2d", "nvme_read")
+            executor.expect(*self._expected)
+            return self._sum(total)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
@@ -225,7 +234,7 @@ class Engine:
         with self._ending():
             self._open_own_step()  # the units may have been called one by one
             loss.backward()
-        self._own_losses.append(loss.detach())
+            self._own_losses.append(loss.detach())
 
     def update(self) -> StepResult:
         """Own loops: clip, update, and return the mean of the losses since the last update, over all ranks."""
@@ -239,9 +248,9 @@ class Engine:
         self._updates.lr = self.lr
         with self._ending():
             result = self._end_step(loss, None, "own loop")
-        self._own_losses.clear()
-        self._is_open = False
-        return result
+            self._own_losses.clear()
+            self._is_open = False
+            return result
 
     @property
     def clip(self) -> str:
@@ -295,13 +304,16 @@ class Engine:
         for info in self._parts.infos:
             if self.comm.size > 1:  # a step may have been made since the last one was asked for
                 self._parts.lanes.finish()
-            with self.counters.unchanged():
+            with self._working(), self.counters.unchanged():
                 value = self._parts.store.read(info.index)
             yield info.name, value
 
     @property
     def allocations(self) -> list[tuple[str, str, int]]:
         """Return what is held: (tier, name, bytes)."""
+        if not self._is_busy and self._parts.stream.where is not Where.ENGINE:
+            with self._working():
+                self._parts.stream.collect()
         ledgers = (self._parts.device.ledger, self._parts.host, self._parts.nvme_ledger)
         return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
 
@@ -325,7 +337,7 @@ class Engine:
         self._check_open()
         self._parts.snapshot.check(trains=False)
         self._settle("export")
-        with self.counters.unchanged():
+        with self._working(), self.counters.unchanged():
             export_model(self._parts, Path(path), dtype, shard_bytes, files or {}, replace)
 
     def save_checkpoint(
@@ -340,7 +352,7 @@ class Engine:
         if self._own_losses:
             raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
         self._settle("save_checkpoint")
-        with self.counters.unchanged():
+        with self._working(), self.counters.unchanged():
             save_states(self._parts, Path(path), self._updates.clip, meta or {}, files)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -353,21 +365,26 @@ class Engine:
         """
         self._check_open()
         meet(self.comm, "load_checkpoint")
+        self._recover()
         self._parts.lanes.finish()
-        with ExitStack() as opened:
+        with self._working(), ExitStack() as opened:
             opened.enter_context(self.counters.unchanged())
             with as_one(self.comm, "opening of the checkpoint"):
                 reader = opened.enter_context(Reader(Path(path)))
                 check_contents(self._parts, reader)
             self._torn = f"{path} was read in part"
+            self._parts.store.forgive()
+            self._parts.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
                 clip, meta = load_states(self._parts, reader)
+                self._parts.lanes.drain_updates()  # what goes to disk is there: no step gives it up with its own
             self._parts.executor.forget()
             self._parts.slots.refresh(always=True)
         if self._updates.clip == "auto":
             self._updates.clip = clip
-        self._parts.lanes.forget_failures()
+        self._parts.lanes.settle()
         self._updates.is_updating, self._torn, self._is_open = False, None, False
+        self._own_losses.clear()
         return meta
 
     def close(self, restore: bool = False) -> None:
@@ -376,6 +393,8 @@ class Engine:
         """
         if self._parts.closed:
             return
+        if self.comm.size == 1:
+            self._recover()
         error = sys.exc_info()[1]  # of the block that this call cleans up after
         is_sound = error is None and not self._torn and self._updates.failure() is None
         if is_sound and (restore or self.comm.size > 1):
@@ -411,21 +430,46 @@ class Engine:
         """Within, an exception ends the step: nothing of it stays, or, where some units are updated already, nothing
         may follow.
         """
+        self._is_busy, with_grad = True, torch.is_grad_enabled()
         try:
             yield
         except BaseException:
-            self._torn = self._updates.give_up() or self._torn
-            self._parts.store.reset()
-            self._parts.executor.forget()
-            if self.comm.size == 1:  # else nothing was given up, and the others may be elsewhere
-                self._parts.slots.refresh()  # what stays may have been on its way
-            self._parts.stream.reset()
-            for unit in self._parts.units:
-                unit.drop_gradients()
-                unit.rest()
-            self._is_open = False
-            self._own_losses.clear()
+            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
+            self._give_up()
             raise
+        self._is_busy = False
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Within, the engine works on its states for somebody. An exception leaves all in order; an interrupt, which
+        may come at any line, does not, and the next call gives up what is under way.
+        """
+        self._is_busy = True
+        try:
+            yield
+        except Exception:
+            self._is_busy = False
+            raise
+        self._is_busy = False
+
+    def _give_up(self) -> None:
+        """End what is under way; where some units are updated already, nothing may follow. An interrupt may come here
+        as well: then the next call begins anew with it.
+        """
+        self._is_busy = True
+        self._torn = self._updates.give_up() or self._torn
+        self._parts.store.reset()
+        self._parts.executor.forget()
+        # Over ranks nothing was given up, and the others may be elsewhere; what is torn is of no use on the device.
+        if self.comm.size == 1 and not self._torn:
+            self._parts.slots.refresh()  # what stays may have been on its way
+        self._parts.stream.reset()
+        for unit in self._parts.units:
+            unit.drop_gradients()
+            unit.rest()
+        self._is_open = self._is_ours = False
+        self._own_losses.clear()
+        self._is_busy = False
 
     def _begin_step(self, kind: Hashable, waits: bool = False) -> None:
         self._parts.lanes.timeline.begin_step()
@@ -487,11 +531,14 @@ class Engine:
     @contextmanager
     def _as_ours(self) -> Iterator[None]:
         """The model's forward is called by the engine, not by an own loop."""
-        before, self._is_ours = self._is_ours, True
-        try:
-            yield
-        finally:
+        before = self._is_ours
+
+        def restore() -> None:
             self._is_ours = before
+
+        with self._parts.stream.undo.afterwards(restore):
+            self._is_ours = True
+            yield
 
     def _check_open(self) -> None:
         if self._parts.closed:
@@ -499,9 +546,18 @@ class Engine:
 
     def _check_usable(self) -> None:
         self._check_open()
+        self._recover()
+        self._check_sound()
+
+    def _check_sound(self) -> None:
         self._torn = self._torn or self._updates.failure()
         if self._torn:
             raise TornError(f"{self._torn}: the states belong to no step. Load the last checkpoint, or start over.")
+
+    def _recover(self) -> None:
+        """Give up what an interrupt has left half done."""
+        if self._is_busy or self._parts.stream.where is Where.ENGINE:
+            self._give_up()
 
     # -- before the first step -------------------------------------------------------------------------------
 
@@ -551,23 +607,25 @@ class Engine:
         """
         if self._is_ours:
             return
+        self._recover()
         self._parts.snapshot.check(torch.is_grad_enabled())
-        self._parts.slots.settle()
-        if not torch.is_grad_enabled():
-            return
-        self._check_usable()
-        if not self._is_open:
-            meet(self.comm, "own loop")
-        self._rehearsal.forget_other_modes()
-        self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
-        self._open_own_step()
+        with self._working():
+            self._parts.slots.settle()
+            if not torch.is_grad_enabled():
+                return
+            self._check_sound()
+            if not self._is_open:
+                meet(self.comm, "own loop")
+            self._rehearsal.forget_other_modes()
+            self._rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+            self._open_own_step()
 
     def _open_own_step(self) -> None:
         self._parts.accumulate()
         if not self._is_open:
-            self._is_open = True
             self._parts.leftover.give_back()
             self._begin_step("own loop", waits=True)
+            self._is_open = True
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

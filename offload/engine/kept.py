@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.undo import Where
+
 if TYPE_CHECKING:
     from offload.engine.call import Arguments
+    from offload.engine.claims import Claim
     from offload.engine.stream import Stream
     from offload.engine.unit import Unit
 
@@ -38,14 +41,13 @@ class KeptGraph:
         inputs: Sequence[torch.Tensor],
         needs: Sequence[bool],
         others: Sequence[Any],
+        claim: Claim,
     ) -> None:
         from offload.engine.call import run_unit
 
-        self._stream = stream
         # The graph holds `pack` and `unpack`, and this object holds the graph: what they use are locals, or it would be
         # a cycle.
-        held: list[torch.Tensor] = []
-        self._held = held
+        num_before = len(claim.entries)
         may_give_up = stream.may_give_up_graphs
         # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
         free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and stream.inputs_stay else set()
@@ -61,8 +63,7 @@ class KeptGraph:
                 is_input = tensor.untyped_storage().data_ptr() in free
                 if may_give_up and not is_input and not stream.has_room(tensor):
                     raise TooMuchToKeepError
-                stream.hold((tensor,), "unit inputs" if is_input else "kept tensors")
-                held.append(tensor)
+                stream.hold(tensor, "unit inputs" if is_input else "kept tensors", claim)
             return tensor
 
         def unpack(packed: _Place | torch.Tensor) -> torch.Tensor:
@@ -72,10 +73,11 @@ class KeptGraph:
 
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with torch.enable_grad(), stream.undo.saved_tensors_hooks(pack, unpack):
                 result = run_unit(unit, arguments, leaves, others)
-        except BaseException:
-            self.close()
+        except TooMuchToKeepError:
+            stream.where = Where.ENGINE
+            stream.let_go(claim, num_before)
             raise
         self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))
         original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
@@ -93,8 +95,3 @@ class KeptGraph:
         assert self._graph is not None
         graph, self._graph = self._graph, None
         return graph
-
-    def close(self) -> None:
-        """Let go of what was kept."""
-        self._stream.let_go(self._held)
-        self._held, self._graph = [], None

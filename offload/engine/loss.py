@@ -5,6 +5,7 @@ over target tokens.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, nearest
+from offload.errors import ConfigError, OffloadError, nearest
 
 IGNORED = -100
 Batch = Mapping[str, torch.Tensor]
@@ -120,28 +121,49 @@ def run_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, **ext
     return check_loss(loss_fn(outputs, batch)) if loss_fn else find_loss(outputs)
 
 
-def probe_loss(model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None) -> LossRule:
+def probe_loss(
+    model: nn.Module, batch: Batch, run: Callable[..., Any], loss_fn: LossFunction | None
+) -> LossRule | None:
     """Try the loss on a few rows: does it shift the labels, and does the model's own divide by `num_items_in_batch`?
+    None where it is no number on these rows, so that it tells nothing.
 
-    A loss that shifts has no target left when only the first label of each row is kept. A signature does not tell:
-    several families take the argument and ignore it.
+    A loss that shifts is the same with the first label of each row alone as with none. A signature does not tell:
+    several families take the argument and ignore it. How sure the model is of its rows must not matter: everything is
+    tried on two sets of labels that differ everywhere, of which it cannot have both right.
     """
     labels = batch.get("labels")
-    if labels is None or labels.dim() < 2 or labels.shape[1] < 2 or labels.is_floating_point():
+    if labels is None or labels.dim() < 2 or labels.is_floating_point():
         return LossRule(shifts=labels is not None and labels.dim() > 1)
-    full = labels.masked_fill(labels == IGNORED, 0)
-    first = torch.full_like(labels, IGNORED)
-    first[:, 0] = full[:, 0]
-    outputs = run({**batch, "labels": first})
-    alone = float(loss_fn(outputs, {**batch, "labels": first}) if loss_fn else find_loss(outputs))
-    shifts = alone != alone or alone == 0.0
+
+    def tried(given: torch.Tensor, **extra: int) -> float:
+        inputs = {**batch, "labels": given}
+        outputs = run(inputs, **extra)
+        return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+
+    def tried_without(given: torch.Tensor) -> float:
+        """Return the loss where there may be no target; NaN for one that cannot be computed."""
+        try:
+            return tried(given)
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return math.nan
+
+    one = labels.masked_fill(labels == IGNORED, 0)
+    other = torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
+    none = torch.full_like(labels, IGNORED)
+    firsts = [torch.cat([its[:, :1], none[:, 1:]], 1) for its in (one, other)]
+    empty, alone = tried_without(none), [tried_without(first) for first in firsts]
+    shifts = all(math.isclose(loss, empty, rel_tol=1e-6) or (loss != loss and empty != empty) for loss in alone)
+    if shifts and empty != empty and not any(math.isfinite(tried(its)) for its in (one, other)):
+        return None
     rule = LossRule(shifts=shifts)
     signature = inspect.signature(model.forward).parameters
     if loss_fn is not None:
         return rule
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
-        count = rule.targets({"labels": full})
-        once = find_loss(run({**batch, "labels": full}, num_items_in_batch=count)).item()
-        twice = find_loss(run({**batch, "labels": full}, num_items_in_batch=2 * count)).item()
-        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-3 * abs(once))
+        count = rule.targets({"labels": one})
+        once, wrong = max((tried(its, num_items_in_batch=count), number) for number, its in enumerate((one, other)))
+        twice = tried((one, other)[wrong], num_items_in_batch=2 * count)
+        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-5 * abs(once))
     return rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 
 import torch
@@ -39,7 +39,9 @@ class Losses:
         pages = [page for unit in self._parts.units if not unit.resident for page in unit.known.values()]
         return all(page.splits for page in pages)
 
-    def parts(self, batch: Batch, known: Pass, rule: LossRule, loss_fn: LossFunction | None) -> Iterator[torch.Tensor]:
+    def parts(
+        self, batch: Batch, known: Pass, rule: LossRule, loss_fn: LossFunction | None
+    ) -> Generator[torch.Tensor, None, None]:
         """Yield the loss in parts; those of all ranks add up to the mean over their target tokens.
 
         The units cut the batch themselves where they can (the model is called once, and its weights stream once);
@@ -62,7 +64,7 @@ class Losses:
 
     def _micro_batches(
         self, batch: Batch, known: Pass, rule: LossRule, loss_fn: LossFunction | None
-    ) -> Iterator[torch.Tensor]:
+    ) -> Generator[torch.Tensor, None, None]:
         tokens = known.num_targets(rule)
         parts = list(split_rows(batch, self._micro_rows))
         for number in range(known.num_parts):

@@ -206,6 +206,8 @@ class Recording:
         learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first)
         if learned.splits and learned.grows:
             learned.splits = not learned.mutated and self._splits(unit, arguments)
+        elif learned.buffers:  # they would move once for the whole batch
+            learned.splits = False
 
     def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if _moved(weights, versions):

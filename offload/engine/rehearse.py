@@ -22,6 +22,7 @@ from offload.engine.loss import (
     select_inputs,
 )
 from offload.engine.record import Recording
+from offload.engine.undo import Undo
 from offload.errors import ConfigError
 from offload.telemetry.counters import Counters
 
@@ -52,11 +53,17 @@ class Rehearsal:
         """
         kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
         signature = (kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags())
-        if whole or signature not in self._found:
-            self._found[signature] = self._rehearse(batch, loss_fn, whole)
-        return self._found[signature]
+        if not whole and signature in self._found:
+            return self._found[signature]
+        rule, head = self._rehearse(batch, loss_fn, whole)
+        if rule is None:  # the next batch may tell
+            return LossRule(), head
+        self._found[signature] = rule, head
+        return rule, head
 
-    def _rehearse(self, batch: Batch, loss_fn: LossFunction | None, whole: bool) -> tuple[LossRule, ChunkedHead | None]:
+    def _rehearse(
+        self, batch: Batch, loss_fn: LossFunction | None, whole: bool
+    ) -> tuple[LossRule | None, ChunkedHead | None]:
 
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
@@ -66,9 +73,13 @@ class Rehearsal:
             runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
             self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
-        with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
+        with (
+            self._unseen(),
+            in_eval_mode(self._model, self._parts.stream.undo),
+            torch.no_grad(),
+        ):  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, samples[0], run, loss_fn))
-            if loss_fn is None and rule.shifts and rule.takes_count:
+            if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, samples[0], run)
         self._forget_traffic()
         return rule, head
@@ -195,23 +206,26 @@ class Rehearsal:
         """Leave buffers and generators as they were."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         random = self._parts.device.random_state()
-        try:
-            with self._as_ours():
-                yield
-        finally:
+
+        def restore() -> None:
             self._parts.device.set_random_state(random)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
+        with self._parts.stream.undo.afterwards(restore), self._as_ours():
+            yield
+
 
 @contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module, undo: Undo) -> Iterator[None]:
     """Within, every module is in eval mode; afterwards each is in its own again."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for module, mode in modes:
             module.training = mode
+
+    with undo.afterwards(restore):
+        model.eval()
+        yield

@@ -4,9 +4,10 @@ is computing.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from torch import nn
 
 from offload.engine.call import Arguments, Call, call_unit, call_unit_without_graph, deliver
 from offload.engine.checkpoints import Checkpoints
+from offload.engine.claims import Claim, Claims
 from offload.engine.gradients import GradientFlow
 from offload.engine.keeping import Keeping, Shapes
 from offload.engine.learned import DepartedError, Rows
-from offload.errors import DoesNotFitError, OffloadError
+from offload.engine.undo import Undo, Where
+from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.partition.layout import Region
@@ -82,6 +85,10 @@ class Stream:
         self._held: dict[int, tuple[int, str]] = {}
         self.looks_back = checkpoints is not None and lanes.overlap
         self._calls: list[weakref.ref[Call]] = []
+        self.claims, self.undo = Claims(), Undo()
+        self.where = Where.NOWHERE
+        """ENGINE between two calls: one was interrupted in the engine's own code, and has to be given up."""
+        self.give_up: Callable[[], None] = self.reset
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -89,6 +96,20 @@ class Stream:
         """Run a unit's forward, as the module would."""
         if self.recording is not None:
             return self.recording.call(unit, args, kwargs)
+        if self.where is Where.ENGINE:
+            self.give_up()
+        self.where = Where.ENGINE
+        with_grad = torch.is_grad_enabled()
+        try:
+            self.collect()
+            result = self._call(unit, args, kwargs)
+        except BaseException:
+            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
+            raise
+        self.where = Where.NOWHERE
+        return result
+
+    def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_step = torch.is_grad_enabled() or self._batch is not None
         arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
@@ -103,6 +124,7 @@ class Stream:
         """Bring the unit's weights up, and with `backward` make room for its gradients: both are its own until
         `leave`.
         """
+        before, self.where = self.where, Where.ENGINE
         if self._inside is not None:
             raise OffloadError(
                 f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
@@ -112,26 +134,33 @@ class Stream:
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
                 self.gradients.make_lasting(region)
-        try:
-            self._executor.enter(unit.regions, backward)
-            if backward:
-                self.gradients.open(unit.regions)
-        except BaseException:  # in an own loop nobody else would clean up
-            self._inside = None
-            self._executor.forget()
-            raise
+        self._executor.enter(unit.regions, backward)
+        if backward:
+            self.gradients.open(unit.regions)
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
+        self.where = before
 
     def leave(self) -> None:
         """What the unit needed is free for others."""
-        unit, self._inside = self._inside, None
+        before, self.where = self.where, Where.ENGINE
+        unit = self._inside
         if unit is not None:
             self._lanes.computed(self._name, self._begun)
             self._executor.leave(unit.regions)
+        self._inside = None
+        self.where = before
 
-    def used(self, unit: Unit) -> None:
+    def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""
-        self._uses[unit.name] = max(0, self._uses.get(unit.name, 0) - 1)
+        if self.claims.is_current(claim):
+            self.let_go(claim)
+            self._uses[claim.unit] = max(0, self._uses.get(claim.unit, 0) - 1)
+            self.claims.close(claim)
+
+    def collect(self) -> None:
+        """Give back what was held by uses that were dropped without a backward."""
+        while (claim := self.claims.next_dropped()) is not None:
+            self.finish(claim)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
@@ -152,22 +181,26 @@ class Stream:
     @contextmanager
     def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
         """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
-        self._batch = (batch_rows, rows) if rows < batch_rows else None
-        self.gradients.is_wide = is_cut
-        try:
+
+        def restore() -> None:
+            self._batch, self.gradients.is_wide = None, False
+
+        with self.undo.afterwards(restore):
+            self._batch = (batch_rows, rows) if rows < batch_rows else None
+            self.gradients.is_wide = is_cut
             yield
-        finally:
-            self._batch = None
-            self.gradients.is_wide = False
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Within, units run on what they are given (the chunks of a head)."""
-        before, self._batch = self._batch, None
-        try:
-            yield
-        finally:
+        before = self._batch
+
+        def restore() -> None:
             self._batch = before
+
+        with self.undo.afterwards(restore):
+            self._batch = None
+            yield
 
     def rows_of(self, unit: Unit) -> list[Rows | None]:
         """Return the micro-batches of a use of a unit: row ranges, or None for all that it is given."""
@@ -181,7 +214,7 @@ class Stream:
         rank).
         """
         key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._rank)
-        torch.manual_seed(hash(key) & 0x7FFFFFFFFFFFFFFF)
+        torch.manual_seed(generator_seed(*key))
 
     # -- what waits for the backward -------------------------------------------------------------------------
 
@@ -244,45 +277,40 @@ class Stream:
                 self._calls.append(weakref.ref(found))
                 return
 
-    def hold(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Enter tensors that wait for the backward in the device's ledger, all or none; one that many units
-        receive counts once.
+    def hold(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
+        """Enter a tensor that waits for the backward in the device's ledger; one that many units receive counts
+        once.
         """
-        for number, tensor in enumerate(tensors):
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            if self._checkpoints is not None and self._checkpoints.has(key):
-                continue
+        before, self.where = self.where, Where.ENGINE
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage.data_ptr(), storage.nbytes()
+        if self._checkpoints is None or not self._checkpoints.has(key):
             count, first = self._held.get(key, (0, name))
             if not count:
-                try:
-                    self.device.ledger.reserve(name, storage.nbytes(), _FIXES[name])
-                except DoesNotFitError:
-                    self.let_go(tensors[:number])
-                    raise
+                self.device.ledger.reserve(name, num_bytes, _FIXES[name])
             self._held[key] = (count + 1, first)
+        claim.entries.append((key, num_bytes))
         self._keeping.saw()
+        self.where = before
 
-    def let_go(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors are no longer waited for."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
+    def let_go(self, claim: Claim, since: int = 0) -> None:
+        """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
+        while len(claim.entries) > since:
+            key, num_bytes = claim.entries.pop()
             if self._checkpoints is not None and self._checkpoints.free(key):
                 continue
-            count, name = self._held.get(key, (0, ""))
-            if not count:  # the engine was closed before the graph went
-                continue
+            count, name = self._held[key]
             if count > 1:
                 self._held[key] = (count - 1, name)
             else:
                 del self._held[key]
-                self.device.ledger.release(name, storage.nbytes())
+                self.device.ledger.release(name, num_bytes)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Start a step."""
+        self.collect()
         self._num_calls.clear()
         self._calls.clear()
         self._keeping.begin_step()
@@ -296,13 +324,28 @@ class Stream:
 
     def close(self) -> None:
         """Nothing is held any more."""
+        self.claims.reset()
         self._held.clear()
 
     def reset(self) -> None:
-        """Forget a pass that was given up."""
+        """Forget every pass so far: they were given up."""
+        self.undo.run()
+        self.claims.reset()
+        self._held.clear()
+        for name in _FIXES:
+            self.device.ledger.release(name, self.device.ledger.allocations.get(name, 0))
+        if self._checkpoints is not None:
+            self._checkpoints.reset()
         self._uses.clear()
-        self._inside = None
+        self._inside = self.recording = self._batch = None
         self.gradients.begin_step()
+        self.where = Where.NOWHERE
+
+
+def generator_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits for these numbers: the same on every machine and in every version of Python."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.discover import Candidate
 from offload.engine.learned import Learned
+from offload.engine.undo import Where
 from offload.partition.layout import Region
 
 if TYPE_CHECKING:
@@ -136,11 +137,14 @@ class Unit:
         place = self.places[0]
         were_there = place.module._parameters[place.key] is not self.resting[place.parameter]
         self.install(self.live())
+        before, self._stream.where = self._stream.where, Where.MODEL
         try:
-            return self._original(*args, **kwargs)
+            result = self._original(*args, **kwargs)
         finally:
             if not were_there:
                 self.install(self.resting)
+        self._stream.where = before
+        return result
 
 
 def put_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:

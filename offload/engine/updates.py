@@ -116,8 +116,8 @@ class Updates:
         if not self.is_immediate:
             self._slots.refresh()
             go_on()
-        self.is_updating = False
         self._lanes.settle()  # what is on its way belongs to a step that is over
+        self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
@@ -126,7 +126,7 @@ class Updates:
         if not math.isfinite(norm):
             if self._skips:
                 return Applied(norm, skipped=True)
-            self._refuse_gradients()
+            self._refuse_gradients(norm)
         scale = clip_coefficient(norm, self._max_norm)
         if self._flow.landed is not None:
             return self._correct(norm, scale, rank)
@@ -159,7 +159,7 @@ class Updates:
         # Several ranks find out together, in `apply`.
         alone = self._store.comm.size == 1
         if alone and not all(math.isfinite(squares[index]) for index in region.parameters):
-            self._refuse_gradients()  # on a GPU the squares are not there yet, and `apply` does it
+            self._refuse_gradients(math.nan)  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> None:
             if self._max_norm is None and self._lane is self._lanes.here and self._store.comm.size == 1:
@@ -277,11 +277,18 @@ class Updates:
             if publishes and self._store.sharding.publishes:
                 self._store.publish(region, number, loan, (ticket,))
 
-    def _refuse_gradients(self) -> None:
+    def _refuse_gradients(self, norm: float) -> None:
         order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
         bad = [
             self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._measures.squares[i])
         ]
+        if not bad:
+            largest = max(range(len(self._infos)), key=lambda i: self._measures.squares[i])
+            raise NonFiniteError(
+                f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
+                f"{self._infos[largest].name}. Lower --optimizer.lr or look at the data of this step; "
+                "--train.on_nonfinite skip goes on without such steps."
+            )
         units: Mapping[int, str] = {
             index: state.region.name for state in self._store.states for index in state.region.parameters
         }

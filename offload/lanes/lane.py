@@ -130,6 +130,10 @@ class Work:
     is_cancelled: bool = False
 
 
+def _given_up(work: Work) -> CancelledError:
+    return CancelledError(f"{work.name} was given up with its step")
+
+
 _serving: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
 _END_S = 10.0
 
@@ -202,7 +206,10 @@ class ThreadLane:
     def revoke(self, since: int = 0) -> None:
         with self._lock:
             for work in self._queue:
-                work.is_cancelled |= work.ticket.position > since
+                if work.ticket.position > since:
+                    work.is_cancelled = True
+                    if not work.has_begun:  # a fence may be asked at once, before the thread has come to it
+                        work.ticket.error = _given_up(work)
         self._bell.ring()  # it may sleep, or wait for work that is given up
 
     def cancel(self, since: int = 0) -> None:
@@ -283,7 +290,7 @@ class ThreadLane:
 
     def _do(self, work: Work) -> BaseException | None:
         if not work.has_begun:
-            return CancelledError(f"{work.name} was given up with its step")
+            return _given_up(work)
         for ticket in work.after:
             if ticket.error is not None:
                 return ticket.error

@@ -75,3 +75,12 @@ class Fence:
         """Note who fills it, together, after everyone before."""
         self._filled = tickets
         self._readers.clear()
+
+    @property
+    def has_failed(self) -> bool:
+        """True where what should have filled it failed, or was given up."""
+        return any(ticket.error is not None for ticket in self._filled)
+
+    def forgive(self) -> None:
+        """What failed to fill it is made good by who calls this: nobody has to know of it any more."""
+        self._filled = [ticket for ticket in self._filled if ticket.error is None]

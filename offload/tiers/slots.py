@@ -61,7 +61,7 @@ class Slots:
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self.cargoes: list[tuple[Region, ...]] = [()]
-        self._numbers: dict[int, int] = {}  # by the identity of a unit's regions
+        self._numbers: dict[tuple[int, ...], int] = {}  # by a unit's regions
         self._slots: list[Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.resize(slot_bytes)
@@ -70,12 +70,13 @@ class Slots:
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
         """Return the number of the cargo that a unit with these regions needs."""
-        found = self._numbers.get(id(regions))
+        key = tuple([region.index for region in regions])
+        found = self._numbers.get(key)
         if found is None:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-            found = self._numbers[id(regions)] = self.cargoes.index(streaming)
+            found = self._numbers[key] = self.cargoes.index(streaming)
         return found
 
     def cargo_bytes(self, cargo: int) -> int:
@@ -102,7 +103,7 @@ class Slots:
         """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
         end = offset + self.cargo_bytes(cargo)
         gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
-        slot = Slot(cargo, offset, end)
+        slot = Slot(cargo, offset, end, valid=False)  # until all of it is on its way
         rest = [  # who comes where nothing was overwritten yet has to wait for the same
             Slot(other.cargo, *part, valid=False, fence=other.fence)
             for other in gone
@@ -119,6 +120,7 @@ class Slots:
             offset += region.weight_bytes
             tickets += self._bring_up(region, flat, behind, is_ahead)
         slot.fence.fill(*tickets)
+        slot.valid = True
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
         """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
@@ -229,7 +231,7 @@ class Slots:
         chosen = None if regions is None else {region.index for region in regions}
         for index, (flat, fence) in self._resident.items():
             region = self._store.states[index].region
-            if (chosen is None or index in chosen) and (always or region.trainable):
+            if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
                 fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
 
     def settle(self) -> None:

@@ -359,6 +359,14 @@ class Store:
             )
             (loan.read if is_own else loan.changed)(ticket)
 
+    def forgive(self) -> None:
+        """All states are about to be written anew: updates that failed or were given up are nobody's concern."""
+        for state in self.states:
+            for part in state.held:
+                part.fence.forgive()
+                if part.record is not None:
+                    part.record.fence.forgive()
+
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""
         if self._nvme is not None:

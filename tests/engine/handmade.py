@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS = 16, 32
@@ -324,6 +325,106 @@ class RunningStatistics(Stack):
     def __init__(self) -> None:
         super().__init__(Normalised)
 
+
+class Prompt(nn.Module):
+    """Its forward takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mixed = nn.Parameter(torch.randn(3, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> Tensor:
+        return torch.tanh(self.words @ self.mixed)
+
+
+class Prompted(nn.Module):
+    """A learned prompt before the tokens, in a model without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.prompt, self.head = nn.Embedding(WORDS, WIDTH), Prompt(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.prompt()[None].expand(len(x), -1, -1), self.embedding(x)], 1)
+        return self.head(self.between(h).cumsum(1))[:, -x.shape[1] :]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+
+class PromptedBlocks(Prompted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def between(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+class MovingPrompt(Prompt):
+    """It moves a buffer in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self) -> Tensor:
+        self.mean.lerp_(self.words.detach().mean(0), 0.1)
+        return super().forward() + self.mean
+
+
+class PromptedAndMoving(Prompted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = MovingPrompt()
+
+
+class Parametrized(nn.Module):
+    """A weight that a module without arguments makes of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(x))))
+
+
+class WeightNorm(Parametrized):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.middle)
+
+
+class SpectralNorm(Parametrized):
+    """The making moves buffers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.middle)
+
+
+class Orthogonal(Parametrized):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.orthogonal(self.middle)
+
+
+WITHOUT_INPUTS: tuple[type[nn.Module], ...] = (
+    Prompted,
+    PromptedBlocks,
+    PromptedAndMoving,
+    WeightNorm,
+    SpectralNorm,
+    Orthogonal,
+)
+"""Models with a module that has parameters and whose forward takes no tensor."""
 
 MODELS: tuple[type[nn.Module], ...] = (
     Stack,

@@ -594,39 +594,6 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
     assert engine_is_right
 
 
-def test_ctrl_c_at_any_moment(folder: Path, wanted: Wanted) -> None:
-    """At full speed; what comes in the middle of a garbage collection is lost (Python's finalizers swallow it)."""
-    outcomes = []
-    for trial in range(8):
-        engine, num_done = make(folder, ALL), 0
-        timer = threading.Timer(0.01 + 0.015 * trial, os.kill, (os.getpid(), signal.SIGINT))
-        with ends_soon():
-            try:
-                train(engine, wanted, 0, 1)
-                num_done = 1
-                timer.start()
-                for num_done in range(1, 6):
-                    train(engine, wanted, num_done, num_done + 1)
-                timer.join()
-            except KeyboardInterrupt:
-                outcomes.append(after_ctrl_c(engine, wanted, num_done))
-            engine.close()
-    assert "went on" in outcomes
-
-
-def after_ctrl_c(engine: Engine, wanted: Wanted, num_done: int) -> str:
-    """Tell how an engine is that was interrupted in a step, or right after it. No bit may be wrong."""
-    try:
-        found = digest(engine)
-    except TornError:
-        with pytest.raises(TornError):
-            engine.step(tokens(0))
-        return "torn"
-    (num_done,) = (number for number in (num_done, num_done + 1) if wanted[number - 1][1] == found)
-    train(engine, wanted, num_done, num_done + 2)
-    return "went on"
-
-
 @pytest.mark.parametrize("clip", ["deferred", "speculative"])
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
+from offload.engine.stream import generator_seed
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
@@ -207,3 +208,12 @@ def test_a_resting_weight_reads_as_nan() -> None:
     assert isinstance(weight, nn.Parameter)
     assert weight.shape == (48, 32)
     assert weight.isnan().all()
+
+
+def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
+    """Python promises its own hash of a tuple for no version."""
+    assert generator_seed(0, 1, 2, 3, 4, 0) == 5149148885015360200
+    assert (
+        len({generator_seed(0, step, unit, 1, part, 0) for step in range(9) for unit in range(9) for part in range(9)})
+        == 729
+    )

@@ -11,17 +11,19 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import TornError
 from offload.optim import update
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, tokens
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import num_threads
 from tests.engine.test_overlap import deep
 
@@ -239,3 +241,113 @@ def test_an_engine_that_is_dropped_ends_its_threads() -> None:
         time.sleep(0.01)
     assert dropped() is None, "something keeps the engine"
     assert not [thread.name for thread in mine if thread.is_alive()], "nobody told the threads, or they did not hear"
+
+
+PLACES: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "optimizer": {"optimizer": "nvme"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"},
+}
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("settings", [FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_torn_engine_is_sound_again_once_it_has_loaded(
+    place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
+) -> None:
+    """The updates that were given up must not be waited for any more, in whichever of the three lanes they were."""
+    slow = {lane: {"latency_seconds": 0.01} for lane in ("update", "nvme_write")}
+    (tmp_path / "disk").mkdir()
+    placement = Placement(**PLACES[place], nvme_dir=str(tmp_path / "disk") if PLACES[place] else None)
+    engine = breaking(throttle=slow, placement=placement, recompute=recompute, **settings)
+    undisturbed = breaking(recompute=recompute, **settings)
+    assert step(engine, 0) == step(undisturbed, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = weights(engine)
+
+    def tear(seed: int) -> None:
+        hook = engine.model.blocks[0].register_forward_hook(lambda _m, _a, out: raise_in_backward(out))
+        with pytest.raises(Told):
+            step(engine, seed)
+        hook.remove()
+        with pytest.raises(TornError):
+            weights(engine)
+
+    for seed in (1, 2):  # a second time, from what was loaded
+        tear(8 + seed)
+        for _ in range(seed):
+            engine.load_checkpoint(tmp_path / "saved")
+            assert_same(weights(engine), wanted)
+        batch = words(seed)
+        undisturbed.load_checkpoint(tmp_path / "saved")
+        assert torch.equal(*(one.evaluate(batch, loss_fn=cross_entropy) for one in (engine, undisturbed)))
+        assert step(engine, seed) == step(undisturbed, seed)
+        engine.save_checkpoint(tmp_path / "later")
+    tear(9)
+    engine.load_checkpoint(tmp_path / "later")
+    for seed in (3, 4):
+        assert step(engine, seed) == step(undisturbed, seed)
+    assert_same(weights(engine), weights(undisturbed))
+    engine.close()
+    undisturbed.close()
+
+
+def raise_in_backward(result: Tensor) -> None:
+    def told(_: Tensor) -> None:
+        raise Told
+
+    if result.requires_grad:
+        result.register_hook(told)
+
+
+class FrozenNorms(Stack):
+    """What stays on the device here is never updated, so that no update brings it up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        for norm in (self.first, self.last):
+            norm.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.embedding(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.last(h))
+
+
+def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = Engine(build(FrozenNorms))
+    engine = Engine(build(FrozenNorms), throttle={"h2d": {"latency_seconds": 0.1}})
+
+    def settle() -> None:
+        monkeypatch.undo()
+        raise Told
+
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved")
+    monkeypatch.setattr(engine._parts.slots, "settle", settle)
+    with pytest.raises(Told):
+        step(engine, 0)
+    assert step(engine, 1) == step(undisturbed, 1)
+    engine.close()
+
+
+def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
+    """The states are still on their way to the disk when the next step begins."""
+    (tmp_path / "disk").mkdir()
+    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(tmp_path / "disk"))
+    engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = weights(engine)
+    step(engine, 1)
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.model.blocks[0].left = 0
+    with pytest.raises(Told):
+        engine.evaluate(words(9), loss_fn=cross_entropy)
+    assert_same(weights(engine), wanted)
+    engine.close()

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from offload import Engine
+from offload import Engine, Placement
 from offload.errors import OffloadError
 from tests.engine.compare import train_both
 from tests.engine.families import build
 from tests.engine.handmade import (
     MODELS,
     WIDTH,
+    WITHOUT_INPUTS,
     WORDS,
     ListedTwice,
     ReadFromOutside,
@@ -26,7 +27,7 @@ from tests.engine.handmade import (
     cross_entropy,
     words,
 )
-from tests.engine.reference import sum_by_layer
+from tests.engine.reference import count_labels, sum_by_layer
 
 NUM_STEPS = 5
 
@@ -69,6 +70,24 @@ def test_lstm(precision: str, recompute: str) -> None:
 def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) -> None:
     with pytest.warns(UserWarning, match="embedding.*from outside"):
         train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> None:
+    settings = {"recompute": recompute, "loss_fn": cross_entropy, "group": sum_by_layer}
+    for placement in (Placement(), Placement(activations="cpu")):
+        train_both(build(model), [words(seed) for seed in range(3)], placement=placement, debug=True, **settings)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+def test_a_unit_that_takes_no_tensor_in_micro_batches(model: type[nn.Module], recompute: str) -> None:
+    """It runs once for all of them, and sums their gradients first: other last bits. What moves buffers must not."""
+    settings = {"recompute": recompute, "loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}
+    engine, reference = train_both(build(model), [words(seed) for seed in range(3)], within=2e-6, **settings)
+    wanted = dict(reference.model.named_buffers())
+    assert all(torch.allclose(buffer, wanted[name], atol=1e-6) for name, buffer in engine.model.named_buffers())
 
 
 class ChangesAView(Stack):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -335,3 +336,15 @@ def test_nothing_to_train_is_refused() -> None:
         Engine(build(Stack).requires_grad_(False))
     with pytest.raises(ConfigError, match="no parameters"):
         Engine(nn.Sequential(nn.ReLU()))
+
+
+def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> None:
+    engine = Engine(build(Stack))
+    units, slots = engine._parts.units, engine._parts.slots
+    wanted = [slots.cargo_of(unit.regions) for unit in units]
+    assert len(set(wanted)) > 2
+    pairs = list(zip(units, wanted, strict=True))
+    for _ in range(40):  # lists that come and go, so that their addresses are used again
+        random.shuffle(pairs)
+        assert all(slots.cargo_of(list(unit.regions)) == number for unit, number in pairs)
+    engine.close()

@@ -1,0 +1,110 @@
+"""What is found out about a model's own loss must not depend on how sure the model is, nor on the batch that came
+first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import Engine
+from offload.engine.loss import LossRule, probe_loss
+from tests.engine.handmade import Block, cross_entropy
+
+CLASSES = 8
+
+
+class Told(nn.Module):
+    """A token classifier that is as sure of every token's class, which is the token, as `margin` says."""
+
+    def __init__(self, margin: float, *, shifts: bool, counts: bool = False, extra: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(CLASSES, CLASSES, bias=False)])
+        with torch.no_grad():
+            self.embedding.weight.copy_(torch.eye(CLASSES))
+            self.layers[0].weight.copy_(margin * torch.eye(CLASSES))
+        self.shifts, self.counts, self.extra = shifts, counts, extra
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: int | None = None) -> dict[str, Any]:
+        logits = self.layers[0](self.embedding(x))
+        assert labels is not None
+        targets = logits, labels
+        if self.shifts:
+            targets = logits[:, :-1], labels[:, 1:]
+        own = [value.flatten(0, 1) for value in targets]
+        if self.counts and num_items_in_batch:
+            loss = functional.cross_entropy(*own, reduction="sum") / num_items_in_batch
+        else:
+            loss = functional.cross_entropy(*own)
+        return {"loss": loss + self.extra, "logits": logits}
+
+
+def right(rows: int = 2, columns: int = 8) -> dict[str, Tensor]:
+    """Return tokens that are their own labels."""
+    x = torch.arange(rows * columns).reshape(rows, columns) % CLASSES
+    return {"x": x, "labels": x.clone()}
+
+
+def probed(model: nn.Module, batch: dict[str, Tensor], loss_fn: Any = None) -> LossRule | None:
+    def run(inputs: dict[str, Tensor], **more: int) -> Any:
+        with torch.no_grad():
+            return model(**inputs, **more)
+
+    return probe_loss(model, batch, run, loss_fn)
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("extra", [0.0, 0.01])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("margin", [0.0, 2.0, 40.0, 200.0])  # all classes alike; unsure; sure; surer than fp32 can tell
+def test_the_shift_is_found_however_sure_the_model_is(margin: float, counts: bool, extra: float, columns: int) -> None:
+    for shifts in (False, True):
+        rule = probed(Told(margin, shifts=shifts, counts=counts, extra=extra), right(columns=columns))
+        assert rule is None or rule.shifts == shifts
+        if columns > 1:
+            assert rule is not None
+            assert rule.takes_count == (counts and not extra)
+
+
+def test_a_loss_that_cannot_be_computed_without_targets_is_probed() -> None:
+    def strict(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        has = batch["labels"] != -100
+        assert bool(has.any())
+        return functional.cross_entropy(outputs["logits"][has], batch["labels"][has])
+
+    assert probed(Told(40.0, shifts=False), right(), strict) == LossRule(shifts=False)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_the_targets_of_a_sure_model_are_counted(micro_batch_size: int | None) -> None:
+    batch = right()
+    batch["labels"][1, 1:] = -100
+    model = Told(40.0, shifts=False)
+    wanted = model(**batch)["loss"].item()
+    engine = Engine(model, micro_batch_size=micro_batch_size)
+    result = engine.step(batch)
+    assert (result.loss.item(), result.tokens) == (wanted, 9)
+    engine.close()
+
+
+class Breakable(nn.Module):
+    """Its input decides whether its loss is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block()]), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def test_a_first_batch_without_a_finite_loss_decides_nothing() -> None:
+    engine = Engine(Breakable(), on_nonfinite="skip")
+    batch = {"x": torch.randn(2, 4, 16), "labels": torch.randint(0, CLASSES, (2, 4))}
+    assert engine.step({**batch, "x": batch["x"] * float("nan")}, loss_fn=cross_entropy).skipped
+    assert engine.step(batch, loss_fn=cross_entropy).tokens == 8
+    engine.close()
