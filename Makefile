@@ -15,7 +15,7 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo soak lint type bench sanitize check clean
+.PHONY: help setup build train test test-all test-zoo soak fuzz lint type bench sanitize check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
+	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
@@ -77,6 +78,9 @@ test-zoo: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)
+
+fuzz: $(READY)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)

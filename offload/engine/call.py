@@ -340,8 +340,9 @@ def call_unit(unit: Unit, stream: Stream, arguments: Arguments) -> Any:
     """
     call = Call(unit, stream, arguments)
     outputs = Border.apply(call, stream.anchor if unit.trainable else None, *arguments.tensors)
-    # The outputs hold the call through their graph: a call that held them too would be a cycle that nothing frees.
-    result, call.result, call.dirty = call.result, None, []
+    # The outputs hold the call through their graph: a call that held them too (or an input that it changed in place,
+    # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
+    result, call.result, call.dirty, arguments.tensors = call.result, None, [], []
     assert result is not None
     return result.fill(outputs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from offload import Engine, Placement
 from offload.errors import ConfigError
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
-from tests.engine.handmade import Block, Namespace, ReadFromOutside, Stack, cross_entropy, words
+from tests.engine.handmade import (
+    Block,
+    InPlaceBlocks,
+    Namespace,
+    ReadFromOutside,
+    ScalingBlocks,
+    Stack,
+    cross_entropy,
+    words,
+)
 from tests.engine.inside import states
 from tests.engine.reference import Reference
 
@@ -333,3 +343,35 @@ def test_a_unit_that_is_found_to_stay_on_the_device_within_a_step_keeps_its_grad
     train(2, outside=False)
     assert engine.update().grad_norm == reference.update()
     assert_weights(engine, reference)
+
+
+@pytest.mark.parametrize("make", [Stack, InPlaceBlocks, ScalingBlocks])
+def test_a_forward_that_has_no_backward_leaves_nothing(make: Maker) -> None:
+    """Also where units change their inputs in place, which are outputs of theirs then."""
+    engine, batch = Engine(build(make)), words()
+    for _ in range(3):
+        loss = cross_entropy(engine.model(batch["x"]), batch)
+        del loss
+    gc.collect()
+    assert not {"unit inputs", "kept tensors"}.intersection(name for _, name, _ in engine.allocations)
+    engine.close()
+
+
+class Watching(Stack):
+    """Notes what goes into its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, self.inputs = self.embedding(x), []
+        for block in self.blocks:
+            self.inputs.append(weakref.ref(h))
+            h = block(h)
+        return self.head(h)
+
+
+def test_inputs_that_wait_on_the_host_do_not_stay_on_the_device_as_well() -> None:
+    engine, batch = Engine(build(Watching), placement=Placement(activations="cpu")), words()
+    loss = cross_entropy(engine.model(batch["x"]), batch)
+    assert [held() for held in engine.model.inputs] == [None] * 3
+    engine.backward(loss)
+    engine.update()
+    engine.close()

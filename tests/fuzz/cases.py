@@ -1,0 +1,241 @@
+"""What a case is, and how it is drawn: everything of it is plain data, and follows from its kind and its seed."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.fuzz import models
+
+KINDS = {"engine": 8, "loops": 3, "saves": 3, "interrupts": 4, "ranks2": 5, "ranks3": 2, "commands": 3}
+"""The kinds of cases, and how often each is drawn."""
+WORLDS = {"ranks2": 2, "ranks3": 3}
+
+Op = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """A model, what is the same for the engine that is tested and its resident twin (`settings`), how the tested one is
+    laid out (`layouts`, the first of which it begins with), and what is done with both.
+
+    The twin has everything on the device, nothing fetched ahead and nothing delayed. plain: plain PyTorch runs, too.
+    one: over several ranks, a run of one rank does the same on all rows. words: of a command line.
+    """
+
+    kind: str
+    seed: int
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    layouts: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+    ops: list[Op] = field(default_factory=list)
+    plain: bool = False
+    one: bool = False
+    restore: bool = False
+    words: list[str] = field(default_factory=list)
+    without: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return WORLDS.get(self.kind, 1)
+
+    @property
+    def name(self) -> str:
+        """What repeats the case."""
+        return ",".join([f"{self.kind}:{self.seed}", *(f"-{part}" for part in self.without)])
+
+    def parts(self) -> list[str]:
+        """Return the names of what a case can be run without, the largest first."""
+        names = [f"op{number}" for number, op in enumerate(self.ops) if op]
+        names += [f"word{number}" for number, word in enumerate(self.words) if word]
+        if self.plain:
+            names.append("plain")
+        for number, layout in enumerate(self.layouts):
+            names += [f"layout{number}.{key}" for key in layout]
+        names += [f"settings.{key}" for key in self.settings]
+        names += [f"model.{key}" for key in self.model if key not in ("make", "name", "width", "words", "tiles")]
+        names += [f"tile{number}" for number, kind in enumerate(self.model.get("tiles", ())) if kind != "narrow"]
+        return names
+
+    def cut(self, *names: str) -> Case:
+        """Return the case without some of its parts."""
+        case = copy.deepcopy(self)
+        case.without = (*self.without, *names)
+        for name in names:
+            head, _, key = name.partition(".")
+            if head == "plain":
+                case.plain = False
+            elif head in ("settings", "model"):
+                getattr(case, head).pop(key, None)
+            elif head.startswith("layout"):
+                case.layouts[int(head[6:])].pop(key, None)
+            elif head.startswith("tile"):
+                case.model["tiles"][int(head[4:])] = "narrow"
+            elif head.startswith("op"):
+                case.ops[int(head[2:])] = {}  # the others keep their numbers
+            elif head.startswith("word"):
+                case.words[int(head[4:])] = ""
+            else:
+                raise ValueError(f"{name!r} is no part of a case")
+        return case
+
+
+def parse(name: str) -> Case:
+    """Return the case that `Case.name` named."""
+    first, *cuts = name.split(",")
+    kind, _, seed = first.partition(":")
+    return draw(kind, int(seed)).cut(*(cut.removeprefix("-") for cut in cuts))
+
+
+def draw(kind: str, seed: int) -> Case:
+    """Return the case of a kind and a seed."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+    dice = random.Random(f"{kind} {seed}")
+    case = Case(kind, seed)
+    if kind == "commands":
+        from tests.fuzz.commands import draw_words
+
+        case.words = draw_words(dice)
+        return case
+    case.one = case.world > 1 and dice.random() < 0.3
+    case.model = models.draw(dice, gentle=case.one)
+    if case.one and "tiles" in case.model:  # which experts a row takes must not hang on the last bit
+        case.model["tiles"] = ["tile" if kind == "experts" else kind for kind in case.model["tiles"]]
+    case.settings = _settings(dice, case)
+    if (
+        case.settings.get("precision") == "bf16" and "tiles" in case.model
+    ):  # their buffers stay in fp32, in torch as well
+        case.model["tiles"] = ["wide" if kind in ("spectral", "orthogonal") else kind for kind in case.model["tiles"]]
+    is_speculative = case.settings.get("clip") == "speculative"
+    case.layouts = [_layout(dice, case.world, is_speculative) for _ in range(1 + 2 * (kind in ("saves", *WORLDS)))]
+    case.ops = _ops(dice, case)
+    case.plain = case.world == 1 and kind in ("engine", "loops") and dice.random() < 0.5
+    case.restore = dice.random() < 0.2
+    return case
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
+    clip, norm = dice.choice(
+        [("deferred", 1.0), ("speculative", 0.3), ("speculative", 1e-3), ("deferred", 1e-3), (0, 0)]
+    )
+    settings: dict[str, Any] = {"clip": clip, "max_grad_norm": norm} if clip else {"max_grad_norm": None}
+    if dice.random() < 0.35 and not case.one:
+        settings["precision"] = "bf16"
+    if dice.random() < 0.4:
+        settings["micro_batch_size"] = dice.choice([1, 1, 2, 3])
+    if dice.random() < 0.3:
+        settings["head_chunk_bytes"] = dice.choice([512, 2048, 8192])
+    if dice.random() < 0.1:
+        settings["on_nonfinite"] = "skip"
+    if dice.random() < 0.2:
+        settings["seed"] = dice.randrange(1000)
+    if case.one or dice.random() < (0.6 if clip == "speculative" else 0.3):
+        settings["optimizer"] = dice.choice(["smooth", "smooth", "groups"]) if not case.one else "smooth"
+    return settings
+
+
+def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, Any]:
+    """Draw where the states are, and how they move."""
+    low = ["cpu", "nvme"] if is_speculative else ["cpu", "cpu", "nvme", "nvme", "auto", "device"]
+    layout: dict[str, Any] = {
+        "parameters": dice.choice([*low, "device"] if is_speculative else low),
+        "optimizer": dice.choice(low),
+        "gradients": dice.choice(["auto", "auto", "cpu", "nvme"]),
+        "activations": dice.choice(["device", "device", "cpu", "nvme"]),
+    }
+    if layout["optimizer"] == "device":  # states above their parameters, or apart from gradients, are refused
+        layout["gradients"] = "auto"
+        if layout["parameters"] in ("cpu", "nvme"):
+            layout["parameters"] = "device"
+    chances = {
+        "debug": (0.5, lambda: dice.randrange(1, 10**6)),
+        "recompute": (0.6, lambda: dice.choice(["never", "never", "auto"])),
+        "prefetch": (0.5, lambda: dice.choice([0, 1, 1, 2, 3, 9])),
+        "throttle": (0.25, lambda: _throttle(dice)),
+        "small_tiles": (0.6, lambda: True),
+        "device_extra": (0.2, lambda: dice.choice([0, 0, 1024, 8192, 65536])),
+        "host_extra": (0.1, lambda: dice.choice([0, 0, 4096, 65536])),
+        "zero_stage": (0.6 if world > 1 else 0.1, lambda: dice.randrange(4)),
+    }
+    drawn = {key: value for key, (chance, make) in chances.items() if dice.random() < chance for value in [make()]}
+    return layout | drawn
+
+
+def _throttle(dice: random.Random) -> dict[str, Any]:
+    lanes = dice.sample(["h2d", "d2h", "update", "nvme_read", "nvme_write"], dice.choice([1, 1, 2]))
+    return {lane: {"latency_seconds": dice.choice([1e-4, 5e-4, 2e-3])} for lane in lanes}
+
+
+# -- what is done ----------------------------------------------------------------------------------------------------
+
+_WEIGHTS: dict[str, dict[str, int]] = {
+    "engine": {"step": 12, "evaluate": 2, "own": 2, "read": 1, "lr": 1, "forward": 1, "ungraded": 1, "empty": 1},
+    "loops": {"own": 10, "step": 3, "evaluate": 2, "forward": 2, "ungraded": 2, "lr": 1, "read": 1},
+    "saves": {"step": 6, "own": 2, "reopen": 4, "save": 2, "load": 2, "evaluate": 1, "forward": 1},
+    "interrupts": {"step": 3, "fail": 8, "own": 1, "evaluate": 1},
+    "ranks2": {
+        "step": 10,
+        "evaluate": 2,
+        "own": 3,
+        "reopen": 2,
+        "world": 1,
+        "read": 1,
+        "lr": 1,
+        "empty": 1,
+        "forward": 1,
+    },
+}
+_WEIGHTS["ranks3"] = _WEIGHTS["ranks2"]
+_ONE = {"step": 6, "evaluate": 1, "reopen": 1}
+
+
+def _ops(dice: random.Random, case: Case) -> list[Op]:
+    weights = _ONE if case.one else _WEIGHTS[case.kind]
+    shapes = [models.draw_batch(dice, case.world, alike=case.one) for _ in range(dice.choice([1, 2, 2, 3]))]
+    ops: list[Op] = []
+    saved = False
+    for _ in range(dice.choice([2, 3, 3, 4, 5, 6, 8])):
+        (do,) = dice.choices(list(weights), list(weights.values()))
+        if do == "load" and not saved:
+            do = "save"
+        saved = saved or do == "save"
+        op = _op(dice, case, do, shapes)
+        if do == "fail":
+            ops.append({**op["of"], "counted": True})  # what a fault is to come into the middle of is measured first
+        ops.append(op)
+    if ops[-1]["do"] in ("reopen", "world", "load"):
+        ops.append(_op(dice, case, "step", shapes))
+    return ops
+
+
+def _op(dice: random.Random, case: Case, do: str, shapes: Sequence[dict[str, Any]]) -> Op:
+    op: Op = {"do": do, "seed": dice.randrange(10**6)}
+    if dice.random() < (0.9 if case.kind == "interrupts" else 0.5):
+        op["look"] = True  # at the weights, which waits for all updates
+    if do in ("step", "evaluate", "own", "forward", "ungraded", "empty"):
+        op["batch"] = dice.choice(list(shapes)) | {"seed": dice.randrange(10**6)}
+        if not models.has_own_loss(case.model) or dice.random() < 0.15:
+            op["loss_fn"] = True
+    if do == "own":
+        op["passes"] = dice.choice([1, 1, 2, 3])
+        if dice.random() < 0.15:
+            op["lost_forward"] = True
+    if do == "lr":
+        op["factor"] = dice.choice([0.1, 0.5, 2.0, 0.0])
+    if do == "reopen":
+        op["layout"] = dice.randrange(len(case.layouts))
+    if do == "fail":
+        of = dice.choices(["step", "own", "evaluate", "read", "save"], [8, 4, 1, 1, 1])[0]
+        op["of"] = _op(dice, case, of, shapes) | {"look": True}
+        where = ["lines", "lines", "lines", "time", "forward", "backward", "lane"]
+        op["where"] = dice.choice(where if of in ("step", "own", "evaluate") else ["lines", "time"])
+        op["share"] = dice.random() * 1.02
+        op["lane"] = dice.choice(["h2d", "d2h", "update", "update", "fetch_read", "update_read", "update_write"])
+    return op

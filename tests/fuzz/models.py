@@ -1,0 +1,545 @@
+"""Random models: what one is made of (plain data, drawn from a seed), the model, and its batches."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers as t
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine import handmade
+from tests.engine.families import SPECIAL
+
+Spec = dict[str, Any]
+"""How a model is made, and of what; a key that is left out has a plain default, so that a case can be shrunk."""
+
+# -- families --------------------------------------------------------------------------------------------------------
+
+
+def _llama_like(spec: Spec) -> dict[str, Any]:
+    heads = spec.get("heads", 2)
+    return {
+        "hidden_size": spec["width"],
+        "intermediate_size": spec.get("inner", 24),
+        "num_hidden_layers": spec.get("depth", 2),
+        "num_attention_heads": heads,
+        "num_key_value_heads": spec.get("groups", heads),
+        "vocab_size": spec["words"],
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": spec.get("tied", False),
+        **SPECIAL,
+    }
+
+
+def _plain(spec: Spec) -> dict[str, Any]:
+    sizes = _llama_like(spec)
+    del sizes["num_key_value_heads"]
+    return sizes
+
+
+def _llama(spec: Spec) -> nn.Module:
+    return t.LlamaForCausalLM(t.LlamaConfig(**_llama_like(spec), attention_dropout=spec.get("dropout", 0.0)))
+
+
+def _qwen3(spec: Spec) -> nn.Module:
+    return t.Qwen3ForCausalLM(t.Qwen3Config(**_llama_like(spec), head_dim=4))
+
+
+def _gemma2(spec: Spec) -> nn.Module:
+    config = t.Gemma2Config(**_llama_like(spec), head_dim=4, final_logit_softcapping=2.0, attn_logit_softcapping=2.0)
+    config._attn_implementation = "eager"
+    return t.Gemma2ForCausalLM(config)
+
+
+def _mistral(spec: Spec) -> nn.Module:
+    """Its window is filled by long rows, and not by short ones."""
+    return t.MistralForCausalLM(t.MistralConfig(**_llama_like(spec), sliding_window=6))
+
+
+def _mixtral(spec: Spec) -> nn.Module:
+    return t.MixtralForCausalLM(t.MixtralConfig(**_llama_like(spec), num_local_experts=3))
+
+
+def _gpt2(spec: Spec) -> nn.Module:
+    dropout = spec.get("dropout", 0.0)
+    config = t.GPT2Config(
+        n_embd=spec["width"],
+        n_layer=spec.get("depth", 2),
+        n_head=spec.get("heads", 2),
+        vocab_size=spec["words"],
+        n_positions=64,
+        n_inner=spec.get("inner", 24),
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        **SPECIAL,
+    )
+    return t.GPT2LMHeadModel(config)
+
+
+def _opt(spec: Spec) -> nn.Module:
+    config = t.OPTConfig(
+        hidden_size=spec["width"],
+        word_embed_proj_dim=spec["width"],
+        ffn_dim=spec.get("inner", 24),
+        num_hidden_layers=spec.get("depth", 2),
+        num_attention_heads=spec.get("heads", 2),
+        vocab_size=spec["words"],
+        max_position_embeddings=64,
+        dropout=spec.get("dropout", 0.0),
+        **SPECIAL,
+    )
+    return t.OPTForCausalLM(config)
+
+
+def _gpt_neox(spec: Spec) -> nn.Module:
+    return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**_plain(spec), hidden_dropout=spec.get("dropout", 0.0)))
+
+
+def _bert(spec: Spec) -> nn.Module:
+    dropout = spec.get("dropout", 0.0)
+    config = t.BertConfig(**_plain(spec), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return t.BertForMaskedLM(config)
+
+
+FAMILIES: dict[str, Callable[[Spec], nn.Module]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "gpt_neox": _gpt_neox,
+    "bert": _bert,
+}
+UNSHIFTED = ("bert",)
+
+# -- a mosaic of blocks ----------------------------------------------------------------------------------------------
+
+
+class Tile(nn.Module):
+    """A residual block: hidden states [batch, sequence, width] to the same."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(torch.tanh(self.up(self.norm(h))))
+
+
+class Empty(nn.Module):
+    """No parameters at all."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + 0.1 * torch.sin(h)
+
+
+class Dropping(Tile):
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.dropout(super().forward(h), 0.2, self.training)
+
+
+class Noise(nn.Module):
+    """Random numbers, and no parameters."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.dropout(h, 0.1, self.training)
+
+
+class Moving(nn.Module):
+    """A running mean, which every forward in train mode moves."""
+
+    persistent = True
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width), persistent=self.persistent)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(h.detach().float().mean((0, 1)), alpha=0.1)
+        return h + torch.tanh(self.linear(h - self.mean.to(h.dtype)))
+
+
+class MovingUnsaved(Moving):
+    persistent = False
+
+
+class InPlace(Tile):
+    def forward(self, h: Tensor) -> Tensor:
+        h += self.down(torch.tanh(self.up(self.norm(h.clone()))))
+        return h
+
+
+class ChecksItself(Tile):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + checkpoint(super().forward, h, use_reentrant=False)
+
+
+class WeightNormed(Tile):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.up = parametrizations.weight_norm(self.up)
+
+
+class Spectral(Tile):
+    """Its power iteration moves buffers, too."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.up = parametrizations.spectral_norm(self.up)
+
+
+class Orthogonal(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.turn = parametrizations.orthogonal(nn.Linear(width, width, bias=False))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + 0.5 * torch.tanh(self.turn(h))
+
+
+class Experts(nn.Module):
+    """Of three experts those are used that the hidden states choose, so some get no gradient."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        choice = (h.detach().float()[:, 0, 0] * 100).long() % 3
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number)[:, None, None]
+            if rows.any():
+                h = h + torch.tanh(expert(h)) * rows
+        return h
+
+
+class Idle(Tile):
+    """One of its parameters is never used."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.unused = nn.Parameter(torch.ones(inner, 3))
+
+
+class Narrow(nn.Module):
+    """A single odd vector."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.scale
+
+
+class Wide(Tile):
+    """Much larger than its neighbours."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, 7 * inner)
+
+
+class HalfNorm(Tile):
+    """Weights that come in bfloat16 beside a norm that computes in fp32."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = (self.norm(h.float()) * self.gain.float()).to(self.up.weight.dtype)
+        return h + self.down(torch.tanh(self.up(normed))).to(h.dtype)
+
+
+class Prompt(nn.Module):
+    """A unit whose forward takes no tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rows, self.turn = nn.Parameter(torch.randn(2, width)), nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self) -> Tensor:
+        return torch.tanh(self.rows @ self.turn)
+
+
+TILES: dict[str, type[nn.Module]] = {
+    "tile": Tile,
+    "empty": Empty,
+    "dropping": Dropping,
+    "noise": Noise,
+    "moving": Moving,
+    "moving-unsaved": MovingUnsaved,
+    "in-place": InPlace,
+    "checks-itself": ChecksItself,
+    "weight-norm": WeightNormed,
+    "spectral": Spectral,
+    "orthogonal": Orthogonal,
+    "experts": Experts,
+    "idle": Idle,
+    "narrow": Narrow,
+    "wide": Wide,
+    "half-norm": HalfNorm,
+}
+RANDOM = {"dropping", "noise"}
+MOVING = {"moving", "moving-unsaved", "spectral"}
+MIXES_ROWS = {"moving", "moving-unsaved"}
+
+
+class Mosaic(nn.Module):
+    """Embedding, tiles, head. Takes `x` [batch, sequence]; with `labels` it returns its own loss.
+
+    A tile that is a number is the tile at that place again. tied: the head has the embedding's weight. prompt: learned
+    rows come before the tokens. shift, counts: as a causal model, and whether the loss takes `num_items_in_batch`.
+    sure: so certain of `x` that the loss of a label that equals it is exactly 0.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        width, inner, vocabulary = spec["width"], spec.get("inner", 24), spec["words"]
+        self.shift, self.counts, self.sure = (
+            spec.get("shift", False),
+            spec.get("counts", False),
+            spec.get("sure", False),
+        )
+        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        tiles: list[nn.Module] = []
+        for kind in spec.get("tiles", ["tile", "tile"]):
+            tiles.append(
+                tiles[kind % len(tiles)] if isinstance(kind, int) and tiles else TILES[_name(kind)](width, inner)
+            )
+        if spec.get("nested") and len(tiles) > 1:
+            half = len(tiles) // 2
+            self.tiles: nn.ModuleList = nn.ModuleList([nn.ModuleList(tiles[:half]), nn.ModuleList(tiles[half:])])
+        else:
+            self.tiles = nn.ModuleList(tiles)
+        if spec.get("prompt"):
+            self.prompt = Prompt(width)
+        if spec.get("tied"):
+            self.head.weight = self.embedding.weight
+        if spec.get("tied-tiles"):
+            downs = [tile.down for tile in tiles if isinstance(tile, Tile) and type(tile) not in (Wide, HalfNorm)]
+            for down in downs[1:]:
+                down.weight = downs[0].weight
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: int | None = None) -> Any:
+        h = self.embedding(x)
+        if hasattr(self, "prompt"):
+            h = torch.cat([self.prompt()[None].expand(len(x), -1, -1), h], 1)
+        for tile in self.tiles:
+            for one in tile if isinstance(tile, nn.ModuleList) else [tile]:
+                h = one(h)
+        logits = self.head(h)[:, -x.shape[1] :]
+        if self.sure:
+            logits = logits + 200.0 * functional.one_hot(x, logits.shape[-1]).to(logits.dtype)
+        if labels is None:
+            return logits
+        flat = logits.float()
+        if self.shift:
+            flat, labels = flat[:, :-1], labels[:, 1:]
+        summed = self.counts and num_items_in_batch is not None
+        loss = functional.cross_entropy(
+            flat.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum" if summed else "mean"
+        )
+        return {"loss": loss / num_items_in_batch if summed else loss, "logits": logits}
+
+
+def _name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else "tile"
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(dice: random.Random, *, gentle: bool = False) -> Spec:
+    """Return how a random model is made. gentle: nothing random, no moving buffer, no row that mixes with others: the
+    loss over several ranks is that of one."""
+    roll = dice.random()
+    if roll < 0.3:
+        return _draw_family(dice, gentle)
+    if roll < 0.85:
+        return _draw_mosaic(dice, gentle)
+    unfit = {"Noisy", "TreesOfTensors"} if gentle else set()
+    names = [one.__name__ for one in handmade.MODELS if one.__name__ not in unfit]
+    return {"make": "handmade", "name": dice.choice(names), "seed": dice.randrange(99)}
+
+
+def _sizes(dice: random.Random) -> Spec:
+    return {
+        "words": dice.choice([16, 23, 32, 67, 97]),
+        "inner": dice.choice([7, 16, 24, 53]),
+        "seed": dice.randrange(99),
+    } | _maybe(dice, 0.2, frozen=lambda: dice.choice(["embed|wte", "0", "1", "up|fc|q_proj", "head", "norm|ln"]))
+
+
+def _maybe(dice: random.Random, chance: float, **values: Callable[[], Any]) -> dict[str, Any]:
+    return {key: value() for key, value in values.items() if dice.random() < chance}
+
+
+def _draw_family(dice: random.Random, gentle: bool) -> Spec:
+    heads = dice.choice([1, 2, 4])
+    spec = {"make": dice.choice([*FAMILIES, "llama", "gpt2"]), "heads": heads, "width": heads * dice.choice([4, 8, 12])}
+    spec |= {"depth": dice.choice([1, 2, 2, 3, 4]), "groups": dice.choice([1, heads])} | _sizes(dice)
+    if spec["make"] == "mixtral":  # torch's grouped product of matrices wants rows of 16 bytes
+        spec |= {"width": 8 * heads, "inner": 16}
+    if not gentle:
+        spec |= _maybe(dice, 0.3, dropout=lambda: 0.1)
+    return spec | _maybe(dice, 0.4, tied=lambda: True)
+
+
+def _draw_mosaic(dice: random.Random, gentle: bool) -> Spec:
+    kinds: list[Any] = sorted(TILES.keys() - (RANDOM | MOVING if gentle else set()))
+    tiles = [dice.choice(["tile", "tile", *kinds]) for _ in range(dice.choice([1, 2, 3, 3, 4, 6]))]
+    if dice.random() < 0.3:
+        tiles.insert(dice.randrange(1, len(tiles) + 1), dice.randrange(len(tiles)))
+    spec = {"make": "mosaic", "width": dice.choice([8, 13, 16, 20, 33, 48]), "tiles": tiles} | _sizes(dice)
+    spec |= _maybe(dice, 0.2, tied=lambda: True, prompt=lambda: True, nested=lambda: True, half=lambda: True)
+    spec |= _maybe(dice, 0.1, **{"tied-tiles": lambda: True})
+    if dice.random() < 0.5:
+        spec |= {"own-loss": True} | _maybe(dice, 0.5, shift=lambda: True, counts=lambda: True)
+        spec |= _maybe(dice, 0.25, sure=lambda: True)
+    return spec
+
+
+# -- making ----------------------------------------------------------------------------------------------------------
+
+
+def build(spec: Spec) -> nn.Module:
+    """Return the model in train mode, every weight of it random. Does not touch the global generator's later use."""
+    torch.manual_seed(spec.get("seed", 0))
+    kind = spec["make"]
+    if kind == "handmade":
+        model: nn.Module = getattr(handmade, spec["name"])()
+    elif kind == "mosaic":
+        model = Mosaic(spec)
+    else:
+        model = FAMILIES[kind](spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    if "frozen" in spec:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not re.search(spec["frozen"], name))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            model.requires_grad_(True)
+    if spec.get("half"):
+        for module in model.modules():
+            if isinstance(module, HalfNorm):
+                module.up.bfloat16(), module.down.bfloat16()
+    return model.train()
+
+
+def is_family(spec: Spec) -> bool:
+    return spec["make"] in FAMILIES
+
+
+def has_own_loss(spec: Spec) -> bool:
+    """True where the model makes its loss itself."""
+    return is_family(spec) or bool(spec.get("own-loss"))
+
+
+def shifts(spec: Spec) -> bool:
+    return spec["make"] not in UNSHIFTED if is_family(spec) else bool(spec.get("shift"))
+
+
+def num_words(spec: Spec) -> int:
+    return handmade.WORDS if spec["make"] == "handmade" else spec["words"]
+
+
+def is_random(spec: Spec) -> bool:
+    """True where a forward draws random numbers."""
+    if spec["make"] == "handmade":
+        return spec["name"] == "Noisy"
+    return bool(spec.get("dropout")) or bool(RANDOM.intersection(map(str, spec.get("tiles", ()))))
+
+
+def moves(spec: Spec) -> bool:
+    """True where a forward changes buffers."""
+    return bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
+
+
+def shares(model: nn.Module) -> bool:
+    """True where a weight, or a module with weights, is in several places."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return len(names) > len(list(model.parameters()))
+
+
+def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Tensor]:
+    """Return a rank's rows of a batch that `draw_batch` drew."""
+    rows, length, padding = drawn["rows"][rank], drawn["lengths"][rank], drawn["padding"][rank]
+    generator = torch.Generator().manual_seed(1000 * drawn["seed"] + rank)
+    ids = torch.randint(3, num_words(spec), (rows, length), generator=generator)
+    labels = ids.clone()
+    if spec.get("sure"):  # right labels everywhere but in a few places
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = 3
+    for row in range(rows):
+        labels[row, : min(row % 3, length - 1)] = -100
+    if drawn.get("ignored") and (rows > 1 or len(drawn["rows"]) > 1) and rank == 0:
+        labels[: 1 if len(drawn["rows"]) == 1 else rows] = -100  # over several ranks, one of them has no target at all
+    given = {"input_ids" if is_family(spec) else "x": ids, "labels": labels}
+    if padding and is_family(spec):
+        mask = torch.ones_like(ids)
+        cut = min(padding, length - 1)
+        place = slice(None, cut) if drawn.get("left") else slice(length - cut, None)
+        mask[-1, place], labels[-1, place] = 0, -100
+        given["attention_mask"] = mask
+    elif drawn.get("mask") and is_family(spec):
+        given["attention_mask"] = torch.ones_like(ids)
+    return given
+
+
+def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
+    """The mean over the labels that are targets, of a model without a loss of its own (or instead of that)."""
+    logits = getattr(outputs, "logits", None)
+    if logits is None:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+    return functional.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten())
+
+
+def draw_batch(dice: random.Random, world: int, *, alike: bool = False) -> dict[str, Any]:
+    """Draw the shape of a batch by rank: rows, lengths, padding. alike: the same lengths on all ranks."""
+    lengths = [dice.choice([2, 3, 3, 4, 5, 6, 8, 9, 13])] * world
+    if not alike and world > 1 and dice.random() < 0.3:
+        lengths = [dice.choice([2, 3, 4, 7, 9, 12]) for _ in range(world)]
+    drawn: dict[str, Any] = {
+        "seed": dice.randrange(10**6),
+        "rows": [dice.choice([1, 2, 2, 3, 4, 5]) for _ in range(world)],
+        "lengths": lengths,
+        "padding": [dice.choice([0, 0, 0, 1, 2]) for _ in range(world)],
+    }
+    if any(drawn["padding"]):  # all ranks give the same keys
+        drawn["mask"] = True
+    return drawn | _maybe(dice, 0.2, mask=lambda: True, left=lambda: True, ignored=lambda: True)
+
+
+def targets(spec: Spec, given: Mapping[str, Tensor], own_loss: bool) -> int:
+    """Count the targets of a batch, independently of the engine."""
+    labels = given["labels"]
+    if own_loss and shifts(spec):
+        labels = labels[:, 1:]
+    return int((labels != -100).sum())
+
+
+def bits(value: float) -> float | str:
+    """Return a number that is equal to itself also where it is NaN."""
+    return "nan" if math.isnan(value) else value

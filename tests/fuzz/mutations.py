@@ -1,0 +1,273 @@
+"""The engine broken on purpose, each time in another mechanism: what the fuzzer has to find.
+
+A mutation is a function that takes one thing away at run time, of the twin as well as of the engine that is tested: a
+mistake in the engine would be in both.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from offload.checkpoint.reader import Reader
+from offload.engine import call, losses, updates
+from offload.engine.gradients import GradientFlow
+from offload.engine.updates import Updates
+from offload.lanes.ticket import Fence
+from offload.optim import update
+from offload.tiers.nvme import Stripes
+from offload.tiers.ring import Ring
+from offload.tiers.slots import Slots
+from offload.tiers.store import RegionState
+
+Change = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: dict[str, Change] = {}
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    """Within, the engine is broken in this way."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name](patch)
+        yield
+
+
+def mutation(change: Change) -> Change:
+    MUTATIONS[change.__name__.replace("_", "-")] = change
+    return change
+
+
+# -- waits -----------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def read_before_filled(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what fills a buffer."""
+    patch.setattr(Fence, "before_read", lambda self: ())
+
+
+@mutation
+def filled_before_read(patch: pytest.MonkeyPatch) -> None:
+    """Who fills a buffer waits for whoever filled it before, and for none of its readers."""
+    patch.setattr(Fence, "before_fill", lambda self: self._filled)
+
+
+@mutation
+def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
+    """A stretch is lent again while its last borrower uses it."""
+    take = Ring.take
+
+    def taken(self: Ring, num_bytes: int) -> Any:
+        stretch = take(self, num_bytes)
+        if stretch is not None:
+            stretch.after.clear()
+        return stretch
+
+    patch.setattr(Ring, "take", taken)
+
+
+# -- the norm, clipping, updates -------------------------------------------------------------------------------------
+
+
+@mutation
+def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
+    total = updates.total_norm
+    patch.setattr(updates, "total_norm", lambda squares: total(squares[:-1] if len(squares) > 1 else squares))
+
+
+@mutation
+def norm_in_single_precision(patch: pytest.MonkeyPatch) -> None:
+    def total(squares: Sequence[float]) -> float:
+        found = 0.0
+        for value in squares:
+            found = struct.unpack("f", struct.pack("f", found + value))[0]
+        return float(found**0.5)
+
+    patch.setattr(updates, "total_norm", total)
+
+
+@mutation
+def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    coefficient, last = updates.clip_coefficient, [1.0]
+
+    def stale(norm: float, limit: float | None) -> float:
+        last.append(coefficient(norm, limit))
+        return last.pop(0)
+
+    patch.setattr(updates, "clip_coefficient", stale)
+
+
+@mutation
+def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
+    count = RegionState.count
+
+    def counted(self: RegionState, touched: Sequence[bool]) -> None:
+        count(self, [False, *touched[1:]] if len(touched) > 1 else touched)
+
+    patch.setattr(RegionState, "count", counted)
+
+
+@mutation
+def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
+    """Of the speculative updates of a step, the one of region 1 stays as it was."""
+    correct = Updates._submit_correction
+
+    def corrected(self: Updates, landed: Any, touched: Sequence[bool], scale: float) -> None:
+        if landed.region.index != 1:
+            correct(self, landed, touched, scale)
+
+    patch.setattr(Updates, "_submit_correction", corrected)
+
+
+@mutation
+def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
+    """Where a region is cut over ranks or in tiles, the last block of a piece that another follows is left out."""
+    runs = update._runs
+
+    def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any) -> Iterator[Any]:
+        for span, alike in runs(state, part, touched, infos):
+            end = min(span.stop, part.end - part.begin - 8) if part.end < state.region.numel else span.stop
+            if span.start < end:
+                yield slice(span.start, end), alike
+
+    patch.setattr(update, "_runs", cut)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
+    take = GradientFlow.take
+
+    def taken(self: GradientFlow, index: int, parameter: Any) -> None:
+        region, position = self._places[index]
+        if parameter.grad is not None and self.measures.touched[region.index][position]:
+            parameter.grad = parameter.grad * 2
+        take(self, index, parameter)
+
+    patch.setattr(GradientFlow, "take", taken)
+
+
+@mutation
+def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
+    """Gradients with several contributions land after the first one; the others come too late."""
+    close, rest = GradientFlow.close, GradientFlow.land_rest
+
+    def closed(self: GradientFlow, regions: Any) -> None:
+        close(self, regions)
+        for region in regions:
+            early = region.index in self._lasting and region.index not in self._landed and not self.accumulates
+            if early and any(self.measures.touched[region.index]):
+                self._land(region, self._lasting[region.index].clone(), Fence("lasting gradients"))
+
+    def landed_rest(self: GradientFlow) -> None:
+        kept = dict(self._lasting)
+        for index in self._landed:
+            if not self.accumulates:
+                self._lasting.pop(index, None)
+        rest(self)
+        self._lasting = kept
+
+    patch.setattr(GradientFlow, "close", closed)
+    patch.setattr(GradientFlow, "land_rest", landed_rest)
+
+
+@mutation
+def padding_not_zeroed(patch: pytest.MonkeyPatch) -> None:
+    begin = GradientFlow.begin_step
+
+    def begun(self: GradientFlow) -> None:
+        begin(self)
+        self._ragged = {index: [] for index in self._ragged}
+
+    patch.setattr(GradientFlow, "begin_step", begun)
+
+
+@mutation
+def micro_batches_weighted_alike(patch: pytest.MonkeyPatch) -> None:
+    """Of a batch's parts, and of ranks, all count the same, whatever their targets."""
+    patch.setattr(losses, "_scaled", lambda loss, share: loss * (0.5 if share != 1.0 else 1.0))
+
+
+# -- recompute and kept graphs ---------------------------------------------------------------------------------------
+
+
+@mutation
+def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def as_they_are(buffers: Any, values: Any) -> Iterator[None]:
+        yield
+
+    patch.setattr(call, "_buffers_as", as_they_are)
+
+
+@mutation
+def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
+    recompute = call.Call._recompute
+
+    def without(self: call.Call, number: int) -> Any:
+        self._parts[number].random = None
+        return recompute(self, number)
+
+    patch.setattr(call.Call, "_recompute", without)
+
+
+@mutation
+def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
+    """Weights that a kept graph saved are looked for where the unit lay when it was first asked for."""
+    view = Slots.view
+
+    def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
+        places = self.__dict__.setdefault("_mutated", {})
+        slot = self._find(cargo)
+        assert slot is not None
+        begin = min(places.setdefault(cargo, slot.begin), self._memory.nbytes - (slot.end - slot.begin))
+        own, slot.begin, slot.end = (slot.begin, slot.end), begin, begin + slot.end - slot.begin
+        try:
+            return view(self, cargo, dtype, distance, shape, stride)
+        finally:
+            slot.begin, slot.end = own
+
+    patch.setattr(Slots, "view", stale)
+
+
+# -- disk and checkpoints --------------------------------------------------------------------------------------------
+
+
+@mutation
+def tail_of_a_record_not_written(patch: pytest.MonkeyPatch) -> None:
+    write = Stripes.write
+
+    def cut(self: Stripes, offset: int, memory: torch.Tensor) -> None:
+        write(self, offset, memory[:-4096] if memory.nbytes > 4096 else memory)
+
+    patch.setattr(Stripes, "write", cut)
+
+
+@mutation
+def low_halves_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    read = Reader.read
+
+    def without(self: Reader, name: str, plane: str, begin: int, into: torch.Tensor) -> None:
+        read(self, name, plane, begin, into)
+        if plane == "low":
+            into.zero_()
+
+    patch.setattr(Reader, "read", without)
+
+
+@mutation
+def second_moments_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    read = Reader.read
+
+    def without(self: Reader, name: str, plane: str, begin: int, into: torch.Tensor) -> None:
+        if plane != "exp_avg_sq":
+            read(self, name, plane, begin, into)
+
+    patch.setattr(Reader, "read", without)

@@ -1,0 +1,133 @@
+"""What must hold: sameness to the bit, budgets, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offload import Engine
+from tests.engine.compare import same_bits
+from tests.engine.inside import states
+
+_PATIENCE_S = 5.0
+"""For threads that end by themselves."""
+_OF_A_STEP = ("unit inputs", "kept tensors")
+"""What a step holds on the device until its backward."""
+
+
+class Wrong(Exception):
+    """An oracle was contradicted."""
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Return how named tensors differ, or nothing where they have the same bits."""
+    if list(found) != list(wanted):
+        return f"names {sorted(set(found) ^ set(wanted))[:4]}, or their order"
+    wrong = [name for name in wanted if not same_bits(found[name], wanted[name])]
+    if not wrong:
+        return ""
+    name = wrong[0]
+    apart = (found[name].double() - wanted[name].double()).abs().max().item()
+    return f"{len(wrong)} of {len(wanted)} differ, first {name} by {apart:.3g}"
+
+
+def near(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], within: float) -> str:
+    """Return how named weights differ by more than a share of the largest of their layer."""
+    scales: dict[str, float] = {}
+    for name, value in wanted.items():
+        layer = name.rpartition(".")[0]
+        scales[layer] = max(scales.get(layer, 0.0), value.abs().max().item())
+    for name, value in wanted.items():
+        apart, scale = (found[name] - value).abs().max().item(), scales[name.rpartition(".")[0]]
+        if not apart <= within * scale:
+            return f"{name} by {apart:.3g}, where the layer's scale is {scale:.3g}"
+    return ""
+
+
+def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
+    """Return the moments and step counts of this rank, and every buffer of the model."""
+    found: dict[str, Any] = {}
+    for name, state in states(engine).items():
+        found |= {
+            f"{name} exp_avg": state.exp_avg,
+            f"{name} exp_avg_sq": state.exp_avg_sq,
+            f"{name} steps": state.num_steps,
+        }
+    return found
+
+
+def check_ledgers(engine: Engine, after_step: bool) -> None:
+    """The budgets hold, and after a whole step nothing of it is still on the device."""
+    parts = engine._parts
+    for ledger in (parts.device.ledger, parts.host, parts.nvme_ledger):
+        if ledger.budget_bytes is not None and ledger.peak_bytes > ledger.budget_bytes:
+            raise Wrong(f"{ledger.tier} held {ledger.peak_bytes} bytes, and its budget is {ledger.budget_bytes}")
+    if after_step and _of_a_step(engine):
+        gc.collect()  # an exception may have left a cycle of frames, which hold what a step that failed had made
+        if _of_a_step(engine):
+            raise Wrong(f"after a step there still is {_of_a_step(engine)}")
+
+
+def _of_a_step(engine: Engine) -> list[tuple[str, int]]:
+    return [(name, size) for _, name, size in engine.allocations if name in _OF_A_STEP and size]
+
+
+@contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
+    """Within, engines come and go; afterwards there is no file of theirs in `folder`, no thread, no descriptor, no
+    shared memory, and no exception that Python has swallowed."""
+    gc.freeze()  # what the imports made is no garbage, and need not be looked at for each case
+    swallowed: list[str] = []
+    before, hook = _traces(), sys.unraisablehook
+    sys.unraisablehook = lambda event: swallowed.append(
+        f"{event.exc_type.__name__}: {event.exc_value} in {event.object!r}"
+    )
+    try:
+        yield
+        gc.collect()
+        left = _left(before)
+        deadline = time.monotonic() + _PATIENCE_S
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gc.collect()
+            left = _left(before)
+    finally:
+        sys.unraisablehook = hook
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*")] if folder.exists() else []
+    if files:
+        raise Wrong(f"left on disk: {files[:5]}")
+    if left:
+        raise Wrong(f"left behind: {left[:5]}")
+    if swallowed:
+        raise Wrong(f"Python has swallowed {swallowed[:3]}")
+
+
+def _traces() -> set[str]:
+    threads = {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
+    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}  # noqa: PTH208
+    return threads | shared | _descriptors()
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+        except OSError:
+            continue
+        if "offload" in target or "io_uring" in target:
+            found.add(f"descriptor {name} of {target}")
+    return found
+
+
+def _left(before: set[str]) -> list[str]:
+    return sorted(one for one in _traces() - before if "/dev/shm" not in one or "offload" in one)

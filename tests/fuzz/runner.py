@@ -1,0 +1,656 @@
+"""Runs one case: a resident engine first, then the engine that is tested, each op compared with what the first gave;
+where it is asked for, plain PyTorch and a run of one rank, too."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from offload import AdamW, Engine, Placement
+from offload.engine.loss import find_loss
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    DoesNotFitError,
+    NonFiniteError,
+    OffloadError,
+    RankLostError,
+    TornError,
+)
+from offload.partition.comm import Alone, Comm
+from offload.planning import disk
+from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
+from tests.fuzz import models
+from tests.fuzz.cases import Case, Op
+from tests.fuzz.faults import Faults, Told
+from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
+
+RULES = {
+    "smooth": AdamW(lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=(("up|q_proj", {"lr_scale": 0.5}),)),
+    "groups": AdamW(
+        lr=3e-3,
+        weight_decay=0.1,
+        decay_1d=True,
+        groups=(("norm|bias", {"weight_decay": 0.0}), ("0", {"lr_scale": 0.3})),
+    ),
+}
+"""smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
+_SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
+_PLACES = ("parameters", "optimizer", "gradients", "activations")
+
+
+@dataclass
+class Outcome:
+    """What became of a case: what was wrong, if anything; what was refused, where that ended it; what was done."""
+
+    wrong: str = ""
+    refused: str = ""
+    is_sound: bool = True  # the process can go on with another case
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+class Refused(Exception):
+    """The engine has refused what it may refuse, by the name of the error."""
+
+
+@dataclass
+class Seen:
+    """What an op gave, and the weights after it, as far as it was looked at them."""
+
+    result: Any = None
+    weights: dict[str, Tensor] | None = None
+
+
+class Player:
+    """Makes an engine of a case and does its ops."""
+
+    def __init__(
+        self, case: Case, comm: Comm, folder: Path, layout: Mapping[str, Any], budgets: Mapping[str, int]
+    ) -> None:
+        self.case, self.comm, self.folder, self._budgets = case, comm, folder, budgets
+        self.faults: Faults | None = None
+        self.owes_fault = False  # one on a lane that works for the next step has not come out yet
+        self._num_saved = 0
+        self._saved: Path | None = None
+        self.engine = self.open(layout)
+        self.base_lr = self.engine.lr
+
+    def open(self, layout: Mapping[str, Any]) -> Engine:
+        model = models.build(self.case.model)
+        if self.case.kind == "interrupts":
+            self.faults = Faults(model)
+        budgets = self._budgets if layout is self.case.layouts[0] else {}
+        engine = open_engine(model, self.case.settings, layout, self.folder, self.comm, budgets)
+        if self.faults is not None:
+            self.faults.watch(engine)
+        return engine
+
+    def do(self, op: Op) -> Any:
+        """Return what an op gives; Refused where the engine refuses it."""
+        torch.manual_seed(op["seed"])
+        try:
+            return getattr(self, f"_{op['do']}")(op)
+        except _SEVERE:
+            raise
+        except OffloadError as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.engine.named_parameters())
+
+    def _batch(self, op: Op) -> dict[str, Tensor]:
+        drawn = op["batch"]
+        if op["do"] != "step":  # a mean over no targets
+            drawn = {**drawn, "ignored": False}
+        return models.batch(self.case.model, drawn, self.comm.rank)
+
+    def _loss_fn(self, op: Op) -> Any:
+        return models.cross_entropy if op.get("loss_fn") else None
+
+    def _step(self, op: Op) -> Any:
+        result = self.engine.step(self._batch(op), loss_fn=self._loss_fn(op))
+        if result.tokens != self._num_targets(op):
+            raise Wrong(f"{result.tokens} tokens, and there are {self._num_targets(op)} targets")
+        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.tokens, result.skipped
+
+    def _num_targets(self, op: Op) -> int:
+        spec = self.case.model
+        given = [models.batch(spec, op["batch"], rank) for rank in range(self.comm.size)]
+        # What the engine finds out about a loss is its own; a family's is known.
+        return sum(models.targets(spec, one, not op.get("loss_fn")) for one in given)
+
+    def _empty(self, op: Op) -> Any:
+        if op.get("loss_fn"):
+            return None
+        given = self._batch(op)
+        return self.engine.step({**given, "labels": torch.full_like(given["labels"], -100)})
+
+    def _evaluate(self, op: Op) -> Any:
+        return models.bits(self.engine.evaluate(self._batch(op), loss_fn=self._loss_fn(op)).item())
+
+    def _own(self, op: Op) -> Any:
+        if op.get("lost_forward"):
+            self.loss(op)
+        for _ in range(len(self.engine._own_losses), op.get("passes", 1)):
+            self.engine.backward(self.loss(op))
+        result = self.engine.update()
+        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.skipped
+
+    def loss(self, op: Op) -> Tensor:
+        """Call the model as an own loop does."""
+        return plain_loss(self.engine.model, self._batch(op), op)
+
+    def _ungraded(self, op: Op) -> Any:
+        self.loss(op)
+
+    def _forward(self, op: Op) -> Any:
+        with torch.no_grad():
+            return models.bits(self.loss(op).item())
+
+    def _read(self, op: Op) -> Any:
+        self.weights()
+
+    def _lr(self, op: Op) -> Any:
+        self.engine.lr = self.base_lr * op["factor"]
+
+    def _save(self, op: Op) -> Any:
+        self._num_saved += 1
+        folder = self.folder / "checkpoints" / f"{op['seed']}-{self._num_saved}"
+        self.engine.save_checkpoint(folder, meta={"seed": op["seed"]})
+        self._saved = folder
+
+    def _load(self, op: Op) -> Any:
+        if self._saved is not None:
+            self.engine.load_checkpoint(self._saved)
+
+    def _reopen(self, op: Op) -> Any:
+        """Go on in a new engine, which lies elsewhere."""
+        before, lr = self._saved, self.engine.lr
+        self._save(op)
+        self.engine.close()
+        self.engine = self.open(self.case.layouts[op["layout"]])
+        self.engine.load_checkpoint(self._saved or "")
+        self.engine.lr, self._saved = lr, before
+
+    def _world(self, op: Op) -> Any:
+        """Let one rank alone load what all have saved, and save it; all go on from that."""
+        before = self._saved
+        self._save(op)
+        if models.moves(self.case.model):  # every rank has moved its own, and one rank has one
+            self.engine.load_checkpoint(self._saved or "")
+            self._saved = before
+            return
+        wanted, problem = self.weights(), ""
+        saved, other = self._saved, self.folder / "checkpoints" / f"{op['seed']}-alone"
+        assert saved is not None
+        if self.comm.rank == 0:
+            engine = open_engine(models.build(self.case.model), self.case.settings, {}, self.folder, Alone(), {})
+            engine.load_checkpoint(saved)
+            problem = same(dict(engine.named_parameters()), wanted)
+            engine.save_checkpoint(other)
+            engine.close()
+        problem = agreed(self.comm, problem)
+        if problem:
+            raise Wrong(f"one rank has loaded other weights than {self.comm.size} have saved: {problem}")
+        self.engine.load_checkpoint(other)
+        self._saved = before
+
+
+def plain_loss(model: nn.Module, given: dict[str, Tensor], op: Op) -> Tensor:
+    """Return the loss of a model that is called directly."""
+    if op.get("loss_fn"):
+        inputs = {key: value for key, value in given.items() if key != "labels"}
+        return models.cross_entropy(model(**inputs), given)
+    return find_loss(model(**given))
+
+
+def open_engine(
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    folder: Path,
+    comm: Comm,
+    budgets: Mapping[str, int],
+) -> Engine:
+    """Return an engine over a model, laid out as a case says."""
+    places = {key: layout[key] for key in _PLACES if key in layout}
+    if "nvme" in places.values() or "host_extra" in layout:
+        (folder / "nvme").mkdir(parents=True, exist_ok=True)
+        places["nvme_dir"] = str(folder / "nvme")
+    more = {key: layout[key] for key in ("debug", "recompute", "prefetch", "throttle", "zero_stage") if key in layout}
+    given = dict(settings)
+    if "optimizer" in given:
+        given["optimizer"] = RULES[given["optimizer"]]
+    with ExitStack() as stack:
+        if layout.get("small_tiles"):
+            stack.enter_context(mock.patch.object(disk, "_LARGEST_TILE", 2048))
+        return Engine(model, placement=Placement(**places, **budgets), comm=comm, **given, **more)
+
+
+def twin_layout(case: Case) -> dict[str, Any]:
+    """Return how the twin lies: resident. (Speculative clipping is not done on the device.)"""
+    tier = "cpu" if case.settings.get("clip") == "speculative" else "device"
+    return {"parameters": tier, "optimizer": tier, "prefetch": 0, "recompute": "always"}
+
+
+def agreed(comm: Comm, problem: str) -> str:
+    """Return what is wrong on any rank, so that all of them stop."""
+    found = [f"rank {rank}: {one}" for rank, one in enumerate(comm.gather_objects(problem, "verdict")) if one]
+    return "; ".join(found) if comm.size > 1 else problem
+
+
+# -- a case ----------------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, comm: Comm | None = None) -> Outcome:
+    """Run a case of engines; return what became of it."""
+    comm, outcome = comm or Alone(), Outcome()
+    with tempfile.TemporaryDirectory(prefix="offload-fuzz-") as name:
+        folder = Path(comm.gather_objects(name, "folder of a case")[0])
+        try:
+            with leaving_nothing(folder / "nvme"):
+                _run(case, comm, folder, outcome)
+                comm.barrier("end of the engines")  # all ranks use one folder
+        except Refused as refused:
+            outcome.refused = str(refused)
+        except Wrong as wrong:
+            outcome.wrong = str(wrong)
+        try:
+            comm.barrier("end of a case")  # before rank 0's folder goes
+        except RankLostError:
+            outcome.is_sound = False
+            if not outcome.wrong:  # what this rank has found itself says more
+                raise
+    return outcome
+
+
+def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
+    ops = [op for op in case.ops if op]
+    seen = record(case, comm, folder / "twin", ops)
+    outcome.notes.update(op["do"] for op in ops[: len(seen)])
+    if case.plain:
+        compare_plain(case, ops, seen, outcome)
+    if case.one:
+        compare_one(case, comm, folder / "one", ops, seen)
+    budgets: dict[str, int] = {}
+    layout = case.layouts[0]
+    if "device_extra" in layout or "host_extra" in layout:
+        budgets = find_budgets(case, comm, folder / "probe", ops[: len(seen)], layout)
+    player = make(case, comm, folder, layout, budgets)
+    with closing(player):
+        for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):
+            where = f"op {number} ({op['do']})"
+            if op["do"] == "fail":
+                fail(player, op, seen[number - 1], wanted, where, outcome)
+            else:
+                follow(player, op, wanted, where, bool(budgets), outcome)
+        finish(player, seen, case, comm)
+
+
+@contextmanager
+def closing(player: Player) -> Iterator[None]:
+    """Close the engine at the end. What all ranks have found together is no error of the engine's, and closes it as the
+    end of its work does."""
+    verdict = None
+    try:
+        yield
+    except (Wrong, Refused) as found:
+        verdict = found
+    except BaseException:
+        player.engine.close()
+        raise
+    player.engine.close()
+    if verdict is not None:
+        raise verdict
+
+
+def make(case: Case, comm: Comm, folder: Path, layout: Mapping[str, Any], budgets: Mapping[str, int]) -> Player:
+    try:
+        return Player(case, comm, folder, layout, budgets)
+    except (ConfigError, DoesNotFitError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+_last: dict[str, Any] = {}
+
+
+def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
+    """Do the ops with the resident twin, without faults. Ends early where gradients are not finite."""
+    player = make(case, comm, folder, twin_layout(case), {})
+    seen: list[Seen] = []
+    with closing(player):
+        for op in ops:
+            done = op["of"] if op["do"] == "fail" else op
+            try:
+                result = None if done["do"] in ("reopen", "world") else player.do(done)
+            except Refused as refused:
+                if str(refused).startswith("NonFinite"):
+                    break
+                result = refused
+            looks = op.get("look") or done.get("look") or op.get("counted")
+            seen.append(Seen(result, player.weights() if looks else None))
+        if seen:
+            seen[-1].weights = player.weights()
+            _last.update(states=all_states(player.engine), buffers=buffers(player.engine))
+    return seen
+
+
+def buffers(engine: Engine) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}
+
+
+def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, outcome: Outcome) -> None:
+    """Do an op and compare it with what the twin gave."""
+    try:
+        result = do_counted(player, op)
+    except Refused as refused:
+        if is_tight and str(refused).startswith("DoesNotFit"):
+            outcome.notes["did not fit"] += 1
+            raise
+        if not isinstance(wanted.result, Refused) or _kind(wanted.result) != _kind(refused):
+            raise Wrong(f"{where}: refused, and the twin gave {wanted.result}: {refused}") from refused
+        outcome.notes["refused ops"] += 1
+        result = wanted.result
+    problem = "" if same_result(result, wanted.result) else f"gave {result}, the twin {wanted.result}"
+    if not problem and wanted.weights is not None:
+        problem = same(player.weights(), wanted.weights)
+    problem = agreed(player.comm, problem)
+    if problem:
+        raise Wrong(f"{where}: {problem}")
+    check_ledgers(player.engine, after_step=op["do"] == "step" and not isinstance(result, Refused))
+
+
+def do_counted(player: Player, op: Op) -> Any:
+    """Do an op; count the places for faults where one is to come into the next. What failed on a lane that worked ahead
+    comes out in it, and costs that attempt only."""
+    owes, player.owes_fault = player.owes_fault, False
+    try:
+        if player.faults is None or not op.get("counted"):
+            return player.do(op)
+        with player.faults.counting():
+            return player.do(op)
+    except Told:
+        if not owes:
+            raise
+        return do_counted(player, op)
+
+
+def _kind(refused: Refused) -> str:
+    return str(refused).partition(":")[0]
+
+
+def same_result(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Refused):
+        return isinstance(found, Refused) and _kind(found) == _kind(wanted)
+    return bool(found == wanted) or player_gives_nothing(wanted)
+
+
+def player_gives_nothing(wanted: Any) -> bool:
+    return wanted is None
+
+
+def finish(player: Player, seen: list[Seen], case: Case, comm: Comm) -> None:
+    """Compare everything once more, moments and step counts as well, and let the model have its weights back."""
+    if not seen or seen[-1].weights is None:
+        return
+    problem = same(player.weights(), seen[-1].weights)
+    if not problem and comm.size == 1:
+        found = all_states(player.engine)
+        different = [key for key, value in _last["states"].items() if not same_value(found.get(key), value)]
+        problem = f"{len(different)} states differ, first {different[:2]}" if different else ""
+    problem = agreed(comm, problem or same(buffers(player.engine), _last["buffers"]))
+    if problem:
+        raise Wrong(f"at the end: {problem}")
+    if case.restore:
+        player.engine.close(restore=True)
+        found = {name: value.detach() for name, value in player.engine.model.named_parameters()}
+        wanted = {name: value.to(found[name].dtype) for name, value in seen[-1].weights.items()}
+        problem = agreed(comm, same(found, wanted))
+        if problem:
+            raise Wrong(f"restored weights: {problem}")
+
+
+def same_value(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        return isinstance(found, Tensor) and not same({"": found}, {"": wanted})
+    return bool(found == wanted)
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome: Outcome) -> None:
+    """Do an op with a fault in the middle of it. Afterwards the engine is as before, as after, or torn and sound again
+    once it has loaded; in the end the op is done, and all is as the twin has it."""
+    faults, of = player.faults, op["of"]
+    assert faults is not None
+    assert before.weights is not None
+    place = op["lane"] if op["where"] == "lane" else op["where"]
+    sound = player.folder / "checkpoints" / f"sound-{op['seed']}"
+    random = torch.get_rng_state()
+    player.engine.save_checkpoint(sound)
+    where = f"{where}, {of['do']} with a fault in {place}"
+    try:
+        with faults.armed(place, op["share"]):
+            player.do(of)
+    except (Told, KeyboardInterrupt, TornError):
+        pass
+    except Refused as refused:
+        if not isinstance(after.result, Refused):
+            raise Wrong(f"{where}: refused: {refused}") from refused
+    except Exception as error:
+        raise Wrong(f"{where}: {type(error).__name__}: {error}\n{_trace(error)}") from error
+    player.owes_fault = op["where"] == "lane" and faults.has_raised
+    outcome.notes[f"fault in {op['where']}{'' if faults.has_raised else ', missed'}"] += 1
+    try:
+        recover(player, of, sound, before, after, where, outcome)
+    except (OffloadError, Refused, Wrong):
+        raise
+    except Exception as error:
+        raise Wrong(f"{where}, afterwards: {type(error).__name__}: {error}\n{_trace(error)}") from error
+    torch.set_rng_state(random)
+
+
+def recover(player: Player, of: Op, sound: Path, before: Seen, after: Seen, where: str, outcome: Outcome) -> None:
+    assert before.weights is not None
+    assert after.weights is not None
+    try:
+        now = read_after_fault(player)
+    except TornError:
+        player.engine.load_checkpoint(sound)
+        now, state = player.weights(), "torn"
+        problem = same(now, before.weights)
+        if problem:
+            raise Wrong(f"{where}: torn, and after load_checkpoint {problem}") from None
+    else:
+        state = "before" if not same(now, before.weights) else "after" if not same(now, after.weights) else "neither"
+    outcome.notes[f"{state} a fault"] += 1
+    if state == "before" and models.moves(player.case.model):  # as in plain PyTorch, a forward has moved its buffers
+        player.engine.load_checkpoint(sound)
+    if state == "neither":
+        raise Wrong(f"{where}: neither as before ({same(now, before.weights)}) nor as after")
+    if state in ("before", "torn"):
+        result = do_counted(player, of)
+        if not same_result(result, after.result):
+            raise Wrong(f"{where}: done again after it ({state}) it gave {result}, the twin {after.result}")
+    problem = same(player.weights(), after.weights)
+    if problem:
+        raise Wrong(f"{where}: done again after it ({state}): {problem}")
+    check_ledgers(player.engine, after_step=of["do"] == "step")
+
+
+def read_after_fault(player: Player) -> dict[str, Tensor]:
+    """Return the weights; what failed behind a step may come out now, and leaves the engine torn."""
+    try:
+        return player.weights()
+    except Told:
+        return player.weights()
+
+
+def _trace(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error)[-12:])
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Mapping[str, Any]) -> dict[str, int]:
+    """Return budgets that are little more than what these ops need at least."""
+    calm = dict(layout)
+    if calm.get("recompute") == "auto":
+        calm["recompute"] = "always"
+    player = make(case, comm, folder, calm, {})
+    try:
+        for op in ops:
+            if op["do"] not in ("reopen", "world"):
+                with suppress(Refused):
+                    player.do(op["of"] if op["do"] == "fail" else op)
+        parts = player.engine._parts
+        peaks = comm.gather_objects((parts.device.ledger.peak_bytes, parts.host.peak_bytes), "peaks")
+    finally:
+        player.engine.close()
+    device, host = map(max, zip(*peaks, strict=True))
+    budgets = {}
+    if "device_extra" in layout:
+        budgets["device_memory"] = device + layout["device_extra"]
+    if "host_extra" in layout:
+        budgets["host_memory"] = comm.local_size * (host + layout["host_extra"])
+    return budgets
+
+
+# -- plain PyTorch, and one rank -------------------------------------------------------------------------------------
+
+
+def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome) -> None:
+    """Train plain PyTorch on the same steps, up to the first op that it does not know; compare loss, norm and weights:
+    to the bit where the order of all sums is the same."""
+    spec, settings = case.model, case.settings
+    rows, rule = settings.get("micro_batch_size"), settings.get("optimizer")
+    is_exact = not rows and "head_chunk_bytes" not in settings and settings.get("clip") != "speculative"
+    is_wide = settings.get("precision") != "bf16"
+    if spec.get("half") or (not is_wide and (not is_exact or models.moves(spec))) or (models.is_random(spec) and rows):
+        return
+    reference = Reference(
+        models.build(spec),
+        RULES[rule] if rule else None,
+        precision=settings.get("precision", "fp32"),
+        max_grad_norm=settings.get("max_grad_norm"),
+        micro_batch_size=rows,
+        group=sum_by_layer,
+    )
+    for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):
+        if isinstance(wanted.result, Refused) or op["do"] in ("read", "evaluate"):
+            continue
+        if op["do"] not in ("step", "own") or op.get("lost_forward"):
+            return
+        torch.manual_seed(op["seed"])
+        given = models.batch(spec, {**op["batch"], "ignored": op["do"] == "step" and op["batch"].get("ignored")})
+        if op["do"] == "step":
+            own = not op.get("loss_fn")
+            count = count_shifted if own and models.shifts(spec) else count_labels
+            if not count(given):
+                return
+            loss, norm = step(reference, given, op, count)
+        else:
+            losses = []
+            for _ in range(op.get("passes", 1)):
+                losses.append(plain_loss(reference.model, given, op))
+                losses[-1].backward()
+                reference.collect()
+            loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
+            # What is used in several places sums up over these first, and over the passes then.
+            is_exact = is_exact and not (spec["make"] == "mixtral" or models.shares(reference.model))
+            if not is_exact and not is_wide:
+                return
+        _judge_plain((loss.item(), norm), wanted, reference, is_exact, f"op {number}")
+        outcome.notes["plain, to the bit" if is_exact else "plain"] += 1
+
+
+def _judge_plain(plain: tuple[float, float], seen: Seen, reference: Reference, is_exact: bool, where: str) -> None:
+    problem = ""
+    for name, one, other in zip(("loss", "norm"), seen.result, plain, strict=False):
+        if is_exact and one != models.bits(other):
+            problem = f"{name} is {one!r}, and plain PyTorch gives {other!r}"
+        elif isinstance(one, str) or abs(one - other) > 2e-4 * max(1e-3, abs(other)):
+            problem = problem or f"{name} is {one}, and plain PyTorch gives {other}"
+    if not problem and seen.weights is not None:
+        if is_exact:
+            problem = same(seen.weights, reference.masters)
+        elif reference.rule is RULES["smooth"] and not reference.split:
+            problem = near(seen.weights, reference.masters, 1e-5 if reference.rows else 3e-6)
+    if problem:
+        raise Wrong(f"{where}, plain PyTorch: {problem}")
+
+
+def step(reference: Reference, given: dict[str, Tensor], op: Op, count: Any) -> tuple[Tensor, float]:
+    """A step of the reference on a model that makes its loss, whatever kind of thing it returns."""
+    total = torch.zeros(())
+    num_rows = len(given["labels"])
+    rows = reference.rows or num_rows
+    for start in range(0, num_rows, rows):
+        part = {key: value[start : start + rows] for key, value in given.items()}
+        if count(part):
+            loss = plain_loss(reference.model, part, op) * (count(part) / count(given))
+            loss.backward()
+            total += loss.detach().float()
+            reference.collect()
+    return total, reference.update()
+
+
+def compare_one(case: Case, comm: Comm, folder: Path, ops: list[Op], seen: list[Seen]) -> None:
+    """Let one rank do the same on all ranks' rows."""
+    problem = ""
+    if comm.rank == 0:
+        alone = copy.deepcopy(case)
+        for op in alone.ops:
+            if "batch" in op:
+                op["all"] = True
+        problem = _compare_one(alone, comm.size, folder, [op for op in alone.ops if op], seen)
+    problem = agreed(comm, problem)
+    if problem:
+        raise Wrong(f"one rank: {problem}")
+
+
+def _compare_one(case: Case, world: int, folder: Path, ops: list[Op], seen: list[Seen]) -> str:
+    settings = {
+        key: value for key, value in case.settings.items() if key not in ("micro_batch_size", "head_chunk_bytes")
+    }
+    engine = open_engine(models.build(case.model), settings, twin_layout(case), folder, Alone(), {})
+    problem = ""
+    try:
+        for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):
+            if op["do"] not in ("step", "evaluate") or isinstance(wanted.result, Refused):
+                continue
+            drawn = op["batch"] if op["do"] == "step" else {**op["batch"], "ignored": False}
+            shares = [models.batch(case.model, drawn, rank) for rank in range(world)]
+            whole = {key: torch.cat([share[key] for share in shares]) for key in shares[0]}
+            loss_fn = models.cross_entropy if op.get("loss_fn") else None
+            if op["do"] == "evaluate":
+                found, its = [engine.evaluate(whole, loss_fn=loss_fn).item()], [wanted.result]
+            else:
+                result = engine.step(whole, loss_fn=loss_fn)
+                found, its = [result.loss.item(), result.grad_norm], list(wanted.result[:2])
+            for one, other in zip(found, its, strict=True):
+                if not abs(one - other) <= 2e-6 * max(1.0, abs(one)):
+                    problem = problem or f"op {number}: {found}, and several ranks {its}"
+            if wanted.weights is not None and not problem:
+                apart = near(dict(engine.named_parameters()), wanted.weights, 5e-6)
+                problem = apart and f"op {number}: {apart}"
+    except NonFiniteError:
+        pass
+    finally:
+        engine.close()
+    return problem

@@ -1,0 +1,93 @@
+"""The fuzzer itself: fixed cases of every kind pass, and what it is made of does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fuzz import shrink as shrinking
+from tests.fuzz.__main__ import drawn
+from tests.fuzz.cases import KINDS, Case, draw, parse
+from tests.fuzz.workers import Crew, signature
+
+FEW = {"engine": 4, "loops": 2, "saves": 2, "interrupts": 2, "commands": 6}
+"""How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
+MANY = {"engine": 50, "loops": 15, "saves": 15, "interrupts": 20, "ranks2": 12, "ranks3": 4, "commands": 50}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+def passes(crew: Crew, kind: str, seeds: range) -> None:
+    refused = 0
+    for seed in seeds:
+        case = draw(kind, seed)
+        outcome: Any = crew.run(case.name, case.world)
+        assert not outcome.wrong, f'{outcome.wrong}\nrepeat: make fuzz ARGS="--case {case.name}"'
+        refused += bool(outcome.refused)
+    assert refused <= max(1, len(seeds) // 4), "cases that are refused prove little"
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_a_few_cases(crew: Crew, kind: str) -> None:
+    passes(crew, kind, range(FEW[kind]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MANY)
+def test_a_minute_of_cases(crew: Crew, kind: str) -> None:
+    passes(crew, kind, range(100, 100 + MANY[kind]))
+
+
+def test_a_case_follows_from_its_seed() -> None:
+    for kind in KINDS:
+        assert draw(kind, 7) == draw(kind, 7)
+        assert draw(kind, 7) != draw(kind, 8)
+
+
+def test_a_name_repeats_the_case_that_was_cut() -> None:
+    for kind in KINDS:
+        case = draw(kind, 3)
+        for part in case.parts()[::2]:
+            case = case.cut(part)
+        assert parse(case.name) == case
+
+
+def test_drawn_cases_follow_from_the_seed_and_are_of_all_kinds() -> None:
+    one, other = ([case.name for case in drawn(5, list(KINDS), 200)] for _ in range(2))
+    assert one == other
+    assert {name.partition(":")[0] for name in one} == set(KINDS)
+
+
+def test_shrinking_leaves_what_the_failure_needs() -> None:
+    case = next(case for case in drawn(1, ["engine"]) if {"op1", "op2", "layout0.debug"} <= set(case.parts()))
+
+    def fails(smaller: Case) -> bool:
+        return bool(smaller.ops[1]) and "debug" in smaller.layouts[0]
+
+    small = shrinking.shrink(case, fails)
+    assert fails(small)
+    assert [number for number, op in enumerate(small.ops) if op] == [1]
+    assert list(small.layouts[0]) == ["debug"]
+    assert not small.settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["steps-of-first-parameters-not-counted", "moving-buffers-not-put-back"])
+def test_a_broken_engine_is_found(crew: Crew, name: str) -> None:
+    """All of them: make fuzz ARGS=--mutations."""
+    cases = drawn(0, ["engine"], 60)
+    assert any(crew.run(case.name, case.world, name).wrong for case in cases)
+
+
+def test_failures_of_one_cause_have_one_signature() -> None:
+    first = "op 3 (step): 20 of 21 differ, first head.weight by 2.98e-08"
+    other = "op 1 (step): 2 of 9 differ, first tiles.0.up.weight by 1.2\nmore"
+    assert signature(first) == signature(other)
+    assert signature(first) != signature("KeyError in call.py:_recompute: 0")

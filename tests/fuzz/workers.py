@@ -1,0 +1,233 @@
+"""Processes that run cases, one after another: one, or several that are the ranks of a case. Those that fail or hang
+are replaced.
+
+python -m tests.fuzz.workers DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from tests.partition.ranks import ROOT, free_port
+
+CASE_S = 90.0
+"""A case that takes longer hangs. (On a busy machine one of several ranks with delays takes a few seconds.)"""
+_GRACE_S = 8.0
+"""For the other ranks of a case, once one of them has failed."""
+
+
+class Worker:
+    """A process, and the file that it writes to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, (self.connection, theirs) = path, Pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        with theirs, path.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.fuzz.workers", str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the one who asked
+            )
+
+    @property
+    def said(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def take(self) -> Any:
+        """Return a reply that is there, or None where the process has ended without one."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Crew:
+    """As many workers as the largest case needs; a case of one rank takes the first of them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="offload-fuzz-crew-")
+        self._workers: list[Worker] = []
+        self._num_started = 0
+
+    def run(self, name: str, world: int, mutation: str | None = None, limit_s: float = CASE_S) -> Any:
+        """Run a case on so many ranks; return its Outcome."""
+        while len(self._workers) < world:
+            self._num_started += 1
+            self._workers.append(Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
+        working, port = self._workers[:world], free_port() if world > 1 else 0
+        marks = [len(worker.said) for worker in working]
+        for rank, worker in enumerate(working):
+            with suppress(OSError):  # that it is gone is seen below
+                worker.connection.send_bytes(pickle.dumps((name, rank, world, port, mutation, limit_s)))
+        replies = self._wait(working, time.monotonic() + limit_s + _GRACE_S)
+        broken = [rank for rank, reply in enumerate(replies) if reply is None or not reply.is_sound]
+        outcome = self._judge(working, replies, marks)
+        if broken:
+            for worker in working:  # a rank that has lost another is about to end
+                worker.end()
+            del self._workers[:world]
+        return outcome
+
+    def _wait(self, working: list[Worker], deadline: float) -> list[Any]:
+        replies: dict[int, Any] = {}
+        while len(replies) < len(working):
+            left = {working[rank].connection: rank for rank in range(len(working)) if rank not in replies}
+            ready = wait(list(left), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return [replies.get(rank) for rank in range(len(working))]
+            for connection in ready:
+                rank = left[connection]
+                replies[rank] = working[rank].take()
+                if replies[rank] is None or not replies[rank].is_sound:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return [replies[rank] for rank in range(len(working))]
+
+    def _judge(self, working: list[Worker], replies: list[Any], marks: list[int]) -> Any:
+        from tests.fuzz.runner import Outcome
+
+        wrong = []
+        for rank, (worker, reply, mark) in enumerate(zip(working, replies, marks, strict=True)):
+            told = f"rank {rank}: " if len(working) > 1 else ""
+            if reply is None:
+                code, said = worker.process.poll(), worker.said[mark:]
+                what = "hangs" if "Timeout" in said or code is None else f"its process ended with {code}"
+                wrong.append(f"{told}{what}\n{said[-6000:]}")
+            elif reply.wrong:
+                wrong.append(told + reply.wrong if told and not reply.wrong.startswith("rank ") else reply.wrong)
+        first = next((reply for reply in replies if reply is not None), None)
+        # Who lost another comes after what became of that one.
+        wrong.sort(key=lambda text: "RankLost" in text)
+        outcome = first if first is not None else Outcome()
+        outcome.wrong = "\n".join(dict.fromkeys(wrong))
+        return outcome
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._folder.cleanup()
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Make this process ready for cases: one thread, short delays, nothing of the imports for the garbage collector."""
+    import logging
+    import warnings
+
+    import torch
+    import transformers
+
+    from offload.lanes import lane
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    lane._LONGEST_DELAY_S = 0.001  # the work of tiny models takes less than that
+    gc.collect()
+    gc.freeze()
+
+
+def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: str | None = None) -> Any:
+    """Run a case in this process, as one of its ranks; return its Outcome. Whatever goes wrong is one."""
+    from contextlib import ExitStack
+
+    from tests.fuzz import mutations
+    from tests.fuzz.cases import parse
+    from tests.fuzz.runner import Outcome, run_case
+
+    try:
+        case = parse(name)
+        with ExitStack() as stack:
+            if mutation:
+                stack.enter_context(mutations.applied(mutation))
+            if case.kind == "commands":
+                from tests.fuzz.commands import run_words
+
+                return run_words(case)
+            comm = None
+            if world > 1:
+                from offload.partition.joining import open_comm
+                from offload.partition.watch import Times
+
+                comm = stack.enter_context(
+                    open_comm(
+                        times=Times(beat_s=0.2, silence_s=30, grace_s=1, stall_s=30, start_s=60),
+                        environ={
+                            **_variables(rank, world, port),
+                        },
+                    )
+                )
+            return run_case(case, comm)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Outcome(wrong=describe(error), is_sound=world == 1)
+
+
+def _variables(rank: int, world: int, port: int) -> dict[str, str]:
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    variables = {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(variables)  # torch reads them itself
+    return variables
+
+
+def describe(error: BaseException) -> str:
+    """Return one line that says what was raised where in the package, and the end of the trace."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f"{Path(f.filename).name}:{f.name}" for f in frames if "/offload/" in f.filename] or ["outside"]
+    trace = "".join(traceback.format_exception(error)[-14:])
+    return f"{type(error).__name__} in {ours[-1]}: {str(error)[:300]}\n{trace}"
+
+
+def signature(wrong: str) -> str:
+    """Return what failures of one cause have in common: the first line without numbers and names of weights."""
+    line = wrong.partition("\n")[0]
+    line = re.sub(r"[\w.]*\.[\w.]+(?= by )", "NAME", line)
+    return re.sub(r"'[^']*'|[-+]?\d[\d.e+-]*|nan|inf", "#", line)[:160]
+
+
+def main() -> None:
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    connection = Connection(int(sys.argv[1]))
+    prepare()
+    while True:
+        try:
+            name, rank, world, port, mutation, limit_s = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        print(f"-- {name} rank {rank}", flush=True)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        outcome = run_here(name, rank, world, port, mutation)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()
