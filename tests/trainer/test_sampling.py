@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,8 @@ def test_another_order_than_that_of_the_modules_is_learnt_in_one_pass() -> None:
         assert torch.equal(model(torch.ones(16)), expected)
         read.append(stream.bytes_read)
     stream.close()
-    assert [later - before for before, later in pairwise(read)][1:] == [stream.total_bytes] * 2
+    ahead = stream.total_bytes // 6  # of the next pass, whether or not it has come by the end of one
+    assert abs(read[3] - read[1] - 2 * stream.total_bytes) <= ahead
 
 
 def test_a_module_that_reads_weights_at_rest_gives_nan_which_is_an_error(models: Any, monkeypatch: Any) -> None:
