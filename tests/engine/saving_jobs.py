@@ -55,12 +55,14 @@ def moved_apart(path: str) -> list[dict[str, Any]]:
     the one that never stopped."""
     found = []
     with open_comm() as comm:
-        whole, resumed = (Engine(build(Shifting), comm=comm) for _ in range(2))
-        for seed in range(2):
-            whole.step(words(10 * seed + comm.rank), cross_entropy)
-        whole.save_checkpoint(path)
-        resumed.load_checkpoint(path)
-        for engine in (whole, resumed):
+        for is_resumed in (False, True):
+            engine = Engine(build(Shifting), comm=comm)
+            if is_resumed:
+                engine.load_checkpoint(path)
+            else:
+                for seed in range(2):
+                    engine.step(words(10 * seed + comm.rank), cross_entropy)
+                engine.save_checkpoint(path)
             result = engine.step(words(20 + comm.rank), cross_entropy)
             buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
             found.append({"loss": result.loss.item(), "norm": result.grad_norm, "buffers": buffers})
