@@ -46,14 +46,19 @@ class Rehearsal:
         self._model, self._parts, self._counters, self._as_ours = model, parts, counters, as_ours
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
+        self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
         self._is_half = False
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
     def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
-        """True where this kind of batch, loss and configuration was not recorded yet."""
-        return self._signature(batch, loss_fn) not in self._found
+        """True where this kind of batch, loss and configuration was not recorded yet; or on equal rows alone, which do
+        not tell whether units may be cut, while these differ.
+        """
+        signature = self._signature(batch, loss_fn)
+        was_equal = signature in self._equal and not _are_equal(self._sample(batch, max(_ROWS), whole=True))
+        return signature not in self._found or was_equal
 
     def on_batch(
         self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None
@@ -86,6 +91,8 @@ class Rehearsal:
 
         again = departed is not None
         samples = self._shared([self._sample(batch, rows, again) for rows in _ROWS], bool(departed), check_batch(batch))
+        signature = self._signature(batch, loss_fn)
+        (self._equal.add if _are_equal(samples[-1]) else self._equal.discard)(signature)
         for variant in [samples] if again else self._variants(samples):
             runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
             self._record(list(zip(_ROWS, runs, strict=True)))
@@ -282,3 +289,8 @@ class Rehearsal:
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():
             yield
+
+
+def _are_equal(sample: Batch) -> bool:
+    """True where all rows of a sample are the same."""
+    return all(torch.equal(value, value[:1].expand_as(value)) for value in sample.values())

@@ -11,9 +11,9 @@ import transformers as t
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement, native
-from tests.engine.compare import PROPORTIONAL, train_both, weights
+from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
-from tests.engine.handmade import WIDTH, WORDS, Block, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
 
 Maker = Callable[[], nn.Module]
@@ -363,3 +363,15 @@ def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
 def test_evaluate_in_micro_batches_is_that_of_the_whole_batch() -> None:
     whole, parts = Engine(build(gpt2)), Engine(build(gpt2), micro_batch_size=3)
     assert parts.evaluate(tokens(0)).item() == pytest.approx(whole.evaluate(tokens(0)).item(), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
+    """A first batch of one row, or of one row three times: each of the next rows is run alone all the same."""
+    engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
+    engine.evaluate({key: value.expand(rows, -1) for key, value in words(0, rows=1).items()}, cross_entropy)
+    for seed in (1, 2):
+        found, wanted = (each.step(words(seed, rows=3), cross_entropy) for each in (engine, reference))
+        assert found.loss == wanted.loss
+        assert found.grad_norm == wanted.grad_norm
+    assert_same(weights(engine), weights(reference))
