@@ -125,6 +125,7 @@ class Assembly:
             shards_bytes=plan.of("device", SHARDS).num_bytes,
             scratch_bytes=plan.of("device", SCRATCH).num_bytes,
             staging=self._stage(self._staged),
+            has_wide_buffer=settings.splits,
             debug=debug,
         )
         # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.

@@ -52,9 +52,13 @@ class GradientFlow:
         staging: torch.Tensor,
         shards_bytes: int = 0,
         scratch_bytes: int = 0,
+        has_wide_buffer: bool = False,
         debug: bool = False,
     ) -> None:
-        """`shards_bytes`, `scratch_bytes`: of the device, for sums over several ranks."""
+        """`shards_bytes`, `scratch_bytes`: of the device, for sums over several ranks. `has_wide_buffer`: the plan has
+        room in the buffer for any region in fp32.
+        """
+        self._has_wide_buffer = has_wide_buffer
         self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
         self._lanes, self._debug = lanes, debug
         on_host = store.tier == "cpu"
@@ -66,6 +70,7 @@ class GradientFlow:
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
         self._lasting: dict[int, torch.Tensor] = {}
+        self._lasting_so_far: set[int] = set()  # of these, what is not for good
         self._places: dict[int, tuple[Region, int]] = {
             index: (region, position) for region in regions for position, index in enumerate(region.parameters)
         }
@@ -117,8 +122,13 @@ class GradientFlow:
             self._drops = False
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
+        for the sake of a pass of the other kind does no longer: in which order is added must not depend on the past.
+        """
         self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
+        for index in self._lasting_so_far:
+            self._device.ledger.release("lasting gradients", self._lasting.pop(index).nbytes)
+        self._lasting_so_far.clear()
 
     def lasts(self, region: Region) -> bool:
         """True where a region's gradients land only once the backward is over."""
@@ -135,8 +145,12 @@ class GradientFlow:
         self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
         self._buffer = Ring(self._device.allocate("gradient buffer", num_bytes), "gradient buffer")
 
-    def make_lasting(self, region: Region) -> None:
-        """Give a region with several contributions its own fp32 buffer on the device."""
+    def make_lasting(self, region: Region, for_good: bool = True) -> None:
+        """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes
+        are of another kind.
+        """
+        if for_good:
+            self._lasting_so_far.discard(region.index)
         if region.trainable and region.index not in self._lasting:
             flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
             if self.accumulates and region.index in self._landed:  # what this step has summed so far begins the sum
@@ -148,6 +162,8 @@ class GradientFlow:
                 for position, has in enumerate(touched):  # another rank may have had what is summed here
                     touched[position] = has or bool(flat[self._store[region].span(position)].any())
             self._lasting[region.index] = flat
+            if not for_good:
+                self._lasting_so_far.add(region.index)
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
@@ -158,10 +174,12 @@ class GradientFlow:
             return
         dtypes = [torch.bfloat16 if region.is_split and not self.is_wide else torch.float32 for region in passing]
         sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
-        stretch = self._buffer.take(sum(sizes))
+        # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
+        is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_split for region in passing)
+        stretch = None if is_too_wide else self._buffer.take(sum(sizes))
         if stretch is None:
             for region in passing:
-                self.make_lasting(region)
+                self.make_lasting(region, for_good=False)
             return
         self._lanes.compute_after((), behind=stretch.after)
         end = 0

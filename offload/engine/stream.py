@@ -139,7 +139,7 @@ class Stream:
         self._inside = unit
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
-                self.gradients.make_lasting(region)
+                self.gradients.make_lasting(region, for_good=False)
         self._executor.enter(unit.regions, backward)
         if backward:
             self.gradients.open(unit.regions)

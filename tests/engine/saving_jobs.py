@@ -10,7 +10,7 @@ from offload.checkpoint.writer import Writer
 from offload.errors import DiskError, OffloadError
 from offload.partition.joining import open_comm
 from tests.engine.families import build
-from tests.engine.handmade import Shifting, cross_entropy, words
+from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
 from tests.engine.ranks_child import CASES, opened, share
 
 
@@ -66,5 +66,25 @@ def moved_apart(path: str) -> list[dict[str, Any]]:
             result = engine.step(words(20 + comm.rank), cross_entropy)
             buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
             found.append({"loss": result.loss.item(), "norm": result.grad_norm, "buffers": buffers})
+            engine.close()
+    return found
+
+
+def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]]]:
+    """Return the norm and the weights of an own loop of two backwards, after a step and after its checkpoint."""
+    found = []
+    with open_comm() as comm:
+        for is_resumed in (False, True):
+            engine = Engine(build(OneBlockInManyPlaces), comm=comm)
+            if is_resumed:
+                engine.load_checkpoint(path)
+            else:
+                engine.step(words(comm.rank), cross_entropy)
+                engine.save_checkpoint(path)
+            for seed in (2, 4):
+                batch = words(seed + comm.rank)
+                engine.backward(cross_entropy(engine.model(batch["x"]), batch))
+            norm = engine.update().grad_norm
+            found.append((norm, {name: value.flatten().tolist() for name, value in engine.named_parameters()}))
             engine.close()
     return found

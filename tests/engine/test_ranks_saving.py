@@ -10,7 +10,7 @@ import torch
 
 from offload.checkpoint.reader import Reader
 from tests.engine.ranks import run
-from tests.engine.saving_jobs import moved_apart, refused, save
+from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, refused, save
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
@@ -58,10 +58,16 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
     """Break: give all ranks those of rank 0."""
-    by_rank = run(2, moved_apart, path=str(tmp_path / "saved"))
+    by_rank = run(2, moved_apart, own_loop_after_a_step, path=str(tmp_path / "saved"))
     for whole, resumed in by_rank:
         assert resumed == whole
     assert by_rank[0][0]["buffers"] != by_rank[1][0]["buffers"]
     with Reader(tmp_path / "saved") as reader:
         assert set(reader.contents["blocks.0.mean"].planes) == {"moved-0", "moved-1"}
         assert set(reader.contents["blocks.2.mean"].planes) == {"buffer", "moved-1"}
+
+
+def test_a_step_before_it_does_not_decide_how_an_own_loop_adds_up(tmp_path: Path) -> None:
+    """A unit in many places keeps its sum on the device in a step; in an own loop ranks sum up each pass."""
+    for whole, resumed in run(2, own_loop_after_a_step, path=str(tmp_path / "saved")):
+        assert resumed == whole
