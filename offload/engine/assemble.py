@@ -263,15 +263,14 @@ class Assembly:
         may be read.
         """
         resident = [unit for unit in self.units if unit.resident]
-
-        def restore() -> None:
+        for unit in resident:
+            unit.install(unit.resting)
+        try:
+            with self.hold.reading():
+                yield
+        finally:
             for unit in resident:
                 unit.install(unit.live())
-
-        with self.stream.undo.afterwards(restore), self.hold.reading(self.stream.undo):
-            for unit in resident:
-                unit.install(unit.resting)
-            yield
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
@@ -355,15 +354,13 @@ class Assembly:
     def unchanged_config(self) -> Iterator[None]:
         """Show the model's configuration as it was given."""
         now = [(config, config.use_cache) for config, _ in self._configs]
-
-        def restore() -> None:
+        for config, value in self._configs:
+            config.use_cache = value
+        try:
+            yield
+        finally:
             for config, value in now:
                 config.use_cache = value
-
-        with self.stream.undo.afterwards(restore):
-            for config, value in self._configs:
-                config.use_cache = value
-            yield
 
     def _restore_configs(self) -> None:
         for config, used in self._configs:

@@ -25,9 +25,9 @@ from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
 from offload.engine.losses import Losses
 from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
-from offload.engine.rehearse import Rehearsal
+from offload.engine.rehearse import Rehearsal, in_eval_mode
 from offload.engine.saving import check_contents, load_states, save_states
-from offload.engine.undo import Where, in_eval_mode
+from offload.engine.undo import Where
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
 from offload.optim.adamw import AdamW

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_iter
 from offload.engine.call import Arguments, deliver, run_unit
 from offload.engine.learned import BatchAxis, Learned, Rows
 from offload.engine.stream import without_caches
-from offload.engine.undo import in_eval_mode
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -231,6 +230,8 @@ class Recording:
         """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the
         comparison.
         """
+        modes = [(module, module.training) for module in unit.module.modules()]
+        unit.module.eval()
         learned = unit.learned
 
         def run(rows: Rows | None) -> Arguments:
@@ -242,7 +243,7 @@ class Recording:
         self._inside = unit
         self._stream.enter(unit)
         try:
-            with in_eval_mode(unit.module, self._stream.undo), torch.no_grad():
+            with torch.no_grad():
                 whole = run(None)
                 joined = learned.join_outputs([run((row, row + 1, self.rows)) for row in range(self.rows)])
         except Exception:
@@ -250,6 +251,8 @@ class Recording:
         finally:
             self._stream.leave()
             self._inside = None
+            for module, mode in modes:
+                module.training = mode
         return all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:

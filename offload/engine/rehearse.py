@@ -22,7 +22,7 @@ from offload.engine.loss import (
     select_inputs,
 )
 from offload.engine.record import Recording
-from offload.engine.undo import in_eval_mode
+from offload.engine.undo import Undo
 from offload.errors import ConfigError
 from offload.partition.agreement import digest
 from offload.telemetry.counters import Counters
@@ -47,7 +47,6 @@ class Rehearsal:
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
-        self._is_half = False
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
@@ -105,16 +104,13 @@ class Rehearsal:
         ):  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, probe, run, loss_fn))
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, run, self._parts.stream.undo)
+                head = find_chunked_head(self._model, probe, run)
         self._forget_traffic()
         return rule, head
 
     def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
         """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
         self.decided = {key: list(values) for key, values in decided.items()}
-        self._forget()
-
-    def _forget(self) -> None:
         self._found.clear()
         for unit in self._parts.units:
             unit.known.clear()
@@ -129,9 +125,7 @@ class Rehearsal:
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
-        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(
-            self._model, vocabulary, self._parts.stream.undo
-        )
+        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet."""
@@ -227,24 +221,18 @@ class Rehearsal:
         """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""
         stream = self._parts.stream
         before: Recording | None = None
-        if self._is_half:  # an earlier one was given up: what it had begun to learn is not to be believed
-            self._forget()
-        self._is_half = True
-
-        def forget() -> None:
-            stream.recording = None
-
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                with stream.undo.afterwards(forget):
-                    stream.recording = recording
+                stream.recording = recording
+                try:
                     with self._unseen(), self._parts.gradients.unheard(), torch.enable_grad():
                         recording.finish(run())
+                finally:
+                    stream.recording = None
                 return recording
 
             before = self._settled(record, rows, before)
-        self._is_half = False
         self._modes = self._current_modes()
         self._forget_traffic()
 
@@ -289,6 +277,20 @@ class Rehearsal:
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():
             yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module, undo: Undo) -> Iterator[None]:
+    """Within, every module is in eval mode; afterwards each is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, mode in modes:
+            module.training = mode
+
+    with undo.afterwards(restore):
+        model.eval()
+        yield
 
 
 def _are_equal(sample: Batch) -> bool:

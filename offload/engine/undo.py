@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 
 class Where(Enum):
@@ -55,17 +54,3 @@ class Undo:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module, undo: Undo) -> Iterator[None]:
-    """Within, every module is in eval mode; afterwards each is in its own again."""
-    modes = [(module, module.training) for module in model.modules()]
-
-    def restore() -> None:
-        for module, mode in modes:
-            module.training = mode
-
-    with undo.afterwards(restore):
-        model.eval()
-        yield
