@@ -71,6 +71,7 @@ class Assembly:
         self._throttle = settings.throttle
         self.closed = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
+        self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
         self._staged = [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients = keeps_gradients
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
@@ -263,14 +264,15 @@ class Assembly:
         may be read.
         """
         resident = [unit for unit in self.units if unit.resident]
-        for unit in resident:
-            unit.install(unit.resting)
-        try:
-            with self.hold.reading():
-                yield
-        finally:
+
+        def restore() -> None:
             for unit in resident:
                 unit.install(unit.live())
+
+        with self.stream.undo.afterwards(restore), self.hold.reading(self.stream.undo):
+            for unit in resident:
+                unit.install(unit.resting)
+            yield
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
@@ -309,8 +311,9 @@ class Assembly:
         """Make room for gradients that are summed over several backward passes; or between two steps go back to those
         of one, so that a step is what it would be had there been none of the others.
         """
-        if self.gradients.accumulates == accumulates:
+        if self._has_room_for_sums is accumulates:
             return
+        self._has_room_for_sums = None
         if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
             warnings.warn(
                 "gradients that are summed over several backward passes wait in host memory, in fp32, although "
@@ -322,13 +325,14 @@ class Assembly:
         self.gradients.accumulate(
             accumulates, self._stage(self.regions if accumulates else self._staged, accumulates=accumulates)
         )
+        self._has_room_for_sums = accumulates
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory beside the states for the gradients of these regions on their way."""
         neighbours = 2 if self.lanes.overlap else 1
         num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates)
         ledger = self.device.ledger if self.store.tier == "device" else self.host
-        ledger.release("gradient staging", ledger.allocations.get("gradient staging", 0))
+        ledger.drop("gradient staging")
         if self.store.tier == "device":
             return self.device.allocate("gradient staging", num_bytes)
         self.host.reserve("gradient staging", num_bytes)
@@ -354,13 +358,15 @@ class Assembly:
     def unchanged_config(self) -> Iterator[None]:
         """Show the model's configuration as it was given."""
         now = [(config, config.use_cache) for config, _ in self._configs]
-        for config, value in self._configs:
-            config.use_cache = value
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             for config, value in now:
                 config.use_cache = value
+
+        with self.stream.undo.afterwards(restore):
+            for config, value in self._configs:
+                config.use_cache = value
+            yield
 
     def _restore_configs(self) -> None:
         for config, used in self._configs:

@@ -25,7 +25,7 @@ from offload.engine.loss import IGNORED, Batch, LossFunction, LossRule
 from offload.engine.losses import Losses
 from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
-from offload.engine.rehearse import Rehearsal, in_eval_mode
+from offload.engine.rehearse import Rehearsal
 from offload.engine.saving import check_contents, load_states, save_states
 from offload.engine.undo import Where
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
@@ -185,10 +185,10 @@ class Engine:
             raise ConfigError(
                 f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
             )
-        self._parts.accumulate(self._micro_batch_size is not None and self._losses.is_plain)
         self.resolve_clip(known.num_elements)
-        self._parts.leftover.begin_step(known.num_elements)
         with self._ending():
+            self._parts.accumulate(self._micro_batch_size is not None and self._losses.is_plain)
+            self._parts.leftover.begin_step(known.num_elements)
             self._begin_step(known.kind)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
             # Closed now, and not when somebody lets go of a traceback that holds it.
@@ -219,7 +219,7 @@ class Engine:
             self._ending(),
             self.counters.unchanged(),
             undo.afterwards(lambda: self._parts.device.set_random_state(random)),
-            in_eval_mode(self.model, undo),
+            undo.in_eval_mode(self.model),
             torch.no_grad(),
         ):
             self._parts.slots.settle()
@@ -452,11 +452,12 @@ class Engine:
         """Within, the engine works on its states for somebody. An exception leaves all in order; an interrupt, which
         may come at any line, does not, and the next call gives up what is under way.
         """
-        self._is_busy = True
+        self._is_busy, with_grad = True, torch.is_grad_enabled()
         try:
             yield
-        except Exception:
-            self._is_busy = False
+        except BaseException as error:
+            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
+            self._is_busy = not isinstance(error, Exception)
             raise
         self._is_busy = False
 
@@ -475,6 +476,8 @@ class Engine:
         for unit in self._parts.units:
             unit.drop_gradients()
             unit.rest()
+        self._rehearsal.give_up()
+        self._parts.leftover.give_up()
         self._is_open = self._is_ours = False
         self._own_losses.clear()
         self._is_busy = False
@@ -582,8 +585,9 @@ class Engine:
         with self._ending():
             self._parts.slots.settle()
             rule, self._losses.head = self._rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
-        if not self._losses.is_plain and (known.is_new or departed is not None):
-            self._losses.is_plain = self.comm.any(not self._losses.splits, "whether batches can be cut")
+            if not self._losses.is_plain and (known.is_new or departed is not None):
+                self._losses.is_plain = self.comm.any(not self._losses.splits, "whether batches can be cut")
+            self._rehearsal.is_complete = True
         return rule
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
@@ -603,12 +607,16 @@ class Engine:
                 self._losses.is_plain |= num_departures == _MOST_DEPARTURES
             except (DoesNotFitError, torch.OutOfMemoryError):
                 # The other ranks had room, and are further by now.
-                if self._torn or self.comm.size > 1 or not self._parts.leftover.give_back():
+                if self._torn or self.comm.size > 1 or not self._gives_back():
                     raise
             self._parts.device.set_random_state(random)
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
+
+    def _gives_back(self) -> bool:
+        with self._working():
+            return self._parts.leftover.give_back()
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of

@@ -65,7 +65,7 @@ class GradientFlow:
         self._down, self._adding = (lanes.d2h, lanes.update) if on_host else (lanes.here, lanes.here)
         self.accumulates = False
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
-        self._repeats = self._drops = False
+        self._repeats = self.drops = False
         self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
@@ -110,16 +110,7 @@ class GradientFlow:
         self._open.clear()
         self._buffer.reset()
         self._staging.reset()
-        self.is_wide = self._repeats = self._drops = False
-
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Within, gradients are dropped (those of a recording, which an own loop may need in the middle of a step)."""
-        self._drops = True
-        try:
-            yield
-        finally:
-            self._drops = False
+        self.is_wide = self._repeats = self.drops = False
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
@@ -141,7 +132,7 @@ class GradientFlow:
 
     def resize(self, num_bytes: int) -> None:
         """Let gradients pass through a buffer of another size, between two steps."""
-        self._device.ledger.release("gradient buffer", self.buffer_bytes)
+        self._device.ledger.drop("gradient buffer")
         self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
         self._buffer = Ring(self._device.allocate("gradient buffer", num_bytes), "gradient buffer")
 
@@ -219,7 +210,7 @@ class GradientFlow:
                 "are streamed. Make the module with sparse=False."
             )
         gradient, parameter.grad = parameter.grad.reshape(-1), None
-        if self._drops:
+        if self.drops:  # those of a recording, which an own loop may need in the middle of a step
             return
         span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.measures.touched[region.index]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss import IGNORED, Batch, find_loss
+from offload.engine.undo import Undo
 
 
 class _CapturedError(Exception):
@@ -30,18 +31,18 @@ class _CapturedError(Exception):
 class ChunkedHead:
     """Runs a model's head chunk by chunk. `vocabulary` is how many logits a token has."""
 
-    def __init__(self, model: nn.Module, base: nn.Module) -> None:
-        self._model, self._base = model, base
+    def __init__(self, model: nn.Module, base: nn.Module, undo: Undo) -> None:
+        self._model, self._base, self._undo = model, base, undo
         self.vocabulary = 0
 
     @classmethod
-    def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
+    def of(cls, model: nn.Module, vocabulary: int, undo: Undo) -> ChunkedHead | None:
         """Return the head of a model that is known to allow chunks, by its vocabulary; None for 0."""
         if not vocabulary:
             return None
         base = model.base_model
         assert isinstance(base, nn.Module)
-        head = cls(model, base)
+        head = cls(model, base, undo)
         head.vocabulary = vocabulary
         return head
 
@@ -89,17 +90,19 @@ class ChunkedHead:
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
         own = self._base.__dict__.get("forward")
-        self._base.forward = forward
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             if own is None:
-                del self._base.forward
+                self._base.__dict__.pop("forward", None)
             else:
                 self._base.forward = own
 
+        with self._undo.afterwards(restore):
+            self._base.forward = forward
+            yield
 
-def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any]) -> ChunkedHead | None:
+
+def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any], undo: Undo) -> ChunkedHead | None:
     """Return the model's head in chunks, where that reproduces the whole loss; else None.
 
     The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch.
@@ -115,7 +118,7 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         or labels.shape[1] < 4
     ):
         return None
-    head = ChunkedHead(model, base)
+    head = ChunkedHead(model, base, undo)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
     labels[:, labels.shape[1] // 3] = IGNORED
     batch = {**batch, "labels": labels}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from offload.engine.undo import Undo
 from offload.errors import ConfigError
 from offload.partition.layout import ParameterInfo
 
@@ -121,13 +122,15 @@ class Hold:
                 raise ConfigError(f"{name or 'the model'} ({type(module).__name__}) {self._state}")
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, undo: Undo) -> Iterator[None]:
         """Within, the engine itself asks for names, shapes and buffers."""
-        self._may_read = True
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             self._may_read = False
+
+        with undo.afterwards(restore):
+            self._may_read = True
+            yield
 
     def release(self) -> None:
         """The model has its weights back, and is anybody's."""

@@ -11,6 +11,7 @@ import torch
 from offload.tiers.ledger import Ledger
 
 if TYPE_CHECKING:
+    from offload.engine.undo import Undo
     from offload.engine.unit import Unit
 
 _COPIED_SHARE = 10
@@ -69,7 +70,9 @@ class Keeping:
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - self._held_bytes)
 
     @contextmanager
-    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+    def measure(
+        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int, undo: Undo
+    ) -> Iterator[None]:
         """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
         key = (unit.name, *shapes)
         if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
@@ -84,7 +87,7 @@ class Keeping:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with undo.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self._sizes[key] = sum(storages.values()) * num_parts
         self._new.append(key)

@@ -38,6 +38,7 @@ class Leftover:
         """
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
         self._slots_bytes, self._buffer_bytes, self._moved = slots_bytes, buffer_bytes, moved
+        self._is_moving = False
         self._others = -1
         self._most_elements = 0
 
@@ -75,7 +76,13 @@ class Leftover:
         self._device.take_recent_peak()  # what was given back is no need of others
         return True
 
+    def give_up(self) -> None:
+        """What was interrupted while it moved goes back to the least."""
+        if self._is_moving:
+            self._take(self._slots_bytes[0], self._buffer_bytes[0])
+
     def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
+        self._is_moving = True
         self._moved()
         self._slots.resize(0)  # both go before either comes: the budget holds at every moment
         failed = False
@@ -88,3 +95,4 @@ class Leftover:
             self._slots.resize(0)
             self._gradients.resize(self._buffer_bytes[0])
             self._slots.resize(self._slots_bytes[0])
+        self._is_moving = False

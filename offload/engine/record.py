@@ -230,8 +230,6 @@ class Recording:
         """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the
         comparison.
         """
-        modes = [(module, module.training) for module in unit.module.modules()]
-        unit.module.eval()
         learned = unit.learned
 
         def run(rows: Rows | None) -> Arguments:
@@ -243,7 +241,7 @@ class Recording:
         self._inside = unit
         self._stream.enter(unit)
         try:
-            with torch.no_grad():
+            with self._stream.undo.in_eval_mode(unit.module), torch.no_grad():
                 whole = run(None)
                 joined = learned.join_outputs([run((row, row + 1, self.rows)) for row in range(self.rows)])
         except Exception:
@@ -251,8 +249,6 @@ class Recording:
         finally:
             self._stream.leave()
             self._inside = None
-            for module, mode in modes:
-                module.training = mode
         return all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
@@ -303,7 +299,7 @@ class _Saved:
                 self.num_bytes += storage.nbytes()
             return tensor.detach()
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        return self._stream.undo.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: bool) -> None:

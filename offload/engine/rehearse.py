@@ -22,7 +22,6 @@ from offload.engine.loss import (
     select_inputs,
 )
 from offload.engine.record import Recording
-from offload.engine.undo import Undo
 from offload.errors import ConfigError
 from offload.partition.agreement import digest
 from offload.telemetry.counters import Counters
@@ -47,6 +46,8 @@ class Rehearsal:
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
+        self.is_complete = True
+        """False from the begin of a recording until whoever asked for it has noted what it found."""
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
         configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
@@ -69,6 +70,7 @@ class Rehearsal:
         signature = self._signature(batch, loss_fn)
         if not is_new and departed is None:
             return self._found[signature]
+        self.is_complete = False
         rule, head = self._rehearse(batch, loss_fn, departed)
         if rule is None:  # the next batch may tell
             return LossRule(), None
@@ -99,14 +101,19 @@ class Rehearsal:
         probe = self._probe(samples[0])
         with (
             self._unseen(),
-            in_eval_mode(self._model, self._parts.stream.undo),
+            self._parts.stream.undo.in_eval_mode(self._model),
             torch.no_grad(),
         ):  # dropout would blur the comparisons
             rule = self._watched(lambda: probe_loss(self._model, probe, run, loss_fn))
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, run)
+                head = find_chunked_head(self._model, probe, run, self._parts.stream.undo)
         self._forget_traffic()
         return rule, head
+
+    def give_up(self) -> None:
+        """What a recording has learned in part is forgotten, with all that it may have written over."""
+        if not self.is_complete:
+            self.begin_again(self.decided)
 
     def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
         """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
@@ -114,6 +121,7 @@ class Rehearsal:
         self._found.clear()
         for unit in self._parts.units:
             unit.known.clear()
+        self.is_complete = True
 
     def _keep_decision(
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
@@ -125,7 +133,9 @@ class Rehearsal:
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
-        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
+        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(
+            self._model, vocabulary, self._parts.stream.undo
+        )
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet."""
@@ -133,8 +143,10 @@ class Rehearsal:
 
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record on a call of an own loop, with its own arguments. Collective."""
+        self.is_complete = False
         self._record([(0, run)] * 2)
         self._found[self._signature_of_call(args, kwargs)] = (LossRule(), None)
+        self.is_complete = True
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]
@@ -224,12 +236,8 @@ class Rehearsal:
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                stream.recording = recording
-                try:
-                    with self._unseen(), self._parts.gradients.unheard(), torch.enable_grad():
-                        recording.finish(run())
-                finally:
-                    stream.recording = None
+                with self._unseen(), stream.recorded(recording), torch.enable_grad():
+                    recording.finish(run())
                 return recording
 
             before = self._settled(record, rows, before)
@@ -251,7 +259,7 @@ class Rehearsal:
         while True:
             recording = Recording(self._parts.units, self._parts.stream, rows, before)
             try:
-                with recording.reads():
+                with self._parts.stream.undo.within(recording.reads()):
                     result = run(recording)
             except ConfigError:
                 raise
@@ -277,20 +285,6 @@ class Rehearsal:
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():
             yield
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module, undo: Undo) -> Iterator[None]:
-    """Within, every module is in eval mode; afterwards each is in its own again."""
-    modes = [(module, module.training) for module in model.modules()]
-
-    def restore() -> None:
-        for module, mode in modes:
-            module.training = mode
-
-    with undo.afterwards(restore):
-        model.eval()
-        yield
 
 
 def _are_equal(sample: Batch) -> bool:

@@ -136,7 +136,7 @@ def _contents(parts: Assembly) -> dict[str, Entry]:
 
 def _buffers(parts: Assembly) -> dict[str, torch.Tensor]:
     """Return the buffers that belong to a model's state, each by the first of its names."""
-    with parts.hold.reading():
+    with parts.hold.reading(parts.stream.undo):
         kept = parts.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
     found = {name: buffer for name, buffer in parts.model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}

@@ -156,6 +156,17 @@ class Stream:
         self._inside = None
         self.where = before
 
+    @contextmanager
+    def recorded(self, recording: Recording) -> Iterator[None]:
+        """Within, the units' calls go to a recording, and gradients nowhere."""
+
+        def restore() -> None:
+            self.recording, self.gradients.drops = None, False
+
+        with self.undo.afterwards(restore):
+            self.recording, self.gradients.drops = recording, True
+            yield
+
     def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""
         if self.claims.is_current(claim):
@@ -232,7 +243,7 @@ class Stream:
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
         """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
-        return self._keeping.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts)
+        return self._keeping.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts, self.undo)
 
     @property
     def may_give_up_graphs(self) -> bool:
@@ -346,7 +357,7 @@ class Stream:
         self.claims.reset()
         self._held.clear()
         for name in _FIXES:
-            self.device.ledger.release(name, self.device.ledger.allocations.get(name, 0))
+            self.device.ledger.drop(name)
         if self._checkpoints is not None:
             self._checkpoints.reset()
         self._uses.clear()

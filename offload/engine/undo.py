@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class Where(Enum):
@@ -37,16 +38,33 @@ class Undo:
                 self._pending.remove(restore)
 
     @contextmanager
-    def saved_tensors_hooks(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> Iterator[None]:
-        """Within, autograd saves tensors by these hooks. Those that stayed would be the whole program's."""
-        hooks, is_on = torch.autograd.graph.saved_tensors_hooks(pack, unpack), [False]
+    def within(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
+        """Be within `manager`, one of torch's that is the whole thread's: one that stayed would be in the way."""
+        entered: list[Any] = []
 
         def restore() -> None:
-            if is_on[0]:
-                is_on[0] = bool(hooks.__exit__())  # type: ignore[func-returns-value]
+            while entered:
+                manager.__exit__(None, None, entered.pop())  # no line between the two, nor here:
 
         with self.afterwards(restore):
-            is_on[0] = hooks.__enter__() is None  # type: ignore[func-returns-value]  # no line between the two
+            entered.append((manager.__enter__(), None)[1])
+            yield
+
+    def saved_tensors_hooks(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Within, autograd saves tensors by these hooks."""
+        return self.within(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+
+    @contextmanager
+    def in_eval_mode(self, model: nn.Module) -> Iterator[None]:
+        """Within, every module is in eval mode; afterwards each is in its own again."""
+        modes = [(module, module.training) for module in model.modules()]
+
+        def restore() -> None:
+            for module, mode in modes:
+                module.training = mode
+
+        with self.afterwards(restore):
+            model.eval()
             yield
 
     def run(self) -> None:

@@ -126,7 +126,7 @@ class Unit:
         if self._original is None:
             return
         if self._own is None:
-            del self.module.forward
+            self.module.__dict__.pop("forward", None)
         else:
             self.module.forward = self._own
         self._original = None

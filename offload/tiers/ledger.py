@@ -52,6 +52,10 @@ class Ledger:
         if not self.allocations[name]:
             del self.allocations[name]
 
+    def drop(self, name: str) -> None:
+        """Give back all that was reserved under `name`."""
+        self.release(name, self.allocations.get(name, 0))
+
     def _refusal(self, name: str, num_bytes: int, fix: str) -> str:
         assert self.budget_bytes is not None
         short = self.current_bytes + num_bytes - self.budget_bytes

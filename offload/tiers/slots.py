@@ -244,8 +244,7 @@ class Slots:
         """Stream through `num_bytes` of the device's memory instead; nothing is held then. Whoever still fills or
         reads the old memory keeps it alive.
         """
-        if self._memory.nbytes:
-            self._device.ledger.release(self._name, self._memory.nbytes)
+        self._device.ledger.drop(self._name)
         self._slots.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
         if num_bytes:

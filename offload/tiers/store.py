@@ -208,10 +208,8 @@ class Store:
         if wanted == {s.region: {"gradients": s.gradients.dtype} for s in trained if s.gradients is not None}:
             return
         for state in trained:
-            if state.gradients is not None:
-                ledger = self._host if self.tier == "cpu" else self._device.ledger
-                ledger.release("gradients", state.gradients.nbytes)
-                state.gradients = None
+            state.gradients = None
+        (self._host if self.tier == "cpu" else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         for (region, _), flat in self._allocate("gradients", wanted).items():

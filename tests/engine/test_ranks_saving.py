@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
     """Break: give all ranks those of rank 0."""
-    by_rank = run(2, moved_apart, own_loop_after_a_step, path=str(tmp_path / "saved"))
+    by_rank = run(2, moved_apart, path=str(tmp_path / "saved"))
     for whole, resumed in by_rank:
         assert resumed == whole
     assert by_rank[0][0]["buffers"] != by_rank[1][0]["buffers"]
