@@ -594,29 +594,38 @@ class Engine:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
         sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
         from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
-        units that had found room on the device were in the way.
+        units that had found room on the device were in the way. What fails leaves buffers and generators as they were.
         """
         random, departed, num_departures = self._parts.device.random_state(), None, 0
-        moving = {id(b): b for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
+        pages = [page for unit in self._parts.units for page in unit.known.values()]
+        moving = {
+            id(b): b for b in (self.model.buffers() if not pages else (b for page in pages for b in page.buffers))
+        }
         before = [(buffer, buffer.clone()) for buffer in moving.values()]
-        while True:
-            try:
-                return run(departed)
-            except DepartedError as error:
-                departed, num_departures = error.is_own, num_departures + 1
-                self._losses.is_plain |= num_departures == _MOST_DEPARTURES
-            except (DoesNotFitError, torch.OutOfMemoryError):
-                # The other ranks had room, and are further by now.
-                if self._torn or self.comm.size > 1 or not self._gives_back():
-                    raise
+        step_number = self._parts.stream.step_number
+
+        def put_back() -> None:
             self._parts.device.set_random_state(random)
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
 
+        while True:
+            try:
+                return run(departed)
+            except BaseException as error:
+                if self._torn or self._parts.stream.step_number != step_number:  # it is done, in part or all of it
+                    raise
+                put_back()
+                if isinstance(error, DepartedError):
+                    departed, num_departures = error.is_own, num_departures + 1
+                    self._losses.is_plain |= num_departures == _MOST_DEPARTURES
+                elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
+                    raise
+
     def _gives_back(self) -> bool:
-        with self._working():
-            return self._parts.leftover.give_back()
+        with self._working():  # the other ranks had room, and are further by now
+            return self.comm.size == 1 and self._parts.leftover.give_back()
 
     def _before_own_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Own loops call the model directly: record on the first call's own arguments, and make room for sums of

@@ -12,7 +12,7 @@ from offload import Engine
 from offload.errors import NonFiniteError, OffloadError, TornError
 from tests.engine.compare import assert_same, assert_weights, same_bits, weights
 from tests.engine.families import build, llama, tokens
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.reference import Reference, count_labels
 
@@ -234,3 +234,31 @@ def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> 
     with pytest.raises(NonFiniteError, match=r"norm of the gradients is inf.*blocks\.2\.down\.bias"):
         step(engine, 1)
     engine.close()
+
+
+class Drawing(Shifting):
+    """Moves its buffers, draws random numbers, and can be told to raise after that."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.nn.functional.dropout(super().forward(x), 0.5)
+        if self.fails:
+            raise KeyError("told to")
+        return out
+
+
+def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
+    """Also the first, which records."""
+    engine, undisturbed = Engine(build(Drawing)), Engine(build(Drawing))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        wanted = undisturbed.step(words(seed), cross_entropy).loss
+        torch.manual_seed(seed)
+        engine.model.fails = True
+        with pytest.raises(KeyError):
+            engine.step(words(seed), cross_entropy)
+        engine.model.fails = False
+        assert engine.step(words(seed), cross_entropy).loss == wanted
+    for buffer, other in zip(engine.model.buffers(), undisturbed.model.buffers(), strict=True):
+        assert torch.equal(buffer, other)

@@ -478,7 +478,8 @@ def recover(player: Player, of: Op, sound: Path, before: Seen, after: Seen, wher
     else:
         state = "before" if not same(now, before.weights) else "after" if not same(now, after.weights) else "neither"
     outcome.notes[f"{state} a fault"] += 1
-    if state == "before" and models.moves(player.case.model):  # as in plain PyTorch, a forward has moved its buffers
+    # As in plain PyTorch, a forward of an own loop has moved its buffers.
+    if state == "before" and of["do"] == "own" and models.moves(player.case.model):
         player.engine.load_checkpoint(sound)
     if state == "neither":
         raise Wrong(f"{where}: neither as before ({same(now, before.weights)}) nor as after")
