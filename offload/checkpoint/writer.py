@@ -18,6 +18,7 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +64,7 @@ class Writer:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
+        weakref.finalize(self, _end, self._loop)  # an interrupt may keep the one who opens it from closing it
         self._thread.start()
         try:
             self._file = self._run(_open(self.path))
@@ -174,6 +176,11 @@ class Writer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed, as it should be
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def _buffers(chunk_bytes: int) -> Iterator[np.ndarray]:

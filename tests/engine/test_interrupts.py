@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from offload.errors import TornError
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
+from tests.fuzz.faults import is_lock
 
 ENGINE = str(Path(offload.__file__).parent)
 DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
@@ -46,19 +46,12 @@ class Lines:
         return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not _is_lock(frame):
+        if event == "line" and not is_lock(frame):
             self.count += 1
             if self.count == self.at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
-
-
-def _is_lock(frame: FrameType) -> bool:
-    """True at the `with` of a lock. It is visited again on the way out, before the lock is let go: no signal comes
-    there, since Python looks for signals after calls into C, not before them."""
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return text.startswith("with ") and "lock:" in text
 
 
 def step(engine: Engine) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 import threading
@@ -108,8 +109,8 @@ class Faults:
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
-        def line(_frame: FrameType, event: str, _argument: Any) -> Any:
-            if event == "line" and self._at("lines"):
+        def line(frame: FrameType, event: str, _argument: Any) -> Any:
+            if event == "line" and not is_lock(frame) and self._at("lines"):
                 sys.settrace(None)
                 raise KeyboardInterrupt
             return line
@@ -122,6 +123,13 @@ class Faults:
             yield
         finally:
             sys.settrace(None)
+
+
+def is_lock(frame: FrameType) -> bool:
+    """True at the `with` of a lock. It is visited again on the way out, before the lock is let go: no signal comes
+    there, since Python looks for signals after calls into C, not before them."""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return text.startswith("with ") and "lock:" in text
 
 
 @contextmanager
