@@ -100,7 +100,10 @@ class Hold:
             for info in infos
         ]
         self._units = [weakref.ref(unit) for unit in units]
-        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        # Modules without weights may be anybody's: transformers gives several models one and the same activation.
+        self._names = weakref.WeakKeyDictionary(
+            {module: name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
+        )
         self._state, self._may_read = _HELD, False
         self._handles: list[Any] = []
 

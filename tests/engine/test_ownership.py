@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_model
-from torch import nn
+from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
 from offload.errors import ConfigError, OffloadError
@@ -460,3 +460,27 @@ def test_blocks_are_found_by_name() -> None:
     Engine(model)
     with pytest.raises(ConfigError, match=r"blocks\.2\b.*Block"):
         Engine(nn.ModuleDict({"blocks": nn.ModuleList([build(Block), build(Block), block])}))
+
+
+ACTIVATION = nn.GELU()
+
+
+class SharesAnActivation(Stack):
+    """As models of transformers do, which take theirs from one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = ACTIVATION
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.activation(torch.zeros(()))
+
+
+def test_modules_without_weights_may_be_shared_by_models() -> None:
+    engine = Engine(build(SharesAnActivation))
+    with Engine(build(SharesAnActivation)) as second:
+        second.step(words(), cross_entropy)
+    assert not ACTIVATION.state_dict()
+    engine.step(words(), cross_entropy)
+    engine.close()
+    assert torch.isfinite(build(SharesAnActivation)(words()["x"])).all()
