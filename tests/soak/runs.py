@@ -114,12 +114,21 @@ def command(begin: Any, folder: Path, words: Sequence[str], log: Path, env: Any 
         )
 
 
+def stands_still(pid: int) -> bool:
+    """Return whether every thread of a process is stopped."""
+    with suppress(OSError):  # a thread that has ended meanwhile
+        states = [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return set(states) == {"T"}
+    return False
+
+
 @dataclass
 class Processes:
     """What was started: the command, which has children where it has several ranks; or each of its ranks."""
 
     started: Sequence[Any]
     num_ranks: int
+    stopped: list[int] = field(default_factory=list)
 
     def pids(self, rank: int | None = None) -> list[int]:
         """Return the ids of all processes, or of the one of a rank."""
@@ -133,6 +142,22 @@ class Processes:
 
     def is_running(self) -> bool:
         return None in [each.poll() for each in self.started]
+
+    def stop(self) -> bool:
+        """Stop all of them, until `go_on` or a kill; return whether all stand still, as none has ended."""
+        self.stopped, until = self.pids(), time.monotonic() + PATIENCE_S
+        self._send(signal.SIGSTOP)
+        while self.is_running() and not all(map(stands_still, self.stopped)):
+            assert time.monotonic() < until
+        return self.is_running()
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for pid in self.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """Kill all of them, if they still run."""

@@ -73,11 +73,12 @@ def names(folder: Path) -> set[str]:
     return set()
 
 
-def wait_for(at: str, run: Run, processes: Processes, before: set[str], rng: random.Random) -> bool:
-    """Wait for the moment: in one of the first saves, at any point of its writing; or at some time outside of them.
-    Return False where the run has ended before, as some moments last a few milliseconds.
+def stop_at(at: str, run: Run, processes: Processes, before: set[str], rng: random.Random) -> bool:
+    """Wait for the moment, in one of the first saves, at any point of its writing, or at some time outside of them, and
+    stop all processes there. Return False where the run has ended before, as some moments last a few milliseconds.
     """
-    folder, num_before, last, until = run.checkpoints.path, rng.randrange(3), "", time.monotonic() + PATIENCE_S
+    folder, until = run.checkpoints.path, time.monotonic() + PATIENCE_S
+    num_before, longest, last = rng.randrange(3), 0.03, ""
     word = {"starting": "data: ", "training": "tiers: "}.get(at)
     while True:
         assert time.monotonic() < until
@@ -85,13 +86,16 @@ def wait_for(at: str, run: Run, processes: Processes, before: set[str], rng: ran
             return False
         if word and word in run.said():
             time.sleep(rng.uniform(0, 0.3))
-            return True
+            return processes.stop()
         now = at_work(folder, before)
         if now == at != last:
-            if not num_before:
-                time.sleep(rng.uniform(0, 0.06) if at == "writing" else 0)
-                return True
             num_before -= 1
+            if num_before < 0:
+                time.sleep(rng.uniform(0, longest) if at == "writing" else 0)
+                if processes.stop() and at_work(folder, before) == at:
+                    return True
+                processes.go_on()
+                longest /= 2  # how long a save takes is not known
         last = now
         time.sleep(0.01 if word else 0.0002)
 
@@ -102,23 +106,23 @@ def start_and_kill(run: Run, kill: Kill, rng: random.Random) -> str | None:
     before = names(folder)
     processes = run.start()
     try:
-        if not wait_for(kill.at, run, processes, before, rng):
+        if not stop_at(kill.at, run, processes, before, rng):
             assert processes.codes() == {0}, run.said()
             return None
-        doomed = processes.pids(kill.rank)
+        found, doomed = at_work(folder, before), processes.pids(kill.rank)
     except BaseException:
         processes.kill()
         raise
     for pid in doomed:
         os.kill(pid, signal.SIGKILL)
-    found = at_work(folder, before)
+    processes.go_on()
     codes = processes.codes()
-    if kill.rank is not None:
+    if kill.rank is None:
+        assert codes == {-signal.SIGKILL}
+        wait_until_gone(doomed)
+    else:
         assert codes <= {1, -signal.SIGKILL}, "and the other ranks ended"
-        return found  # rank 0 has tidied up, where it was another one
-    assert codes == {-signal.SIGKILL}
-    wait_until_gone(doomed)
-    return at_work(folder, before)
+    return found
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
