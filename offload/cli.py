@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import os
 import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +80,24 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         hint = "" if debug else "; run with --debug for the traceback"
         _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and what is built on it without the garbage collector, which would look through all of it again and
+    again while it grows: a fifth of the time. It stays out of later collections too, since none of it ever goes.
+
+    In a process that has torch already nothing is left to save, and what is there is not this command's alone.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def versions() -> str:

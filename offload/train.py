@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from offload.cli import parse_config, run_command, take_gpus
+from offload import __version__
+from offload.cli import importing, parse_config, run_command, take_gpus
 from offload.launch import end_with_launcher, launch
 
 DESCRIPTION = (
@@ -21,10 +21,16 @@ def main(words: list[str]) -> int:
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
     if num_ranks > 1:
         config.check_ranks(num_ranks)
+        print(f"offload {__version__}: starting {num_ranks} ranks ...")
+        with importing():
+            import torch.distributed.launcher.api  # noqa: F401
         return launch("offload.train", words, num_ranks, debug=config.run.debug)
-    if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0":
-        print("loading torch and transformers ...")  # which takes seconds
-    from offload.trainer import Trainer  # torch is imported only once the configuration is known to be sound
+    if os.environ.get("RANK", "0") == "0":
+        print(f"offload {__version__}: loading torch and transformers ...")  # which takes seconds
+    with importing():  # only once the configuration is known to be sound
+        import transformers.modeling_utils  # noqa: F401  # all that its models have in common, half of these seconds
+
+        from offload.trainer import Trainer
 
     Trainer(config).run()
     return 0

@@ -214,9 +214,7 @@ def _preload() -> None:
     import offload.doctor
     import offload.engine.engine
     import offload.trainer  # noqa: F401
-    from offload.planning.environment import describe_environment
 
-    describe_environment()  # it remembers what the processor is
     torch.set_num_threads(1)
     handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
     handler.Popen = _Rank

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, CPU, GPUs and memory as plain data. Takes about a second, the first time (py-cpuinfo)."""
+    """Return versions, CPU, GPUs and memory as plain data."""
     return {
         "offload": _offload_version(),
         "python": sys.version.split()[0],
@@ -99,20 +100,42 @@ def _cpu() -> dict[str, Any]:
 
 @cache
 def _processor() -> dict[str, Any]:
-    """Ask py-cpuinfo, which starts a process for it, once."""
+    """Return what the kernel says of the first core. What it does not say here, as on ARM, py-cpuinfo is asked for,
+    which starts a process.
+    """
+    lines = [line.partition(":") for line in _read("/proc/cpuinfo").split("\n\n")[0].splitlines()]
+    told = {name.strip(): value.strip() for name, _, value in lines}
+    if "model name" in told and "flags" in told:
+        return _named(told["model name"], told["flags"].split()) | _caches()
     try:
         import cpuinfo
     except ImportError:
-        return {}
+        return _caches()
     info = cpuinfo.get_cpu_info()
-    return {
-        "name": info.get("brand_raw"),
-        "flags": [
-            flag for flag in info.get("flags", ()) if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve"))
-        ],
-        "l2_cache_bytes": info.get("l2_cache_size"),
-        "l3_cache_bytes": info.get("l3_cache_size"),
-    }
+    return _named(info.get("brand_raw"), info.get("flags", ())) | _caches()
+
+
+def _named(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
+    kept = sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve")))
+    return {"name": name, "flags": kept}
+
+
+def _caches() -> dict[str, int]:
+    """Return the sizes of the caches that the first core uses, whoever shares them."""
+    found: dict[str, int] = {}
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # 3 and 32768K
+        if level in ("2", "3") and size.endswith("K"):
+            found[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
+    return found
+
+
+def _read(path: str | Path) -> str:
+    """Return a file of the kernel's; nothing where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -131,7 +131,8 @@ def test_two_ranks_train_one_model(
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     lines = result.stdout.splitlines()
-    assert lines[0] == NOTE
+    assert lines[0].endswith("starting 2 ranks ...")
+    assert lines[1] == NOTE
     assert len(lines) == len(set(lines)), "every line once"
     assert "logits bit-equal" in result.stdout
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

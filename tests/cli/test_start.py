@@ -1,0 +1,94 @@
+"""What a command says before it imports torch, which takes seconds; and what it does not import at all.
+
+The commands here find, in the place of torch, a module that only ends the process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload import __version__
+from tests import forks
+
+ENDED = 77  # no exit code of ours
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that ends when it imports torch or transformers."""
+    folder = tmp_path_factory.mktemp("stubs")
+    for name in ("torch", "transformers"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit({ENDED})\n")
+    return {"PYTHONPATH": f"{folder}:{forks.ROOT}", "PATH": "/usr/bin:/bin"}
+
+
+def start(environment: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "offload", *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=forks.PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "what"), [([], "loading torch and transformers"), (["--gpus", "2"], "starting 2 ranks")]
+)
+def test_training_says_something_before_it_imports_torch(
+    words: list[str], what: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    done = start(without_torch, tmp_path, "train", *words)
+    assert done.stdout == f"offload {__version__}: {what} ...\n", done.stderr  # to a pipe as to a terminal
+    assert done.returncode == ENDED
+
+
+def test_of_several_ranks_the_first_says_it(without_torch: dict[str, str], tmp_path: Path) -> None:
+    done = start({**without_torch, "RANK": "1", "WORLD_SIZE": "2"}, tmp_path, "train")
+    assert (done.stdout, done.returncode) == ("", ENDED)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["train", "--help"], 0, "--train.steps"),
+        (["train", "--train.stpes", "5"], 2, "did you mean train.steps?"),
+        (["train", "--train.steps", "many"], 2, "train.steps is 'many'"),
+        (["train", "--config", "broken.yaml"], 2, "broken.yaml"),
+        (["trian"], 2, "did you mean train?"),
+        (["--version"], 0, __version__),
+        (["bench", "--help"], 0, "plain PyTorch"),
+    ],
+)
+def test_what_needs_no_torch_is_answered_without(
+    words: list[str], code: int, what: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.yaml").write_text("train: {steps: [")
+    done = start(without_torch, tmp_path, *words)
+    assert done.returncode == code, done.stderr
+    assert what in (done.stderr if code else done.stdout)
+    assert code == 0 or not done.stdout
+
+
+def test_torch_is_imported_without_the_collector_which_works_again_afterwards() -> None:
+    """In a process without torch; one that has it is left alone."""
+    program = (
+        "import gc, sys\n"
+        "from offload.cli import importing\n"
+        "with importing():\n"
+        "    assert not gc.isenabled()\n"
+        "    sys.modules['torch'] = kept = []\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+        "assert not any(each is kept for each in gc.get_objects())\n"
+        "gc.unfreeze()\n"
+        "with importing():\n"
+        "    assert gc.isenabled()\n"
+        "assert not gc.get_freeze_count()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=forks.ROOT, timeout=forks.PATIENCE_S, check=True)
