@@ -116,7 +116,8 @@ def meet(
 def _refuse_differences(what: str, found: Sequence[str]) -> None:
     if len(set(found)) > 1:
         listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(found))
-        closed = " A rank that has no more data ends the run for all." if "close" in found else ""
+        closes = any(value.startswith("close") for value in found)
+        closed = " A rank that has no more data ends the run for all." if closes else ""
         raise ConfigError(
             f"the ranks {what} different things: {listed}. All ranks make the same calls in the same order, on batches "
             f"with the same keys.{closed}"

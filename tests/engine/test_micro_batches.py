@@ -15,6 +15,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
+from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 2e-6
@@ -45,8 +46,7 @@ def calm_gpt2() -> nn.Module:
 # -- what moves ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "never"}, {"precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("make", [llama, gemma2, mixtral, gpt2])
+@matrix(strength=1, make=[llama, gemma2, mixtral, gpt2], settings=[{}, {"recompute": "never"}, {"precision": "bf16"}])
 def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, settings: dict[str, Any]) -> None:
     moved = set()
     for rows in (8, 4, 2, 1):  # 1, 2, 4 and 8 micro-batches

@@ -96,7 +96,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 
 # -- the same bits -------------------------------------------------------------------------------------------
 
-NUM_STEPS = 20
+NUM_STEPS = 6
 CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefetch, folders), (folders, fraction)
     (("io_uring", "threads")[(prefetch + part) % 2], prefetch, 1 + (prefetch + part) % 3, fraction)
     for prefetch in range(5)
@@ -115,7 +115,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction", "precision"), QUICK + LONG)
-def test_twenty_steps_are_bit_equal(
+def test_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
 ) -> None:
     used = []
@@ -140,6 +140,7 @@ def test_twenty_steps_are_bit_equal(
 
 
 @matrix(
+    strength=1,
     gradients=["auto", "nvme"],
     settings=[{"debug": 1}, {"debug": 2}, {"throttle": SLOW}],
     precision=["fp32", "bf16"],
@@ -164,7 +165,7 @@ MIXES: dict[str, dict[str, str]] = {
 }
 
 
-@matrix(mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
+@matrix(strength=1, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
 def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
     settings = {"precision": precision, "recompute": "always", **MODES[mode]}
     found = train(deep, 4, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
@@ -288,14 +289,14 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
 
 def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
     found = {}
-    for layers in (8, 64):
+    for layers in (8, 48):
         engine = Engine(build(lambda layers=layers: llama(num_hidden_layers=layers)), placement=on_disk(folder, **ALL))
         for seed in range(3):
             engine.step(tokens(seed))
         found[layers] = engine.counters.peak_host_bytes, sum(tier_bytes(engine, "nvme").values())
         engine.close()
-    assert found[8][0] == found[64][0]
-    assert found[64][1] > 5 * found[8][1]
+    assert found[8][0] == found[48][0]
+    assert found[48][1] > 4 * found[8][1]
 
 
 def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
