@@ -2,10 +2,11 @@
 
 python benchmarks/checkpoint_bandwidth.py --dir FOLDER > benchmarks/results/checkpoint.json     # minutes; needs fio
 
-A save ends when all is on the disk (fsync), as fio's pass does, and a load begins with an empty page cache. Ours goes
-through the page cache; fio is measured so, and with O_DIRECT, which a disk that is faster than a copy in memory likes
-better. Training stands still while a save lasts. All take turns on the same disk, round after round; a ratio is the
-median over the rounds of two rates measured a moment apart.
+A save ends when all is on the disk (fsync), as fio's pass does. A load begins with an empty page cache and ends when
+what it leaves to be done is done, such as weights that come up for the next step: nothing of ours runs while fio is
+measured. Loads go through the page cache, saves past it where the file system allows that; fio is measured with it and
+with O_DIRECT. Training stands still while a save lasts. All take turns on the same disk, round after round; a ratio is
+the median over the rounds of two rates measured a moment apart.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
+from offload.benches.blocks import turned
 from offload.benches.nvme import run_fio
 from offload.benches.report import Result, document
 from offload.checkpoint.manifest import CHUNK_BYTES
@@ -65,6 +67,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
         engine.step({"input_ids": ids, "labels": ids})  # moments that are not zero
         path, other = folder / "checkpoint", folder / "file"
         engine.save_checkpoint(path)
+        engine.finish()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         shutil.rmtree(path)
         size = num_bytes // CHUNK_BYTES * CHUNK_BYTES
@@ -78,6 +81,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
         def pass_of(work: Callable[[Path], object]) -> float:
             begin = time.perf_counter()
             work(path)
+            engine.finish()
             return num_bytes / (time.perf_counter() - begin) / 1e9
 
         rounds: list[dict[str, float]] = []
@@ -100,12 +104,6 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             print(f"{tier}, {number} of {num_pairs}:", json.dumps(rates), file=sys.stderr, flush=True)
             rounds.append(rates)
     return summarise(tier, num_bytes, rounds[1:])
-
-
-def turned(passes: list[tuple[str, Callable[[], float]]], number: int) -> list[tuple[str, Callable[[], float]]]:
-    """Return the passes in another order each round, so that nobody always comes after the same one."""
-    first = number % len(passes)
-    return passes[first:] + passes[:first]
 
 
 def forget(paths: list[Path]) -> None:

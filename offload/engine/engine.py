@@ -258,6 +258,17 @@ class Engine:
             self._is_open = False
             return result
 
+    def finish(self) -> None:
+        """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
+        first have come up. No other call needs it; it is for whoever measures what a step costs.
+
+        Raises TornError where an update has failed.
+        """
+        self._check_usable()
+        with self._working():
+            self._parts.lanes.finish()
+        self._check_sound()
+
     @property
     def clip(self) -> str:
         """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""

@@ -5,6 +5,7 @@ that does not grow with the model.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError, TornError
 from offload.native_io import IoEngine
 from offload.partition import layout
 from offload.planning import disk
@@ -264,6 +265,59 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
     assert sum(held.values()) == (12 + waits) * numel
     file_bytes = sum(path.stat().st_size for path in folder.rglob("*.bin"))
     assert file_bytes == sum(held.values()), "the plan is what the files hold"
+    engine.close()
+
+
+def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
+    """The files say it: whoever reads the states afterwards changes nothing any more."""
+
+    def files() -> list[bytes]:
+        return [path.read_bytes() for path in sorted(folder.rglob("*.bin"))]
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine.finish()
+    gate = threading.Event()
+    engine._parts.lanes.update_write.submit(gate.wait)  # a slow disk
+    engine.step(tokens(1))
+    left = files()
+    threading.Timer(0.05, gate.set).start()
+    engine.finish()
+    finished = files()
+    assert finished != left
+    weights(engine)
+    assert files() == finished
+    engine.close()
+
+
+def test_finish_tells_of_an_update_that_failed(folder: Path) -> None:
+    def fail() -> None:
+        raise OSError("no such disk")
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine._parts.lanes.update_write.submit(fail)
+    with pytest.raises(TornError, match="no such disk"):
+        engine.finish()
+    engine.close()
+
+
+def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_tickets: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine.finish()
+    wanted = weights(engine)
+    gate = threading.Event()
+    engine._parts.lanes.update_write.submit(gate.wait)
+    with monkeypatch.context() as patched:
+        patched.setattr("offload.lanes.lane.wait_until_done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish()
+    gate.set()
+    assert_same(weights(engine), wanted)
     engine.close()
 
 
