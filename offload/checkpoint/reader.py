@@ -165,7 +165,7 @@ class Reader:
                     yield name, index
 
     def _plan(self, coming: Iterator[_Key]) -> None:
-        self._coming = coming
+        self._coming, self._is_announced = coming, False
         self._ahead.clear()
 
     def _copy(self, name: str, offset: int, out: np.ndarray) -> None:
@@ -197,7 +197,7 @@ class Reader:
         chunk = self._kept[key]
         try:
             chunk.reading.result()
-        except CheckpointError:
+        except Exception:  # whoever asks again may have better luck
             self._let_go(key)
             raise
         return chunk.buffer
