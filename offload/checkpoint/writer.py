@@ -58,6 +58,8 @@ class Writer:
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Lock()
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
@@ -145,6 +147,9 @@ class Writer:
 
     async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
         """Write a chunk and give its buffer back; in the loop's thread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._writes.add(task)
         if self._error is None:
             offset = index * self._chunk_bytes
             what = f"the write of {num_bytes} bytes at offset {offset}"
@@ -157,16 +162,19 @@ class Writer:
         self._free.put(chunk)
 
     async def _close(self, syncs: bool) -> None:
-        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing."""
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-        if self._file.closed:
-            return
-        try:
-            if syncs and self._error is None:
-                await _sync(self._file.fileno())
-            await self._file.close()
-        except OSError as error:
-            self._error = self._error or disk_error("the flush (fsync)", self.path, error)
+        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing; whoever was
+        interrupted while he waited for it may come again before it has begun.
+        """
+        async with self._closing:
+            await asyncio.gather(*self._writes)
+            if self._file.closed:
+                return
+            try:
+                if syncs and self._error is None:
+                    await _sync(self._file.fileno())
+                await self._file.close()
+            except OSError as error:
+                self._error = self._error or disk_error("the flush (fsync)", self.path, error)
 
     def _stop(self) -> None:
         self._is_open = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -27,6 +28,7 @@ from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
+from tests.forks import PATIENCE_S
 
 
 def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -386,3 +388,14 @@ def test_the_threads_end(tmp_path):
             Writer(made.path, 0, CONTENTS)
     assert threading.active_count() == before
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
+
+
+def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
+    """Before the first time has begun: an interrupt ends the wait for it, and leaving the block closes the file."""
+    gate = threading.Event()
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
+        writer._loop.call_soon_threadsafe(gate.wait)
+        ends = [asyncio.run_coroutine_threadsafe(writer._close(syncs), writer._loop) for syncs in (True, False)]
+        gate.set()
+        for end in ends:
+            end.result(timeout=PATIENCE_S)

@@ -375,3 +375,15 @@ def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
         assert found.loss == wanted.loss
         assert found.grad_norm == wanted.grad_norm
     assert_same(weights(engine), weights(reference))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
+    """Recorded on rows of which the first has the largest value in every unit, or the last has."""
+    engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
+    first = words(seed, rows=2)
+    engine.evaluate(first, cross_entropy)
+    reference.evaluate({key: value.flip(0) for key, value in first.items()}, cross_entropy)
+    found, wanted = (each.step(words(9, rows=3), cross_entropy) for each in (engine, reference))
+    assert found.loss == wanted.loss
+    assert found.grad_norm == wanted.grad_norm
