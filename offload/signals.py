@@ -89,7 +89,9 @@ class StopSignals:
         self._waits = False  # one that came to another rank does not count: the same one may be on its way to this
         was_requested, self.requested = self.requested, True
         self.name = self.name or signal.Signals(number).name
-        if not was_requested:
+        # torchrun ends the others by SIGTERM when a rank is gone, which may come before that is seen: then nothing is
+        # saved. Where it is somebody's wish, `agree` says so.
+        if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
             self._is_told = self._tell(f"{self.name}: finishing this step, then saving; once more to leave at once.")
 
     def _tell(self, text: str) -> bool:

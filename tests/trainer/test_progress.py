@@ -174,6 +174,20 @@ def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkey
         assert stop.requested
 
 
+def test_a_rank_says_nothing_of_a_sigterm_before_the_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it torchrun ends the others when one is lost, and that may come before they see the loss."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    said: list[str] = []
+    with StopSignals(said.append) as stop:
+        stop.begin()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        assert not said
+        with open_comm() as comm:
+            assert stop.is_agreed(comm)
+    assert said == ["SIGTERM (rank 0): saving; once more to leave at once."]
+
+
 def test_on_the_way_out_signals_are_ignored() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
