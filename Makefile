@@ -8,8 +8,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/ready
 PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
-# Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once.
-WORKERS ?= -n 2 --dist loadfile
+# Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
+# in their order, so that none of the long ones with few tests is left for the end.
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Where it is set, each worker rewrites all assertions at each start.
+unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
 QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)

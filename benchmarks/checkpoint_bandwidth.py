@@ -2,10 +2,12 @@
 
 python benchmarks/checkpoint_bandwidth.py --dir FOLDER > benchmarks/results/checkpoint.json     # minutes; needs fio
 
-A save ends when all is on the disk (fsync), as fio's pass does, and a load begins with an empty page cache. Ours goes
-through the page cache; fio is measured so, and with O_DIRECT, which a disk that is faster than a copy in memory likes
-better. Training stands still while a save lasts. All take turns on the same disk, round after round; a ratio is the
-median over the rounds of two rates measured a moment apart.
+A save ends when all is on the disk (fsync), as fio's pass does. A load begins with an empty page cache and ends when
+the states are where they belong, on the disk of the nvme tier too: nothing is pending when the clock starts or stops.
+Ours goes past the page cache, as fio does with O_DIRECT; fio is also measured through it. States on the nvme tier are
+read from the disk that a save writes to, and written to the one that a load reads from: there fio also reads one file
+and writes another at once, twice as much in all, and its rate is that of one of them until both are done. All take
+turns on the same disk, round after round; a ratio is the median over the rounds of two rates measured a moment apart.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
+from offload.benches.blocks import turned
 from offload.benches.nvme import run_fio
 from offload.benches.report import Result, document
 from offload.checkpoint.manifest import CHUNK_BYTES
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13, "vocab_size": 8192}
-FIO = {
-    "fio, buffered": ["--ioengine=psync"],
-    "fio, O_DIRECT": ["--ioengine=io_uring", "--iodepth=4", "--direct=1"],
-}
+DIRECT = ["--ioengine=io_uring", "--iodepth=4", "--direct=1"]
+FIO = {"fio, buffered": ["--ioengine=psync"], "fio, O_DIRECT": DIRECT}
+BOTH = "fio, O_DIRECT, one file read and one written"
 
 
 def main() -> None:
@@ -63,35 +65,47 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
     with closing(Engine(model, placement=placement, precision="bf16")) as engine:
         ids = torch.randint(0, SHAPE["vocab_size"], (1, 32))
         engine.step({"input_ids": ids, "labels": ids})  # moments that are not zero
-        path, other = folder / "checkpoint", folder / "file"
+        path, other, source = folder / "checkpoint", folder / "file", folder / "source"
         engine.save_checkpoint(path)
+        engine.finish()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         shutil.rmtree(path)
         size = num_bytes // CHUNK_BYTES * CHUNK_BYTES
 
-        def of_fio(direction: str, options: list[str]) -> float:
-            command = [fio, "--output-format=json", "--name=pass", f"--filename={other}", f"--rw={direction}"]
-            command += [f"--bs={CHUNK_BYTES}", f"--size={size}", "--end_fsync=1", "--fallocate=none", *options]
+        def of_fio(options: list[str], **files: Path) -> float:
+            """Return the rate of one of these files, by direction, all moved at once."""
+            command = [fio, "--output-format=json", f"--bs={CHUNK_BYTES}", f"--size={size}", "--fallocate=none"]
+            command += ["--end_fsync=1", *options]
+            for direction, file in files.items():
+                command += [f"--name={direction}", f"--filename={file}", f"--rw={direction}"]
             done = run_fio(command)
-            return done.num_bytes / done.seconds / 1e9
+            return done.num_bytes / len(files) / done.seconds / 1e9
 
         def pass_of(work: Callable[[Path], object]) -> float:
+            engine.finish()
             begin = time.perf_counter()
             work(path)
+            engine.finish()
             return num_bytes / (time.perf_counter() - begin) / 1e9
 
+        if tier == "nvme":
+            of_fio(DIRECT, write=source)
         rounds: list[dict[str, float]] = []
         for number in range(num_pairs + 1):
             rates = {}
             passes: list[tuple[str, Callable[[], float]]] = [("save", lambda: pass_of(engine.save_checkpoint))]
-            passes += [(f"{name}: write", lambda more=more: of_fio("write", more)) for name, more in FIO.items()]
+            passes += [(f"{name}: write", lambda more=more: of_fio(more, write=other)) for name, more in FIO.items()]
+            if tier == "nvme":
+                passes.append((f"{BOTH}: write", lambda: of_fio(DIRECT, read=source, write=other)))
             for name, work in turned(passes, number):
                 forget([*path.parent.glob("checkpoint/*"), other])
                 if name.endswith("write"):
                     other.unlink(missing_ok=True)  # ours is a new file too
                 rates[name] = work()
             passes = [("load", lambda: pass_of(engine.load_checkpoint))]
-            passes += [(f"{name}: read", lambda more=more: of_fio("read", more)) for name, more in FIO.items()]
+            passes += [(f"{name}: read", lambda more=more: of_fio(more, read=other)) for name, more in FIO.items()]
+            if tier == "nvme":  # what is written is there before, as our records are
+                passes.append((f"{BOTH}: read", lambda: of_fio(DIRECT, read=other, write=source)))
             for name, work in turned(passes, number):
                 forget([*path.iterdir(), other])
                 rates[name] = work()
@@ -100,12 +114,6 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             print(f"{tier}, {number} of {num_pairs}:", json.dumps(rates), file=sys.stderr, flush=True)
             rounds.append(rates)
     return summarise(tier, num_bytes, rounds[1:])
-
-
-def turned(passes: list[tuple[str, Callable[[], float]]], number: int) -> list[tuple[str, Callable[[], float]]]:
-    """Return the passes in another order each round, so that nobody always comes after the same one."""
-    first = number % len(passes)
-    return passes[first:] + passes[:first]
 
 
 def forget(paths: list[Path]) -> None:
@@ -128,8 +136,9 @@ def summarise(tier: str, num_bytes: int, rounds: list[dict[str, float]]) -> list
         if name not in ("save", "load"):
             results.append(Result(f"{tier}, {name}", value, "GB/s", details=details))
             continue
-        for other in FIO:
-            reference = f"{other}: {'write' if name == 'save' else 'read'}"
+        for reference in rounds[0]:
+            if not reference.endswith("write" if name == "save" else "read"):
+                continue
             ratios = [each[name] / each[reference] for each in rounds]
             low, middle, high = (round(each, 3) for each in statistics.quantiles(ratios, n=4, method="inclusive"))
             more = {"lower_quartile": low, "upper_quartile": high, **details}

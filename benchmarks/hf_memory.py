@@ -97,6 +97,7 @@ def measure(placement: str, folder: Path) -> dict[str, float]:
         placement=Placement(**where, nvme_dir=str(folder) if where else None),
     )
     built.close()
+    engine.finish()
     seconds = time.perf_counter() - begin
     written = sum(size for tier, name, size in engine.allocations if tier == "cpu" and name in ("weights", "low"))
     found |= {"states that the import writes": written, "peak of the import": _peak(), "import seconds": seconds}

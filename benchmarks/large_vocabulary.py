@@ -38,6 +38,7 @@ def main() -> None:
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     start = time.perf_counter()
     result = engine.step({"input_ids": ids, "labels": ids})
+    engine.finish()
     found = [
         ("loss", result.loss.item(), ""),
         ("target tokens", result.tokens, ""),

@@ -30,7 +30,7 @@ class StopSignals:
         self.requested = self.wants_save = False
         self.name = ""
         self._say = say
-        self._waits = self._is_deaf = self._is_agreed = False
+        self._waits = self._is_deaf = self._is_agreed = self._is_told = False
         self._before: dict[int, Any] = {}
         self._last = (0, -math.inf)  # signal, and when it came
 
@@ -67,18 +67,19 @@ class StopSignals:
             names = comm.gather_objects(self.name, "name of the signal")
             self._is_agreed = True
             rank, name = next((rank, name) for rank, name in enumerate(names) if name)
-            if not self.name:
+            if not self._is_told:
                 self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
             self.requested, self.name = True, name
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_deaf:
             return
-        self._say("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
         self.wants_save = self._waits
+        self._tell("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        before, self._last = self._last, (number, time.monotonic())
+        now = time.monotonic()  # on a line of its own: no signal comes between looking at the last one and noting this
+        before, self._last = self._last, (number, now)
         if self._is_deaf:
             return
         if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _ONE_AND_THE_SAME_S:
@@ -86,7 +87,19 @@ class StopSignals:
         if not self._waits:
             raise KeyboardInterrupt
         self._waits = False  # one that came to another rank does not count: the same one may be on its way to this
-        if not self.requested:
-            self._say(f"{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once.")
-        self.requested = True
+        was_requested, self.requested = self.requested, True
         self.name = self.name or signal.Signals(number).name
+        # torchrun ends the others by SIGTERM when a rank is gone, which may come before that is seen: then nothing is
+        # saved. Where it is somebody's wish, `agree` says so.
+        if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
+            self._is_told = self._tell(f"{self.name}: finishing this step, then saving; once more to leave at once.")
+
+    def _tell(self, text: str) -> bool:
+        """Print a line from a handler; return whether it could be. A signal that comes within a write of the program's
+        own finds the stream taken: it fails as a reentrant call, which is not to end the run.
+        """
+        try:
+            self._say(text)
+        except RuntimeError:
+            return False
+        return True

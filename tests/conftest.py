@@ -4,7 +4,10 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import settings
+
+from tests import forks
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a busy machine is slow otherwise
 
@@ -13,6 +16,12 @@ settings.load_profile("offload")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist fork from the same two servers, which import what they need while those collect."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        forks.share()
 
 
 def pytest_collection_finish() -> None:

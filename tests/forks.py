@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
 """For what should take a second: it ends a test that hangs, and nothing else depends on it."""
 _MESSAGE_BYTES = 1 << 18
+_SHARED = "OFFLOAD_TESTS_FORK_FROM"
 
 
 class Forked:
@@ -169,20 +171,25 @@ def run(
 
 
 class _Server:
-    """A process that forks, of this session of tests."""
+    """A process that forks, of this session of tests. It ends with whoever made it; others may `connect` to it."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+        self._folder = tempfile.TemporaryDirectory(prefix="tests-forks-")
+        self.path = f"{self._folder.name}/socket"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self.path)
+        listener.listen()
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         env["ROOM"] = " " * 20_000  # for what those who are forked show
-        with theirs:
+        with theirs, listener:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), str(listener.fileno())],
                 cwd=ROOT,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), listener.fileno()],
             )
 
     def send(self, asked: Any, descriptors: Sequence[int]) -> None:
@@ -191,13 +198,33 @@ class _Server:
     def close(self) -> None:
         self._ours.close()
         self._process.wait()
+        self._folder.cleanup()
+
+
+class _Shared:
+    """The server of another process."""
+
+    def __init__(self, path: str) -> None:
+        self._ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+        self._ours.connect(path)
+
+    send = _Server.send
 
 
 @cache
-def _server(number: int) -> _Server:
+def _server(number: int) -> _Server | _Shared:
+    if _SHARED in os.environ:
+        return _Shared(json.loads(os.environ[_SHARED])[number])
     server = _Server()
     atexit.register(server.close)
     return server
+
+
+def share() -> None:
+    """Start the servers for all processes that are started from here on: each would take ten seconds for its own."""
+    servers = [_server(number) for number in range(2)]
+    os.environ[_SHARED] = json.dumps([server.path for server in servers if isinstance(server, _Server)])
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -220,23 +247,35 @@ def _preload() -> None:
     handler.Popen = _Rank
 
 
-def _serve(asks: socket.socket) -> None:
-    """Fork for each message: a parent, which tells the number of its child and then how it ended."""
+def _serve(owner: socket.socket, listener: socket.socket) -> None:
+    """Fork for each message: a parent, which tells the number of its child and then how it ended. Return when the owner
+    is gone.
+    """
     _preload()
     gc.collect()
     gc.freeze()  # what is here already is not looked through in each child
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be there after a fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the parents end
+    heard = [listener, owner]
     while True:
+        asks = select.select(heard, [], [])[0][0]
+        if asks is listener:
+            heard.append(listener.accept()[0])
+            continue
         message, descriptors, _, _ = socket.recv_fds(asks, _MESSAGE_BYTES, 4)
         if not message:
-            return
+            if asks is owner:
+                return
+            heard.remove(asks)
+            asks.close()
+            continue
         told, *streams = descriptors
         if os.fork():
             for each in descriptors:
                 os.close(each)
             continue
-        asks.close()
+        for other in heard:
+            other.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         child = os.fork()
         if not child:
@@ -340,4 +379,4 @@ class _Rank:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))

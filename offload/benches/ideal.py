@@ -113,7 +113,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Ideal:
-    """The steady state: seconds of a step, and of it the busy ones of each lane. `spans` has every step run."""
+    """Seconds of a step, and of it the busy ones of each lane. `spans` has every step run."""
 
     seconds: float
     busy_s: dict[str, float]
@@ -121,14 +121,17 @@ class Ideal:
     spans: list[Span] = field(repr=False)
 
 
-def ideal(work: Work, num_steps: int = 12) -> Ideal:
-    """Return the fastest greedy schedule, over every lookahead that the capacity has room for."""
+def ideal(work: Work, num_steps: int = 12, *, as_block: bool = False) -> Ideal:
+    """Return the fastest greedy schedule, over every lookahead that the capacity has room for: its steady state, or
+    with `as_block` what `simulate_block` says.
+    """
+    run = simulate_block if as_block else simulate
     sizes = itertools.accumulate(sorted(unit.size for unit in work.units.values()))
     most = max(1, sum(size <= work.capacity for size in sizes) - 1)
     skips = ("never", "late", "always") if work.mode == "none" else ("never", "always")
     updates = {"none": ("landed", "need", "late"), "deferred": ("late",), "speculative": ("landed", "need")}[work.mode]
     policies = itertools.product(range(1, most + 1), skips, updates)
-    return min((simulate(work, Policy(*choice), num_steps) for choice in policies), key=lambda run: run.seconds)
+    return min((run(work, Policy(*choice), num_steps) for choice in policies), key=lambda run: run.seconds)
 
 
 def serial_seconds(work: Work) -> float:
@@ -147,11 +150,23 @@ def simulate(work: Work, policy: Policy, num_steps: int = 12) -> Ideal:
     """Run `num_steps` steps under one policy; the steady state is the mean of the later half."""
     spans = _Run(work, policy).until(num_steps)
     starts = {span.step: span.begin_s for span in reversed(spans) if span.lane == "compute"}
-    first, end, num_counted = starts[num_steps - num_steps // 2], starts[num_steps], num_steps // 2
+    num_counted = num_steps // 2
+    return _mean(spans, starts[num_steps - num_counted], starts[num_steps], num_counted, policy)
+
+
+def simulate_block(work: Work, policy: Policy, num_steps: int) -> Ideal:
+    """Run `num_steps` steps under one policy, from when all that may be done before the first one is done to when
+    nothing is left to be done of the last one and ahead of the next.
+    """
+    run = _Run(work, policy)
+    return _mean(run.spans, run.settle(0), run.settle(num_steps), num_steps, policy)
+
+
+def _mean(spans: list[Span], begin_s: float, end_s: float, num_steps: int, policy: Policy) -> Ideal:
     busy = dict.fromkeys(LANES, 0.0)
     for span in spans:
-        busy[span.lane] += max(0.0, min(span.end_s, end) - max(span.begin_s, first)) / num_counted
-    return Ideal((end - first) / num_counted, busy, policy, spans)
+        busy[span.lane] += max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s)) / num_steps
+    return Ideal((end_s - begin_s) / num_steps, busy, policy, spans)
 
 
 Content = tuple[str, int]  # a unit as it is in a step: its weights, or its gradient
@@ -163,6 +178,9 @@ class _Run:
 
     def __init__(self, work: Work, policy: Policy) -> None:
         self.work, self.policy = work, policy
+        self.now_s = 0.0
+        self.spans: list[Span] = []
+        self.stop: float = math.inf  # the first step whose compute may not begin
         self.position = 0  # of the first use that has not ended, counted over all steps
         self.running: dict[str, Span] = {}  # by lane
         self.held: set[Content] = set()  # weights on the device
@@ -182,27 +200,43 @@ class _Run:
 
     def until(self, step: int) -> list[Span]:
         """Run until the compute of `step` begins."""
-        now_s, spans = 0.0, []
-        while True:
-            for lane, start in zip(LANES, (self._compute, self._land, self._update, self._fetch), strict=True):
-                if lane not in self.running and (started := start()):
-                    action, content, seconds = started
-                    self.running[lane] = Span(lane, action, *content, now_s, now_s + seconds)
-                    spans.append(self.running[lane])
-            if "compute" in self.running and self.running["compute"].step == step:
-                return spans
+        self._start()
+        while "compute" not in self.running or self.running["compute"].step != step:
             assert self.running, "nothing runs and nothing may start"
-            now_s = min(span.end_s for span in self.running.values())
-            for span in [span for span in self.running.values() if span.end_s <= now_s]:
-                del self.running[span.lane]
-                self._end(span)
+            self._advance()
+            self._start()
+        return self.spans
+
+    def settle(self, step: int) -> float:
+        """Run until nothing is left that may be done before the compute of `step` begins; return when that is."""
+        self.stop = step
+        self._start()
+        while self.running:
+            self._advance()
+            self._start()
+        assert self.position == step * len(self.work.uses), "nothing runs and nothing may start"
+        return self.now_s
+
+    def _start(self) -> None:
+        for lane, start in zip(LANES, (self._compute, self._land, self._update, self._fetch), strict=True):
+            if lane not in self.running and (started := start()):
+                action, content, seconds = started
+                self.running[lane] = Span(lane, action, *content, self.now_s, self.now_s + seconds)
+                self.spans.append(self.running[lane])
+
+    def _advance(self) -> None:
+        self.now_s = min(span.end_s for span in self.running.values())
+        for span in [span for span in self.running.values() if span.end_s <= self.now_s]:
+            del self.running[span.lane]
+            self._end(span)
 
     def _compute(self) -> Started | None:
         step, place = divmod(self.position, len(self.work.uses))
         use = self.work.uses[place]
         num_waiting = len(self.leaving) + ("d2h" in self.running)
         if (
-            (place == 0 and step > 0 and not self._norm_is_known(step - 1))
+            step >= self.stop
+            or (place == 0 and step > 0 and not self._norm_is_known(step - 1))
             or (use.unit is not None and (use.unit, step) not in self.held)
             or (use.is_backward and num_waiting == self.work.num_gradient_buffers)
         ):

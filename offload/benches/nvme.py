@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.benches.blocks import turned
 from offload.benches.report import Result
 from offload.errors import ConfigError, format_bytes
 from offload.native_io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
@@ -282,8 +283,7 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
 
 def _measure(contenders: list[Contender], pattern: str, num_pairs: int) -> None:
     for round_number in range(num_pairs + 1):
-        first = round_number % len(contenders)  # nobody always comes after the same one
-        for contender in contenders[first:] + contenders[:first]:
+        for contender in turned(contenders, round_number):
             measured = contender.measure()
             if round_number > 0:
                 contender.passes.append(measured)

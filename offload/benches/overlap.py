@@ -2,7 +2,8 @@
 
 h2d, d2h and update are throttled so that each of them takes a given share of the step's compute. The compute is what an
 engine without throttle and prefetch measures, in turns with the throttled one, so that a busy machine slows down both.
-The ideal knows the throttle, the sizes and the measured seconds of every use, and nothing of the engine.
+The ideal knows the throttle, the sizes and the measured seconds of every use, and nothing of the engine. Both are
+those of a block of steps that begins and ends with nothing pending (`offload/benches/blocks.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from offload.benches.ideal import Ideal, Unit, Use, Work, ideal, serial_seconds
 from offload.benches.report import Result
 
 SIZES = {"hidden": 256, "layers": 16, "vocabulary": 512, "sequence": 128, "batch": 4}
+PAIRS = 3  # of a few steps of the baseline, and a block of the throttled engine
 RATIOS = (0.25, 0.5, 1.0, 2.0)
 MAX_OVER_IDEAL = 1.08
 MAX_OVER_LARGEST_LANE = 1.10
@@ -32,9 +34,8 @@ NUM_GRADIENT_BUFFERS = 2
 RESIDENT_SHARE = 16  # a unit smaller than the largest one divided by this stays on the device
 UNTHROTTLED = dict.fromkeys(("h2d", "d2h", "update"), 10**15)  # bytes per second: threads, but no waiting
 
-NUM_ROUNDS = 3  # of a few steps of the baseline, then a few of the throttled engine
-NUM_BASELINE_STEPS = 2  # in a round, after one that is dropped: what the other engine left running ends in it
-NUM_WARM_STEPS = 2  # of the throttled engine in a round: its lanes went idle meanwhile, so that it starts ahead
+NUM_BASELINE_STEPS = 2  # in a round, after one that is dropped
+NUM_WARM_STEPS = 3  # of the throttled engine, before its first block
 NUM_SERIAL_STEPS = 2  # after one that is dropped
 MAX_SERIAL_S = 10.0  # a serial step that would take longer is the plain sum of its parts, not measured
 
@@ -79,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="measure throttled lanes against an ideal schedule instead: --steps steps a row, one thread, the first of "
-        "--precision, a model of its own sizes",
+        help="measure throttled lanes against an ideal schedule instead, in --pairs blocks of --steps steps a row, one "
+        "thread, the first of --precision, a model of its own sizes",
     )
     group.add_argument(
         "--ratios",
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace]
     shape = (arguments.batch, arguments.sequence)
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
     steps = [{"input_ids": ids, "labels": ids} for ids in batches]
-    bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps)
+    bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps, arguments.pairs)
     try:
         return [_shown(bench.row(case, threads)) for case in cases(arguments.ratios)]
     finally:
@@ -140,7 +141,7 @@ def _shown(result: Result) -> Result:
 
 @dataclass
 class Steps:
-    """What consecutive steps of one engine gave. `seconds`: from the beginning of each to that of the next."""
+    """What consecutive steps of one engine gave. `seconds`: of a step, one number for each block."""
 
     seconds: list[float] = field(default_factory=list)
     uses: list[list[Use]] = field(default_factory=list)
@@ -163,11 +164,12 @@ class Bench:
         prefetch: int,
         precision: str,
         num_steps: int,
+        num_pairs: int,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._make, self._prefetch, self._precision, self._clock = make, prefetch, precision, clock
         self._batches = itertools.cycle(batches)
-        self._num_steps = max(1, math.ceil(num_steps / NUM_ROUNDS))
+        self._num_steps, self._num_pairs = num_steps, num_pairs
         probe = make(prefetch=prefetch, throttle=UNTHROTTLED, max_grad_norm=None)
         try:
             self._steps(probe, Steps(), 1, dropped=1)
@@ -175,7 +177,7 @@ class Bench:
         finally:
             probe.close()
         self._baseline = make(prefetch=0, throttle=None, max_grad_norm=None)
-        self._steps(self._baseline, Steps(), 0, dropped=1)
+        self._steps(self._baseline, Steps(), 1, dropped=0)
         self._num_parameters = num_parameters(self._baseline.model, self._baseline.spans)
         self._moved["update"] = STATE_BYTES * sum(self._num_parameters.values())
 
@@ -192,9 +194,9 @@ class Bench:
         engine = self._make(prefetch=self._prefetch, **settings)
         compute, measured = Steps(), Steps()
         try:
-            for _ in range(NUM_ROUNDS):
+            for number in range(self._num_pairs):
                 self._compute(compute)
-                self._steps(engine, measured, self._num_steps, dropped=NUM_WARM_STEPS)
+                self._steps(engine, measured, self._num_steps, dropped=0 if number else NUM_WARM_STEPS)
             self._compute(compute)
             h2d_bytes = engine.counters.h2d_bytes
         finally:
@@ -205,10 +207,12 @@ class Bench:
         work = self._work(uses, throttle, case.mode, num_corrected)
         plain_sum_s = serial_seconds(work)
         serial_s = self._serial(settings) if plain_sum_s <= MAX_SERIAL_S else None
-        result = assemble(case, measured, work, serial_s)
+        result = assemble(case, measured, work, serial_s, self._num_steps)
         result.details |= {
             "threads": threads,
             "precision": self._precision,
+            "steps_in_a_block": self._num_steps,
+            "pairs": self._num_pairs,
             "prefetch": self._prefetch,
             "max_grad_norm": settings["max_grad_norm"],
             "throttle": throttle,
@@ -229,20 +233,20 @@ class Bench:
             engine.close()
 
     def _steps(self, engine: Any, into: Steps, count: int, dropped: int, traced: bool = False) -> Steps:
+        for _ in range(dropped):
+            engine.step(next(self._batches))
+        engine.finish()
         begin = self._clock()
-        for number in range(-dropped, count):
+        for _ in range(count):
             result = engine.step(next(self._batches))
-            end = self._clock()
-            if number >= 0:
-                into.seconds.append(end - begin)
-                into.norms.append(result.grad_norm)
-                into.corrected.append(getattr(result, "corrected", 0))
-                into.busy.append({lane: taken.busy_seconds for lane, taken in result.lanes.items()})
-                into.exposed.append({lane: taken.exposed_seconds for lane, taken in result.lanes.items()})
-                if traced:
-                    into.uses.append(compute_uses(engine.spans, self._num_parameters))
-                    end = self._clock()
-            begin = end
+            into.norms.append(result.grad_norm)
+            into.corrected.append(getattr(result, "corrected", 0))
+            into.busy.append({lane: taken.busy_seconds for lane, taken in result.lanes.items()})
+            into.exposed.append({lane: taken.exposed_seconds for lane, taken in result.lanes.items()})
+            if traced:
+                into.uses.append(compute_uses(engine.spans, self._num_parameters))
+        engine.finish()
+        into.seconds.append((self._clock() - begin) / count)
         return into
 
     def _work(self, uses: Sequence[Use], throttle: Mapping[str, float], mode: str, num_corrected: int) -> Work:
@@ -320,9 +324,11 @@ def capacity_bytes(sizes: Sequence[int], num_slots: int) -> int:
     return max(sum(sizes[i : i + num_slots]) for i in range(max(1, len(sizes) - num_slots + 1)))
 
 
-def assemble(case: Case, measured: Steps, work: Work, serial_s: float | None) -> Result:
-    """Make a row. `serial_s` is what a serial step was measured to take; None stands for the plain sum."""
-    best: Ideal = ideal(work)
+def assemble(case: Case, measured: Steps, work: Work, serial_s: float | None, num_steps: int) -> Result:
+    """Make a row, of blocks of `num_steps` steps. `serial_s` is what a serial step was measured to take; None stands
+    for the plain sum.
+    """
+    best: Ideal = ideal(work, num_steps, as_block=True)
     seconds = statistics.median(measured.seconds)
     plain_sum_s = serial_seconds(work)
     serial = plain_sum_s if serial_s is None else serial_s

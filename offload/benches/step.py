@@ -1,9 +1,10 @@
-"""A training step of the engine against plain PyTorch on the same model, in one process, step by step in turn.
+"""A training step of the engine against plain PyTorch on the same model, in one process, in turns.
 
-Plain PyTorch clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones.
-`recompute always` is compared with per-layer activation checkpointing, `never` with none. Where DeepSpeed can be
-imported, its ZeRO-3 with optimizer and parameters on the CPU takes part as well. `--overlap` compares throttled lanes
-with an ideal schedule instead.
+All are timed over blocks of steps that begin and end with nothing pending (`offload/benches/blocks.py`). Plain PyTorch
+clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones. `recompute
+always` is compared with per-layer activation checkpointing, `never` with none. Where DeepSpeed can be imported, its
+ZeRO-3 takes part as well, with optimizer and parameters on the CPU and, where folders are given, on disk. `--overlap`
+compares throttled lanes with an ideal schedule instead.
 """
 
 from __future__ import annotations
@@ -11,30 +12,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from offload.benches import overlap
+from offload.benches.blocks import Contender, measure, none_left, summarise
 from offload.benches.report import Result
+from offload.errors import ConfigError
 
 SIZES = {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}
+PAIRS = 7
 LEARNING_RATE = 1e-3
-_WARM_ROUNDS = 4  # an engine gives away the device memory that is left after the third step
-Step = Callable[[Any], object]
-
-
-@dataclass
-class Contender:
-    """Something that trains on a batch of token ids; `reference` is the contender that it is compared with."""
-
-    name: str
-    step: Step
-    reference: str | None = None
-    details: Callable[[], dict[str, Any]] = dict
-    seconds: list[float] = field(default_factory=list)
+MOVED = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
-    parser.add_argument("--steps", type=int, default=15, help="rounds, after four to warm up (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="in a block (default %(default)s)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        help=f"rounds of one block each, after one to warm up (default {PAIRS}, with --overlap {overlap.PAIRS})",
+    )
     parser.add_argument("--nvme-dir", nargs="+", help="folders: let the engine also train with its states there")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
     overlap.add_arguments(parser)
@@ -53,9 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measure, and return one result per precision, recompute mode and contender; or what `overlap` returns."""
-    for name, default in (overlap.SIZES if arguments.overlap else SIZES).items():
+    own = overlap if arguments.overlap else None
+    for name, default in {**(own.SIZES if own else SIZES), "pairs": own.PAIRS if own else PAIRS}.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
+    if arguments.steps < 1 or arguments.pairs < 1:
+        raise ConfigError(
+            f"--steps is {arguments.steps} and --pairs {arguments.pairs}: a block has at least one step, and there is "
+            "at least one round."
+        )
     if arguments.overlap:
         return overlap.run(arguments, _model)
     import torch
@@ -65,66 +67,39 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     threads = arguments.threads or native.num_threads()
     torch.set_num_threads(threads)
     native.set_threads(threads)
-    results: list[Result] = []
-    for precision in arguments.precision:
-        for recompute in arguments.recompute:
-            for contenders in _contenders(arguments, precision, recompute):
-                _measure(contenders, arguments)
-                results += _summarise(contenders, arguments, f"{precision}, recompute {recompute}", threads)
-    return results
-
-
-def _contenders(arguments: argparse.Namespace, precision: str, recompute: str) -> Iterator[list[Contender]]:
-    plain = plain_pytorch(arguments, precision, checkpointing=recompute == "always")
-    contenders = [plain, engine("engine", arguments, precision, recompute, plain.name)]
-    contenders.append(
-        engine("engine, all units stay", arguments, precision, recompute, plain.name, device_memory="1TiB")
-    )
-    if arguments.nvme_dir:
-        tiers = {"parameters": "nvme", "optimizer": "nvme", "nvme_dir": arguments.nvme_dir}
-        contenders.append(engine("engine, states on nvme", arguments, precision, recompute, plain.name, **tiers))
-    if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
-        contenders.append(deepspeed_zero3(arguments, precision, plain.name))
-    yield contenders
-
-
-def _measure(contenders: list[Contender], arguments: argparse.Namespace) -> None:
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.batch, arguments.sequence)
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
-    for round_number in range(-_WARM_ROUNDS, arguments.steps):
-        for contender in contenders:
-            start = time.perf_counter()
-            contender.step(batches[round_number % 4])
-            if round_number >= 0:
-                contender.seconds.append(time.perf_counter() - start)
-
-
-def _summarise(contenders: list[Contender], arguments: argparse.Namespace, group: str, threads: int) -> list[Result]:
-    times = {contender.name: contender.seconds for contender in contenders}
-    tokens = arguments.batch * arguments.sequence
-    results = []
-    for contender in contenders:
-        median = statistics.median(contender.seconds)
-        details = {
-            "group": group,
-            "threads": threads,
-            "best": min(contender.seconds) * 1e3,
-            "tokens_per_second": tokens / median,
-            **contender.details(),
-        }
-        ratio = None
-        if contender.reference:
-            pairs = zip(times[contender.reference], contender.seconds, strict=True)
-            quotients = [reference / own for reference, own in pairs]
-            ratio = statistics.median(quotients)
-            details["slowdown"] = statistics.median(1 / quotient for quotient in quotients)
-            details["slowdown_of_best"] = min(contender.seconds) / min(times[contender.reference])
-        name = f"{contender.name} ({group})"
-        results.append(Result(name, median * 1e3, "ms", contender.reference, ratio, details))
+    results: list[Result] = []
+    for precision in arguments.precision:
+        for recompute in arguments.recompute:
+            with ExitStack() as opened:
+                contenders = list(_contenders(arguments, precision, recompute, opened))
+                measure(contenders, batches, arguments.steps, arguments.pairs)
+                more = {"group": f"{precision}, recompute {recompute}", "threads": threads}
+                results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
     return results
+
+
+def _contenders(
+    arguments: argparse.Namespace, precision: str, recompute: str, opened: ExitStack
+) -> Iterator[Contender]:
+    """Yield what is compared; what has to be closed is put into `opened`."""
+    plain = plain_pytorch(arguments, precision, checkpointing=recompute == "always")
+    yield plain
+
+    def ours(name: str, **placement: Any) -> Contender:
+        return engine(name, arguments, precision, recompute, plain.name, opened, **placement)
+
+    yield ours("engine")
+    yield ours("engine, all units stay", device_memory="1TiB")
+    if arguments.nvme_dir:
+        yield ours("engine, states on nvme", parameters="nvme", optimizer="nvme", nvme_dir=arguments.nvme_dir)
+    if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
+        yield deepspeed_zero3("DeepSpeed ZeRO-3, CPU offload", arguments, precision, plain.name, opened)
+        if arguments.nvme_dir:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
+            yield deepspeed_zero3("DeepSpeed ZeRO-3, NVMe offload", arguments, precision, plain.name, opened, folder)
 
 
 def _model(arguments: argparse.Namespace) -> Any:
@@ -179,11 +154,17 @@ def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: 
                     weight.copy_(master)
         return loss
 
-    return Contender("plain PyTorch" + (" with checkpointing" if checkpointing else ""), step)
+    return Contender("plain PyTorch" + (" with checkpointing" if checkpointing else ""), step, none_left)
 
 
 def engine(
-    name: str, arguments: argparse.Namespace, precision: str, recompute: str, reference: str, **placement: Any
+    name: str,
+    arguments: argparse.Namespace,
+    precision: str,
+    recompute: str,
+    reference: str,
+    opened: ExitStack,
+    **placement: Any,
 ) -> Contender:
     """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, unless
     `placement` says something else.
@@ -198,28 +179,36 @@ def engine(
         recompute=recompute,
         head_chunk_bytes=None,
     )
+    opened.callback(made.close)
+    moved = dict.fromkeys(MOVED, 0)
+
+    def step(ids: Any) -> None:
+        made.step({"input_ids": ids, "labels": ids})
+        for name in MOVED:  # complete when a step returns, also what has not moved yet
+            moved[name] += getattr(made.counters, name)
 
     def details() -> dict[str, Any]:
         counters = made.counters
-        return {
-            "peak_device_bytes": counters.peak_device_bytes,
-            "peak_host_bytes": counters.peak_host_bytes,
-            "h2d_bytes": counters.h2d_bytes,
-            "d2h_bytes": counters.d2h_bytes,
-            "nvme_read_bytes": counters.nvme_read_bytes,
-            "nvme_write_bytes": counters.nvme_write_bytes,
-        }
+        return {"peak_device_bytes": counters.peak_device_bytes, "peak_host_bytes": counters.peak_host_bytes}
 
-    return Contender(name, lambda ids: made.step({"input_ids": ids, "labels": ids}), reference, details)
+    return Contender(name, step, made.finish, reference, moved.copy, details)
 
 
-def deepspeed_zero3(arguments: argparse.Namespace, precision: str, reference: str) -> Contender:
-    """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU."""
+def deepspeed_zero3(
+    name: str,
+    arguments: argparse.Namespace,
+    precision: str,
+    reference: str,
+    opened: ExitStack,
+    folder: str | None = None,
+) -> Contender:
+    """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU, or in files in `folder`."""
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}
     for key, value in {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **alone}.items():
         os.environ.setdefault(key, value)
     import deepspeed
 
+    place = {"device": "cpu"} if folder is None else {"device": "nvme", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": 1.0,
@@ -227,13 +216,14 @@ def deepspeed_zero3(arguments: argparse.Namespace, precision: str, reference: st
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-            "offload_param": {"device": "cpu", "pin_memory": False},
+            "offload_optimizer": {**place, "pin_memory": False},
+            "offload_param": {**place, "pin_memory": False},
         },
         "steps_per_print": 10**9,
     }
     model = _model(arguments)
     made, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    opened.callback(made.destroy)
 
     def step(ids: Any) -> object:
         loss = made(input_ids=ids, labels=ids).loss
@@ -241,4 +231,12 @@ def deepspeed_zero3(arguments: argparse.Namespace, precision: str, reference: st
         made.step()
         return loss
 
-    return Contender("DeepSpeed ZeRO-3, CPU offload", step, reference)
+    found = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
+    swappers = {id(swapper): swapper for swapper in found if swapper is not None}
+
+    def settle() -> None:
+        for swapper in swappers.values():
+            swapper.synchronize_reads()
+            swapper.synchronize_writes()
+
+    return Contender(name, step, settle, reference)

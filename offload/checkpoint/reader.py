@@ -3,31 +3,50 @@
     with Reader(folder) as reader:                                  # the manifest verified, sizes compared
         reader.read("lm_head.weight", "exp_avg", begin, out)
 
-Memory is bounded by a few chunks. A chunk of which all is wanted goes straight to where it is wanted; one at the edge
-of a slice is kept for the neighbouring slice, so that reading in the order of the file verifies nothing twice.
+What is wanted next is on its way meanwhile: a few chunks at a time are read and verified by threads, past the page
+cache (O_DIRECT) where the file system has that. A chunk is kept until its end was asked for, or others need its memory,
+which is bounded by `_KEPT_CHUNKS` of them: reading in the order of the file verifies nothing twice.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
+import io
+import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from offload.checkpoint.direct import chunk_buffers, set_direct
 from offload.checkpoint.manifest import MANIFEST, Entry, Manifest, check_span, checksum, raw
 from offload.errors import CheckpointError, errno_text
 
-_KEPT_CHUNKS = 8  # two for each of the planes that are read by turns: 32 MiB
+_AHEAD = 4  # chunks on their way: with one, the disk is idle while it is verified and copied
+_KEPT_CHUNKS = 8 + _AHEAD  # and two for each of the planes that are read by turns: 48 MiB
 _BEGIN = attrgetter("begin")
+
+Span = tuple[str, str, int, int]
+"""Name, plane, first element, number of elements."""
+_Key = tuple[str, int]  # of a chunk: its file, and its number there
+
+
+class _Chunk(NamedTuple):
+    """Memory, and the reading of a chunk into it."""
+
+    buffer: np.ndarray
+    reading: Future[None]
 
 
 class Reader:
@@ -43,8 +62,11 @@ class Reader:
         of their size.
         """
         self.path = folder
-        self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
-        self._fds: dict[str, int] = {}
+        self._kept: OrderedDict[_Key, _Chunk] = OrderedDict()  # the one that was asked for least lately comes first
+        self._files: dict[str, io.FileIO] = {}
+        self._coming: Iterator[_Key] = iter(())
+        self._ahead: set[_Key] = set()  # those of `_coming` that are kept, and were not asked for yet
+        self._is_announced = False
         with contextlib.ExitStack() as opened:
             with _as_checkpoint_errors(folder):
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the same folder, should it be renamed meanwhile
@@ -62,11 +84,20 @@ class Reader:
                     path = folder / name
                     raise CheckpointError(f"{path} is damaged: it does not agree with its checksum.", path)
             for name, file in self._manifest.files.items():
-                self._fds[name], found = _open(folder, fd, name)
-                opened.callback(os.close, self._fds[name])
-                _check_size(folder / name, found, file.num_bytes)
-            self._chunk_bytes = max((file.chunk_bytes for file in self._manifest.files.values()), default=0)
+                stream = self._files[name] = opened.enter_context(_open(folder, fd, name))
+                _check_size(folder / name, os.fstat(stream.fileno()).st_size, file.num_bytes)
+                with contextlib.suppress(OSError):  # a file system that has none
+                    set_direct(stream.fileno(), True)
+            chunk_bytes = max((file.chunk_bytes for file in self._manifest.files.values()), default=0)
+            self._free = list(chunk_buffers(_KEPT_CHUNKS, chunk_bytes))
+            self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="offload-checkpoint")
+            opened.callback(self._pool.shutdown, cancel_futures=True)  # before the files are closed
             self._opened = opened.pop_all()
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """Say what will be read next, and in which order, so that it is on its way by then."""
+        self._plan(self._chunks(spans))
+        self._is_announced = True
 
     def read(self, name: str, plane: str, begin: int, out: torch.Tensor) -> None:
         """Fill `out` with the elements from `begin` on of a flat parameter's plane.
@@ -75,14 +106,13 @@ class Reader:
         checkpoint has no such elements, CheckpointError for damage; nothing in `out` is of use then.
         """
         check_span(self.contents, name, plane, begin, out)
-        data, width = raw(out), out.itemsize
-        slices = self._manifest.parameters[name].planes[plane].slices
-        index = bisect.bisect_right(slices, begin, key=_BEGIN) - 1
-        while len(data):
-            found = slices[index]
-            size = min(len(data), (found.end - begin) * width)
-            self._copy(found.file, found.offset + (begin - found.begin) * width, data[:size])
-            data, begin, index = data[size:], found.end, index + 1
+        span = name, plane, begin, out.numel()
+        if not self._is_announced:
+            self._plan(self._chunks([span]))
+        data = raw(out)
+        for file, offset, size in self._stretches(span):
+            self._copy(file, offset, data[:size])
+            data = data[size:]
 
     @property
     def num_bytes(self) -> int:
@@ -93,14 +123,19 @@ class Reader:
         """Read all there is and compare it with its checksums; `tell` is called with the size of each piece. Raises
         CheckpointError for the first that differs.
         """
-        buffer = np.empty(self._chunk_bytes, np.uint8)
-        for name, file in self._manifest.files.items():
-            for index in range(len(file.checksums)):
-                self._load(name, index, buffer[: file.chunk_size(index)])
-                tell(file.chunk_size(index))
+        sizes = {
+            (name, index): file.chunk_size(index)
+            for name, file in self._manifest.files.items()
+            for index in range(len(file.checksums))
+        }
+        self._plan(iter(sizes))
+        for key, num_bytes in sizes.items():
+            self._chunk(key)
+            self._let_go(key)
+            tell(num_bytes)
 
     def close(self) -> None:
-        """Close the files."""
+        """End the threads, and close the files."""
         self._opened.close()
 
     def __enter__(self) -> Reader:
@@ -109,6 +144,30 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
+    def _stretches(self, span: Span) -> Iterator[tuple[str, int, int]]:
+        """Yield where a span lies: (file, offset there, bytes)."""
+        name, plane, begin, numel = span
+        slices, end = self._manifest.parameters[name].planes[plane].slices, begin + numel
+        width = self.contents[name].planes[plane].itemsize
+        index = bisect.bisect_right(slices, begin, key=_BEGIN) - 1
+        while begin < end:
+            found = slices[index]
+            stop = min(end, found.end)
+            yield found.file, found.offset + (begin - found.begin) * width, (stop - begin) * width
+            begin, index = stop, index + 1
+
+    def _chunks(self, spans: Iterable[Span]) -> Iterator[_Key]:
+        """Yield the chunks in which spans lie, some again and again."""
+        for span in spans:
+            for name, offset, size in self._stretches(span):
+                chunk_bytes = self._manifest.files[name].chunk_bytes
+                for index in range(offset // chunk_bytes, (offset + size - 1) // chunk_bytes + 1):
+                    yield name, index
+
+    def _plan(self, coming: Iterator[_Key]) -> None:
+        self._coming, self._is_announced = coming, False
+        self._ahead.clear()
+
     def _copy(self, name: str, offset: int, out: np.ndarray) -> None:
         """Fill `out` with verified bytes of a file."""
         file = self._manifest.files[name]
@@ -116,39 +175,71 @@ class Reader:
             index, within = divmod(offset, file.chunk_bytes)
             whole = file.chunk_size(index)
             size = min(len(out), whole - within)
-            if size == whole and (name, index) not in self._kept:
-                self._load(name, index, out[:size])
-            else:
-                out[:size] = self._chunk(name, index, whole)[within : within + size]
+            out[:size] = self._chunk((name, index))[within : within + size]
+            if within + size == whole:
+                self._let_go((name, index))
             out, offset = out[size:], offset + size
 
-    def _chunk(self, name: str, index: int, size: int) -> np.ndarray:
-        """Return a verified chunk out of those that are kept."""
-        key = (name, index)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        if len(self._kept) < _KEPT_CHUNKS:
-            buffer = np.empty(self._chunk_bytes, np.uint8)
-        else:
-            buffer = self._kept.popitem(last=False)[1]
-        self._load(name, index, buffer[:size])
-        self._kept[key] = buffer
-        return buffer
+    def _chunk(self, key: _Key) -> np.ndarray:
+        """Return a verified chunk; those that are wanted next are on their way."""
+        if key not in self._kept:
+            self._begin(key)
+        self._kept.move_to_end(key)
+        self._ahead.discard(key)
+        while len(self._ahead) < _AHEAD:
+            coming = next(self._coming, None)
+            if coming is None:
+                self._is_announced = False
+                break
+            if coming not in self._kept:
+                self._begin(coming)
+                self._ahead.add(coming)
+        chunk = self._kept[key]
+        try:
+            chunk.reading.result()
+        except Exception:  # whoever asks again may have better luck
+            self._let_go(key)
+            raise
+        return chunk.buffer
 
-    def _load(self, name: str, index: int, out: np.ndarray) -> None:
-        """Fill `out` with a chunk and verify it."""
-        path, fd = self.path / name, self._fds[name]
-        offset, done = index * self._manifest.files[name].chunk_bytes, 0
+    def _begin(self, key: _Key) -> None:
+        """Have a chunk read and verified."""
+        if not self._free:
+            self._let_go(next(iter(self._kept)))
+        buffer = self._free.pop()
+        self._kept[key] = _Chunk(buffer, self._pool.submit(partial(self._load, *key, buffer)))
+
+    def _let_go(self, key: _Key) -> None:
+        """Give a chunk's memory to the next."""
+        chunk = self._kept.pop(key)
+        self._ahead.discard(key)
+        if not chunk.reading.cancel():
+            wait([chunk.reading])
+        self._free.append(chunk.buffer)
+
+    def _load(self, name: str, index: int, buffer: np.ndarray) -> None:
+        """Fill the beginning of `buffer` with a chunk and verify it; in a thread of the pool."""
+        path, fd, file = self.path / name, self._files[name].fileno(), self._manifest.files[name]
+        offset, size, done, is_refused = index * file.chunk_bytes, file.chunk_size(index), 0, False
+        memory = buffer.data[: -(-size // mmap.PAGESIZE) * mmap.PAGESIZE]  # whole pages, also at the end of the file
         with _as_checkpoint_errors(path):
-            while done < len(out):
-                count = os.preadv(fd, [out.data[done:]], offset + done)
+            while done < size:
+                if (offset + done) % mmap.PAGESIZE:
+                    set_direct(fd, False)
+                try:
+                    count = os.preadv(fd, [memory[done:]], offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or is_refused:
+                        raise
+                    is_refused = True  # the file system takes the flag, and refuses the transfer
+                    set_direct(fd, False)
+                    continue
                 if not count:
                     raise CheckpointError(f"{path} was truncated while it was read.", path)
                 done += count
-        if checksum(out) != self._manifest.files[name].checksums[index]:
+        if checksum(buffer.data[:size]) != file.checksums[index]:
             raise CheckpointError(
-                f"{path} is damaged: the {len(out)} bytes at offset {offset} do not agree with their checksum.", path
+                f"{path} is damaged: the {size} bytes at offset {offset} do not agree with their checksum.", path
             )
 
 
@@ -158,27 +249,30 @@ def verify(folder: Path) -> None:
         reader.verify()
 
 
-def _open(folder: Path, folder_fd: int, name: str) -> tuple[int, int]:
-    """Return a file's descriptor and size. Raises CheckpointError, also for a link, which could lead anywhere."""
+def _open(folder: Path, folder_fd: int, name: str) -> io.FileIO:
+    """Return an open file. Raises CheckpointError, also for a link, which could lead anywhere."""
     path = folder / name
+
+    def opener(_path: str, _flags: int) -> int:
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)  # nor wait for a pipe
+
     with _as_checkpoint_errors(path):
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)  # nor wait for a pipe
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
+        try:
+            file = io.FileIO(path, opener=opener)  # an interrupt that drops it closes it
+        except IsADirectoryError:
+            raise CheckpointError(f"{path} is not a regular file.", path) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise CheckpointError(f"{path} is not a regular file.", path)
-    if hasattr(os, "posix_fadvise"):  # a wider window; telling the kernel chunk by chunk what comes next was slower
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    return fd, status.st_size
+    return file
 
 
 def _read_all(folder: Path, folder_fd: int, name: str, num_bytes: int | None = None) -> bytes:
     """Return the bytes of a small file, which are to be `num_bytes`. Raises CheckpointError."""
-    fd, found = _open(folder, folder_fd, name)
-    with _as_checkpoint_errors(folder / name), os.fdopen(fd, "rb") as stream:
+    with _open(folder, folder_fd, name) as file, _as_checkpoint_errors(folder / name):
         if num_bytes is not None:
-            _check_size(folder / name, found, num_bytes)
-        return stream.read()
+            _check_size(folder / name, os.fstat(file.fileno()).st_size, num_bytes)
+        return file.readall()
 
 
 def _check_size(path: Path, found: int, num_bytes: int) -> None:

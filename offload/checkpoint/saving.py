@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import os
 import re
 import secrets
@@ -75,13 +76,13 @@ class Save:
             self._check_size(self.path / name, file.num_bytes)
         path = self.path / MANIFEST
         with as_disk_errors(f"the write of {len(data)} bytes", path):
-            with open(self._lock, "wb", closefd=False) as stream:
+            with open(self._lock.fileno(), "wb", closefd=False) as stream:
                 stream.write(data)
-            os.fsync(self._lock)
+            os.fsync(self._lock.fileno())
             sync_path(self.path)  # after this the folder is complete, whatever happens
         with as_disk_errors("the publishing", self.target):
             old = take_place(self.path, self.target)
-            self._unlock()
+            self._lock.close()
             sync_path(self.target.parent)  # before the old one goes
         if old:
             with contextlib.suppress(DiskError):  # the new one is there all the same
@@ -90,19 +91,15 @@ class Save:
 
     def abort(self) -> None:
         """Remove what was written; nothing to do after `commit`."""
-        if self._lock >= 0:
+        if not self._lock.closed:
             shutil.rmtree(self.path, ignore_errors=True)  # what is left then is removed by `clear`
-            self._unlock()
+            self._lock.close()
 
     def __enter__(self) -> Save:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.abort()
-
-    def _unlock(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
 
     def _check_size(self, path: Path, num_bytes: int) -> None:
         try:
@@ -132,12 +129,8 @@ def clear(parent: Path) -> list[Path]:
             if found[2] == "replaced" and not (target := parent / found[1]).exists():
                 path.rename(target)  # the process ended between the two renames of `take_place`
                 continue
-            lock = _lock_manifest(path) if found[2] == "partial" else -1
-            try:
+            with _lock_manifest(path) if found[2] == "partial" else contextlib.nullcontext():
                 remove(path)
-            finally:
-                if lock >= 0:
-                    os.close(lock)
             removed.append(path)
     return removed
 
@@ -173,8 +166,8 @@ def write_small(path: Path, text: str) -> None:
         sync_path(path.parent)
 
 
-def _make_partial(target: Path) -> tuple[Path, int]:
-    """Make a partial folder; return it and the descriptor of its locked manifest. Raises OSError."""
+def _make_partial(target: Path) -> tuple[Path, io.FileIO]:
+    """Make a partial folder; return it and its locked manifest. Raises OSError."""
     while True:
         path = _beside(target, "partial")
         path.mkdir()
@@ -184,20 +177,21 @@ def _make_partial(target: Path) -> tuple[Path, int]:
             continue
 
 
-def _lock_manifest(folder: Path) -> int:
-    """Return the descriptor of a folder's manifest, made where missing, locked. Raises BlockingIOError where another
-    process has the lock, FileNotFoundError where it has just removed the folder; OSError.
+def _lock_manifest(folder: Path) -> io.FileIO:
+    """Return a folder's manifest, made where missing, locked until it is closed: a file that an interrupt drops, unlike
+    the number of one, is closed. Raises BlockingIOError where another process has the lock, FileNotFoundError where it
+    has just removed the folder; OSError.
     """
     path = folder / MANIFEST
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = io.FileIO(path, "a+")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(fd), path.lstat()):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), path.lstat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
+    return file
 
 
 def take_place(path: Path, target: Path) -> Path | None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import mmap
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +29,12 @@ import aiofiles.os
 import numpy as np
 import torch
 
+from offload.checkpoint.direct import chunk_buffers, set_direct
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, Part, Slice, check_span, checksum, raw
 from offload.native_io import disk_error
 
 _IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
 _BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
-
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _T = TypeVar("_T")
 
@@ -56,10 +54,12 @@ class Writer:
         self._slices: list[tuple[str, str, Slice]] = []
         self._checksums: dict[int, str] = {}
         self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
-        for buffer in _buffers(chunk_bytes):
+        for buffer in chunk_buffers(_BUFFERS, chunk_bytes):
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._closing = asyncio.Lock()
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
@@ -147,6 +147,9 @@ class Writer:
 
     async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
         """Write a chunk and give its buffer back; in the loop's thread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._writes.add(task)
         if self._error is None:
             offset = index * self._chunk_bytes
             what = f"the write of {num_bytes} bytes at offset {offset}"
@@ -159,16 +162,19 @@ class Writer:
         self._free.put(chunk)
 
     async def _close(self, syncs: bool) -> None:
-        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing."""
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-        if self._file.closed:
-            return
-        try:
-            if syncs and self._error is None:
-                await _sync(self._file.fileno())
-            await self._file.close()
-        except OSError as error:
-            self._error = self._error or disk_error("the flush (fsync)", self.path, error)
+        """Wait for all writes, whoever still waits for them; then close the file. Again, it does nothing; whoever was
+        interrupted while he waited for it may come again before it has begun.
+        """
+        async with self._closing:
+            await asyncio.gather(*self._writes)
+            if self._file.closed:
+                return
+            try:
+                if syncs and self._error is None:
+                    await _sync(self._file.fileno())
+                await self._file.close()
+            except OSError as error:
+                self._error = self._error or disk_error("the flush (fsync)", self.path, error)
 
     def _stop(self) -> None:
         self._is_open = False
@@ -183,25 +189,11 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def _buffers(chunk_bytes: int) -> Iterator[np.ndarray]:
-    """Yield memory for chunks, aligned for direct writes where chunks are whole pages; it is taken at the first use."""
-    memory = mmap.mmap(-1, _BUFFERS * chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
-    yield from np.frombuffer(memory, np.uint8).reshape(_BUFFERS, chunk_bytes)
-
-
 async def _open(path: Path) -> Any:
     file = await aiofiles.open(path, "xb", buffering=0)
     with contextlib.suppress(OSError):  # a file system that has none
-        _set_direct(file.fileno(), True)
+        set_direct(file.fileno(), True)
     return file
-
-
-def _set_direct(fd: int, is_direct: bool) -> None:
-    """Go past the page cache, or through it. Raises OSError."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | (_O_DIRECT if is_direct else 0))
 
 
 def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
@@ -210,7 +202,7 @@ def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     while left:
         # What is no whole pages, the end of the file or what a full disk has no room for, has to go through the cache.
         if (len(left) | at) % mmap.PAGESIZE:
-            _set_direct(fd, False)
+            set_direct(fd, False)
         count = os.pwrite(fd, left, at)  # Python calls again after a signal
         left, at = left[count:], at + count
     return checksum(data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.engine.kept import KeptGraph, TooMuchToKeepError
 from offload.engine.learned import Rows
-from offload.engine.undo import Where
+from offload.engine.undo import Undo, Where
 from offload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -112,22 +112,31 @@ def _mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMappin
 
 
 class Surroundings:
-    """The default device and the context variables of a forward. Its recompute needs them, and a backward on a GPU runs
-    in a thread of autograd's, which has others.
+    """The default device, the context variables and the autocast of a forward. Its recompute needs them: a backward may
+    be called outside, and on a GPU runs in a thread of autograd's, which has others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self._device, self._context = torch.get_default_device(), contextvars.copy_context()
+        self._types = dict.fromkeys(("cpu", device_type))
+        self._autocast = self._autocast_now()
 
-    def run(self, function: Callable[[], _T]) -> _T:
+    def run(self, function: Callable[[], _T], undo: Undo) -> _T:
         """Call a function in them."""
-        return self._context.run(self._run, function)
+        return self._context.run(self._run, function, undo)
 
-    def _run(self, function: Callable[[], _T]) -> _T:
-        if torch.get_default_device() == self._device:
+    def _run(self, function: Callable[[], _T], undo: Undo) -> _T:
+        with ExitStack() as within:
+            if torch.get_default_device() != self._device:
+                within.enter_context(undo.within(self._device))
+            if self._autocast_now() != self._autocast:
+                for name, enabled, dtype, caches in self._autocast:
+                    within.enter_context(undo.within(torch.autocast(name, dtype, enabled, caches)))
             return function()
-        with self._device:
-            return function()
+
+    def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
+        caches = torch.is_autocast_cache_enabled()
+        return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches) for t in self._types]
 
 
 @dataclass
@@ -137,7 +146,7 @@ class Part:
     """
 
     rows: Rows | None
-    random: tuple[torch.Tensor, ...] | None
+    random: tuple[torch.Tensor, ...]
     buffers: list[torch.Tensor]
     graph: KeptGraph | None = None
 
@@ -148,7 +157,7 @@ class Call:
     def __init__(self, unit: Unit, stream: Stream, arguments: Arguments) -> None:
         self.unit, self._stream, self._arguments, self.learned = unit, stream, arguments, unit.learned
         self._needs = [t.requires_grad for t in arguments.tensors]
-        self._surroundings = Surroundings()
+        self._surroundings = Surroundings(stream.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._parts: list[Part] = []
@@ -172,15 +181,13 @@ class Call:
         stream.enter(unit)
         results: list[Arguments] = []
         # Ranks start from the same seed, and must not draw the same.
-        draws_own = learned.random and (len(rows) > 1 or stream.has_peers)
+        draws_own = len(rows) > 1 or stream.has_peers
         ambient = stream.device.random_state() if draws_own else None
         try:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     stream.seed(unit, number)
-                part = Part(
-                    span, stream.device.random_state() if learned.random else None, [b.clone() for b in learned.buffers]
-                )
+                part = Part(span, stream.device.random_state(), [buffer.clone() for buffer in learned.buffers])
                 self._parts.append(part)
                 inputs = learned.cut_inputs(tensors, span)
                 others = learned.cut_others(self._arguments.others, span)
@@ -210,8 +217,7 @@ class Call:
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
                 # before.
-                if part.random is not None:
-                    stream.device.set_random_state(part.random)
+                stream.device.set_random_state(part.random)
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         result = run_without_graph(unit, self._arguments, inputs, others, self._needs)
@@ -246,9 +252,14 @@ class Call:
             raise OffloadError(
                 f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
             )
+        if not stream.claims.is_of_these_weights(self._claim):
+            raise OffloadError(
+                f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
+                "checkpoint), so that its gradients would be none of any model's; run the forward again."
+            )
         before, stream.where = stream.where, Where.ENGINE
         found: list[list[torch.Tensor | None]] = []
-        ambient = stream.device.random_state() if self.learned.random else None
+        ambient = stream.device.random_state()
         stream.enter(unit, backward=True)
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
@@ -263,8 +274,7 @@ class Call:
             stream.gradients.close(unit.regions)
         finally:
             unit.install(unit.resting)
-            if ambient is not None:
-                stream.device.set_random_state(ambient)
+            stream.device.set_random_state(ambient)
             stream.leave()
             self.close()
         joined = self.learned.join_gradients(found, self._shapes)
@@ -291,11 +301,12 @@ class Call:
             self.prepare(number + 1)
         others = learned.cut_others(self._arguments.others, part.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
-        if part.random is not None:
-            stream.device.set_random_state(part.random)
+        stream.device.set_random_state(part.random)
         with torch.enable_grad(), stream.measure_kept(unit, self._shapes, leaves, len(self._parts)):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._surroundings.run(lambda: run_unit(unit, self._arguments, inputs, others)).tensors
+            results = self._surroundings.run(
+                lambda: run_unit(unit, self._arguments, inputs, others), stream.undo
+            ).tensors
         dirty = [inputs[i] for i in sorted(learned.mutated) if inputs[i].is_floating_point()]
         return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
 

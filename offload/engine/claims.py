@@ -11,11 +11,12 @@ from typing import Any
 @dataclass(eq=False)
 class Claim:
     """What one use of a unit holds: (address of a storage, its bytes), in `entries`. `age`: how many times everything
-    was given up before it.
+    was given up before it; `weights_age`: how many times the weights had become others.
     """
 
     unit: str
     age: int
+    weights_age: int
     user: weakref.ref[Any]
     entries: list[tuple[int, int]] = field(default_factory=list)
 
@@ -30,17 +31,25 @@ class Claims:
     def __init__(self) -> None:
         self._open: dict[int, Claim] = {}
         self._dropped: deque[weakref.ref[Any]] = deque()
-        self._age = 0
+        self._age = self._weights_age = 0
 
     def open(self, user: object, unit: str) -> Claim:
         """Return the claim of a use."""
-        claim = Claim(unit, self._age, weakref.ref(user, self._dropped.append))
+        claim = Claim(unit, self._age, self._weights_age, weakref.ref(user, self._dropped.append))
         self._open[id(claim.user)] = claim
         return claim
 
     def is_current(self, claim: Claim) -> bool:
         """True where nothing was given up since."""
         return claim.age == self._age
+
+    def is_of_these_weights(self, claim: Claim) -> bool:
+        """True where the weights are those of the forward that made the claim."""
+        return claim.weights_age == self._weights_age
+
+    def weights_change(self) -> None:
+        """What waits for its backward by now belongs to other weights."""
+        self._weights_age += 1
 
     def close(self, claim: Claim) -> None:
         """A use has given back what it held."""

@@ -67,6 +67,11 @@ def describe_parameters(model: nn.Module, optimizer: AdamW, precision: str) -> l
                 f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. Load "
                 "the model unquantized."
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
+                "run: its gradient lands in the engine, unit by unit. Remove the hook; a hook of a module does run."
+            )
         fp32 = precision == "fp32" or (
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
         )

@@ -114,7 +114,7 @@ class Engine:
         refuse_held(model)
         self.model = model
         self.optimizer = optimizer or AdamW()
-        self.lr = self.optimizer.lr
+        self._lr = self.optimizer.lr
         self.counters = Counters()
         self._micro_batch_size = micro_batch_size
         self._owned_comm = open_comm() if comm is None else None
@@ -166,6 +166,11 @@ class Engine:
         forward, backward, update.
         """
         self._check_usable()
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "engine.step was called where gradients are off (torch.no_grad or torch.inference_mode), and would "
+                "train nothing: call it outside, or engine.evaluate for a loss."
+            )
         self._parts.snapshot.check(trains=True)
         if self._own_losses:
             raise ConfigError(
@@ -174,7 +179,7 @@ class Engine:
             )
         self._is_open = False  # a forward of an own loop that had no backward is dropped
         self._rehearsal.forget_other_modes()
-        known = self._meet("step", batch, loss_fn)
+        known = self._meet("step", batch, loss_fn, self.lr)
         batch = self._bring(batch)
         return self._again(lambda departed: self._step_on(batch, known, loss_fn, departed))
 
@@ -249,7 +254,7 @@ class Engine:
             raise ConfigError(
                 "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
             )
-        meet(self.comm, "update")
+        meet(self.comm, "update", lr=self.lr)
         loss = torch.stack([value.to(torch.float32) for value in self._own_losses]).mean() / self.comm.size
         self._updates.lr = self.lr
         with self._ending():
@@ -258,10 +263,32 @@ class Engine:
             self._is_open = False
             return result
 
+    def finish(self) -> None:
+        """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
+        first have come up. No other call needs it; it is for whoever measures what a step costs.
+
+        Raises TornError where an update has failed.
+        """
+        self._check_usable()
+        with self._working():
+            self._parts.lanes.finish()
+        self._check_sound()
+
     @property
     def clip(self) -> str:
         """How clipped updates are made: deferred or speculative; auto until the first step, or `resolve_clip`."""
         return self._updates.clip
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update. To be set between steps, on all ranks alike."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
+        self._lr = value
 
     @property
     def rank(self) -> int:
@@ -385,6 +412,7 @@ class Engine:
                 decided, meta = load_states(self._parts, reader)
                 self._parts.lanes.drain_updates()  # what goes to disk is there: no step gives it up with its own
             self._parts.executor.forget()
+            self._parts.stream.claims.weights_change()
             self._parts.slots.refresh(always=True)
         if self._updates.clip == "auto":
             self._updates.clip = decided["clip"]
@@ -525,9 +553,9 @@ class Engine:
             lanes=lanes,
         )
 
-    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None) -> Pass:
+    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> Pass:
         is_new = partial(self._rehearsal.is_new, batch, loss_fn)
-        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None, is_new)
+        return meet(self.comm, operation, batch, self._micro_batch_size, loss_fn is not None, is_new, lr)
 
     def _sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of what each rank has of a loss, on the CPU."""
@@ -597,31 +625,37 @@ class Engine:
         units that had found room on the device were in the way. What fails leaves buffers and generators as they were.
         """
         random, departed, num_departures = self._parts.device.random_state(), None, 0
-        pages = [page for unit in self._parts.units for page in unit.known.values()]
-        moving = {
-            id(b): b for b in (self.model.buffers() if not pages else (b for page in pages for b in page.buffers))
-        }
-        before = [(buffer, buffer.clone()) for buffer in moving.values()]
+        before = [(buffer, buffer.clone()) for buffer in self._may_move()]
         step_number = self._parts.stream.step_number
 
         def put_back() -> None:
-            self._parts.device.set_random_state(random)
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
 
         while True:
             try:
-                return run(departed)
+                result = run(departed)
+                if isinstance(result, StepResult) and result.skipped:
+                    put_back()
+                return result
             except BaseException as error:
                 if self._torn or self._parts.stream.step_number != step_number:  # it is done, in part or all of it
                     raise
+                self._parts.device.set_random_state(random)
                 put_back()
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
                     self._losses.is_plain |= num_departures == _MOST_DEPARTURES
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
                     raise
+
+    def _may_move(self) -> list[torch.Tensor]:
+        """Return the buffers that a pass may move: all but those of units that were seen not to."""
+        recorded = [unit.module for unit in self._parts.units if not unit.resident and unit.known]
+        still = {id(buffer) for module in recorded for buffer in module.buffers()}
+        still -= {id(b) for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in still]
 
     def _gives_back(self) -> bool:
         with self._working():  # the other ranks had room, and are further by now

@@ -46,7 +46,7 @@ class Learned:
     mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other
     units receive too. changed: results that the caller changes in place. detached: results that never require a
     gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
-    a graph, and the last bits differ. random: it draws random numbers. inputs, others, outputs: which of them grow with
+    a graph, and the last bits differ. inputs, others, outputs: which of them grow with
     the batch, and how. is_compared: passes with different numbers of rows were, so that this is known. splits: it
     gives the same when the batch is cut in rows.
     keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
@@ -60,7 +60,6 @@ class Learned:
     detached: set[int] = field(default_factory=set)
     buffers: list[torch.Tensor] = field(default_factory=list)
     needs_graph: bool = False
-    random: bool = True
     inputs: list[BatchAxis | None] = field(default_factory=list)
     others: list[bool] = field(default_factory=list)
     outputs: list[BatchAxis | None] = field(default_factory=list)

@@ -14,7 +14,7 @@ from offload.partition.comm import Comm
 @dataclass(frozen=True)
 class Told:
     """What a rank is about to do. `targets`: of a loss that shifts labels, and of one that does not. `is_new`: it has
-    to record first.
+    to record first. `lr`: of the update that follows.
     """
 
     operation: str
@@ -24,6 +24,7 @@ class Told:
     has_loss_function: bool = False
     is_new: bool = False
     complaint: str = ""
+    lr: float | None = None
 
     @property
     def rows(self) -> int:
@@ -80,6 +81,7 @@ def meet(
     micro_rows: int | None = None,
     has_loss_function: bool = False,
     is_new: Callable[[], bool] = lambda: False,
+    lr: float | None = None,
 ) -> Pass:
     """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective.
 
@@ -99,7 +101,7 @@ def meet(
         targets = LossRule(shifts=True).targets(batch), LossRule(shifts=False).targets(batch)
         told = Told(operation, shapes, micro, targets, has_loss_function)
     if not told.complaint:
-        told = replace(told, is_new=is_new())
+        told = replace(told, is_new=is_new(), lr=lr)
     ranks = comm.gather_objects(told, "what to do next")
     for rank, other in enumerate(ranks):
         if other.complaint:
@@ -107,6 +109,7 @@ def meet(
     for what, found in (
         ("call", [other.operation for other in ranks]),
         ("have the tensors", [", ".join(f"{key} of {len(s)} axes" for key, s in other.shapes) for other in ranks]),
+        ("have", [f"engine.lr={other.lr}" for other in ranks]),
         ("have", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
     ):
         _refuse_differences(what, found)
@@ -116,7 +119,8 @@ def meet(
 def _refuse_differences(what: str, found: Sequence[str]) -> None:
     if len(set(found)) > 1:
         listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(found))
-        closed = " A rank that has no more data ends the run for all." if "close" in found else ""
+        closes = any(value.startswith("close") for value in found)
+        closed = " A rank that has no more data ends the run for all." if closes else ""
         raise ConfigError(
             f"the ranks {what} different things: {listed}. All ranks make the same calls in the same order, on batches "
             f"with the same keys.{closed}"

@@ -88,7 +88,6 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
         saved = _Saved(self._stream, inputs)
-        random = self._stream.device.random_state()
         buffers = [(buffer, buffer.clone()) for buffer in unit.module.buffers()]
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
@@ -112,10 +111,8 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            drew = any(not torch.equal(a, b) for a, b in zip(random, self._stream.device.random_state(), strict=True))
-            self._learn(
-                unit, result, mutated, drew, [buffer for buffer, before in buffers if not _same(buffer, before)]
-            )
+            moved = [buffer for buffer, before in buffers if not _same(buffer, before)]
+            self._learn(unit, result, mutated, moved)
         elif without is not None:
             unit.learned.needs_graph |= not mutated and not all(map(_same, result.tensors, without.tensors))
             self._learn_batch(unit, arguments)
@@ -173,16 +170,15 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], drew: bool, buffers: list[torch.Tensor]) -> None:
+    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: list[torch.Tensor]) -> None:
         """Note what one use of a unit does; over several uses, what any of them does."""
         learned, uses = unit.learned, self.uses[unit.name]
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
         if self._is_first(learned):
-            learned.detached, learned.random, learned.keeps_nothing = detached, drew, True
+            learned.detached, learned.keeps_nothing = detached, True
         learned.mutated |= mutated
         learned.buffers = learned.buffers or buffers
         learned.detached &= detached
-        learned.random |= drew
         learned.keeps_nothing &= not mutated and not uses[-1].saved_bytes
 
     def _is_first(self, learned: Learned) -> bool:
@@ -243,13 +239,17 @@ class Recording:
         try:
             with self._stream.undo.in_eval_mode(unit.module), torch.no_grad():
                 whole = run(None)
-                joined = learned.join_outputs([run((row, row + 1, self.rows)) for row in range(self.rows)])
+                pieces = [run((row, row + 1, self.rows)) for row in range(self.rows)]
+                joined = learned.join_outputs(pieces)
         except Exception:
             return False
         finally:
             self._stream.leave()
             self._inside = None
-        return all(map(_close, whole.tensors, joined))
+        shared = [number for number, axis in enumerate(learned.outputs) if axis is None]
+        # The first row's may be the whole's by chance, such as a largest value.
+        is_alike = all(_close(whole.tensors[number], piece.tensors[number]) for piece in pieces for number in shared)
+        return is_alike and all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
         """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its

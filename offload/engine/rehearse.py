@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -80,8 +81,7 @@ class Rehearsal:
         return rule, head
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> Hashable:
-        kind = getattr(loss_fn, "__code__", type(loss_fn))  # a lambda in a loop is a new function every time
-        return kind, tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags()
+        return _kind(loss_fn), tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags()
 
     def _rehearse(
         self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None
@@ -285,6 +285,21 @@ class Rehearsal:
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():
             yield
+
+
+def _kind(loss_fn: Any) -> Hashable:
+    """Return what tells loss functions apart: the code, since a lambda in a loop is a new function every time, and the
+    switches that it was made with.
+    """
+    if isinstance(loss_fn, partial):
+        return _kind(loss_fn.func), _switches([*loss_fn.args, *loss_fn.keywords.items()])
+    closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
+    state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
+    return getattr(loss_fn, "__code__", type(loss_fn)), _switches([*closure.items(), *state.items()])
+
+
+def _switches(values: Sequence[Any]) -> Hashable:
+    return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
 
 
 def _are_equal(sample: Batch) -> bool:

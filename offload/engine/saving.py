@@ -17,7 +17,7 @@ import torch
 from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
 from offload.checkpoint.manifest import Entry, name_of, without_moved
-from offload.checkpoint.reader import Reader
+from offload.checkpoint.reader import Reader, Span
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.engine.assemble import Assembly
@@ -26,7 +26,7 @@ from offload.lanes.ticket import Ticket
 from offload.partition.layout import PLANES, Region
 from offload.partition.outcome import as_one
 from offload.tiers.loan import Loan
-from offload.tiers.store import Part, plane_dtype
+from offload.tiers.store import Part, RegionState, plane_dtype
 
 _STATES = PLANES[:-1]
 _BUFFER = "buffer"  # the only plane of a buffer
@@ -82,6 +82,7 @@ def load_states(parts: Assembly, reader: Reader) -> tuple[dict[str, Any], dict[s
     Raises CheckpointError where the data are damaged: the states belong to no step then.
     """
     own = reader.meta["engine"]
+    reader.expect(span for state in parts.store.states for part in state.held for span in _wanted(parts, state, part))
     for state in parts.store.states:
         for part in state.held:
             _fill(parts, reader, state.region, part)
@@ -214,19 +215,29 @@ def _give_back(loan: Loan) -> None:
     loan.read(Ticket("compute", is_done=True))
 
 
+def _wanted(parts: Assembly, state: RegionState, part: Part) -> Iterator[Span]:
+    """Yield what `_fill` reads, in its order."""
+    for name in part.states:
+        for index, begin, end, start in _pieces(parts, state.region, part):
+            yield parts.infos[index].name, name, begin - start, end - begin
+
+
 def _fill(parts: Assembly, reader: Reader, region: Region, part: Part) -> None:
-    on_disk = part.record.planes if part.record is not None else {}
-    loan = part.lend(*(name for name in _STATES if name in part.planes or name in on_disk))
+    """Read all of a part's states. What of them is on disk is written while the next part is read."""
+    loan = part.land(*part.states)
     give_back = loan.read
     try:
         parts.lanes.wait(loan.after, behind=loan.behind)
-        for name, plane in loan.planes.items():
+        for name in part.states:
+            plane, filled = loan.planes[name], part.begin
             for index, begin, end, start in _pieces(parts, region, part):
-                target = plane[begin - part.begin : end - part.begin]
+                plane[filled - part.begin : begin - part.begin] = 0  # between parameters
+                target, filled = plane[begin - part.begin : end - part.begin], end
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
                 reader.read(parts.infos[index].name, name, begin - start, piece)
                 if piece is not target:
                     target.copy_(piece)
+            plane[filled - part.begin :] = 0
         give_back = loan.changed
     finally:
         give_back(Ticket("compute", is_done=True))

@@ -344,6 +344,7 @@ class Stream:
     def end_step(self) -> None:
         """A step is over."""
         self.step_number += 1
+        self.claims.weights_change()
         self._keeping.end_step()
 
     def close(self) -> None:

@@ -148,6 +148,10 @@ class CudaLanes(Lanes):
                 ticket.event.synchronize()
                 self.timeline.expose(ticket.lane, time.perf_counter() - begin)
 
+    def finish(self) -> None:
+        super().finish()  # until it is in the streams
+        torch.cuda.synchronize(self.device)
+
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         self._show()  # the loss was read: compute is idle
         return super().end_step()

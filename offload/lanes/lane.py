@@ -57,6 +57,9 @@ class Lane(Protocol):
         stream).
         """
 
+    def finish(self) -> None:
+        """Wait until all is done, or has failed."""
+
     def drain(self) -> None:
         """Wait until all is done; raise the first error of the lane."""
 
@@ -102,6 +105,9 @@ class InlineLane:
         pass
 
     def cancel(self, since: int = 0) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def drain(self) -> None:
@@ -220,11 +226,14 @@ class ThreadLane:
         if self._failed_at > since:
             self.error, self._failed_at = None, 0
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         while self._queue:
             with self._lock:
                 tickets = [work.ticket for work in self._queue]
             wait_until_done(self._lock, tickets)
+
+    def drain(self) -> None:
+        self.finish()
         if self.error is not None:
             raise self.error
 

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -136,8 +135,7 @@ class Lanes:
     def finish(self) -> None:
         """Wait until every lane has done, or failed to do, what it was given."""
         for lane in self._all:
-            with suppress(BaseException):
-                lane.drain()
+            lane.finish()
 
     def settle(self) -> None:
         """What the lanes of updates were given so far belongs to a step that is over: `give_up` leaves it alone."""

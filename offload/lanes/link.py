@@ -21,7 +21,7 @@ class Link:
     def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
         self.name, self.throttle, self._timeline = name, throttle, timeline
         self._under_way: list[Ticket] = []
-        self._shown_until = 0.0
+        self._shown_until = self._over_until = 0.0
         self.free_at = 0.0
 
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
@@ -39,7 +39,8 @@ class Link:
         begin = max(self._shown_until, min(other.begin for other in self._under_way))
         self._under_way.remove(ticket)
         ticket.begin, ticket.end = min(ticket.begin, end), end
-        self.free_at = max([end, *(other.end for other in self._under_way)])
+        self._over_until = max(self._over_until, end)  # one that began later may have ended before
+        self.free_at = max([self._over_until, *(other.end for other in self._under_way)])
         if ticket.event is None and begin <= end:  # what is in a GPU's stream, its events show
             self._timeline.add(self.name, name, begin, end)
             self._shown_until = end

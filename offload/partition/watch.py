@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from offload.errors import RankLostError
 
@@ -294,7 +294,7 @@ class Watch:
         cleanup = threading.Thread(target=self._clean_up, name="offload cleanup", daemon=True)
         cleanup.start()
         cleanup.join(CLEANUP_S)
-        os._exit(self.exit_code)
+        self._leave()
 
     def _clean_up(self) -> None:
         with suppress(Exception):  # of a device that is lost, too: what can be removed is
@@ -311,7 +311,11 @@ class Watch:
             signal.setitimer(signal.ITIMER_REAL, max(0.1, self._deadline - time.monotonic()))
             atexit.unregister(self._at_exit)
             _clean_up()
-            os._exit(self.exit_code)
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """End with 1, as Python does, where nobody caught the error, whether a loss was heard of before or not."""
+        os._exit(1 if hasattr(sys, "last_value") else self.exit_code)
 
 
 def _clean_up() -> None:

@@ -21,3 +21,7 @@ class Loan:
     behind: Sequence[Ticket]
     read: Callable[[Ticket], None]
     changed: Callable[[Ticket], None]
+
+
+NOTHING = Loan({}, (), (), lambda _: None, lambda _: None)
+"""What a loan of a record alone adds to."""

@@ -184,6 +184,31 @@ class Record:
         for fence in self._fences(names):
             fence.read(reading)
 
+        kept = [name for name in names if name != "gradients"]
+        return self._loan(names, kept, loan, channel, stretch, (*loan.after, reading), loan.behind)
+
+    def land(self, names: Sequence[str], loan: Loan) -> Loan:
+        """Lend memory for neighbouring planes beside what a loan has already, to be written once it is filled. Not that
+        of updates for weights alone: they come while one's own, which were updated there, are still to be sent.
+        """
+        channel = self.fetches if list(names) == ["weights"] else self.updates
+        first, last = self._span(names)
+        stretch = channel.take(last - first)
+        behind = (*loan.behind, *stretch.after)
+        return self._loan(names, names, loan, channel, stretch, loan.after, behind)
+
+    def _loan(
+        self,
+        names: Sequence[str],
+        kept: Sequence[str],
+        loan: Loan,
+        channel: Channel,
+        stretch: Stretch,
+        after: Sequence[Ticket],
+        behind: Sequence[Ticket],
+    ) -> Loan:
+        """Add planes in a stretch to a loan; those of them that are `kept` are written where they were changed."""
+
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
             stretch.is_open = False
@@ -191,25 +216,10 @@ class Record:
 
         def changed(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
-            self._write_back([name for name in names if name != "gradients"], channel, stretch, ticket)
+            self._write_back(kept, channel, stretch, ticket)
             loan.changed(ticket)
 
-        planes = loan.planes | self._views(names, stretch)
-        return Loan(planes, (*loan.after, reading), loan.behind, read, changed)
-
-    def land(self, plane: str) -> Loan:
-        """Lend memory for a plane, which is written to disk once it is there. Not that of updates for weights: they
-        come while one's own, which were updated there, are still to be sent.
-        """
-        first, last = self._span([plane])
-        channel = self.fetches if plane == "weights" else self.updates
-        stretch = channel.take(last - first)
-
-        def changed(ticket: Ticket) -> None:
-            stretch.fence.fill(ticket)
-            self._write_back([plane], channel, stretch, ticket)
-
-        return Loan(self._views([plane], stretch), (), stretch.after, changed, changed)
+        return Loan(loan.planes | self._views(names, stretch), after, behind, read, changed)
 
     def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
         if names:

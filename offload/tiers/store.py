@@ -18,12 +18,12 @@ from offload import native
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.partition.comm import Alone, Comm
-from offload.partition.layout import DiskLayout, ParameterInfo, Region
+from offload.partition.layout import PLANES, DiskLayout, ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
-from offload.tiers.loan import Loan
+from offload.tiers.loan import NOTHING, Loan
 from offload.tiers.nvme import Nvme, Record
 
 Read = Callable[[int, int], torch.Tensor]
@@ -57,22 +57,32 @@ class Part:
         """Lend the weights to the device. `is_ahead`: for the next step."""
         return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
 
-    def land(self, name: str) -> Loan:
-        """Lend memory for a plane that comes from the device or from another rank, whatever it was before."""
-        if self.record is not None and name in self.record.planes:
-            return self.record.land(name)
-        return self._lend((name,))
+    @property
+    def states(self) -> list[str]:
+        """The planes that there are of the part, but for the gradients, in the order of a loan."""
+        on_disk = self.record.planes if self.record is not None else {}
+        return [name for where in (self.planes, on_disk) for name in PLANES if name in where and name != "gradients"]
+
+    def land(self, *names: str) -> Loan:
+        """Lend memory for planes whose every element will come from the device, another rank or a file, whatever they
+        were before. Where that fails, `read` gives it back.
+        """
+        return self._lend(names, lands=True)
 
     def lend(self, *names: str) -> Loan:
         """Lend these planes to the host; such as there are of them."""
         return self._lend(names)
 
-    def _lend(self, names: Sequence[str], fetches: bool = False, is_ahead: bool = False) -> Loan:
+    def _lend(
+        self, names: Sequence[str], *, lands: bool = False, fetches: bool = False, is_ahead: bool = False
+    ) -> Loan:
         planes = {name: self.planes[name] for name in names if name in self.planes}
         loan = Loan(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
         elsewhere = [name for name in names if self.record is not None and name in self.record.planes]
         if self.record is None or not elsewhere:
             return loan
+        if lands:
+            return self.record.land(elsewhere, loan if planes else NOTHING)  # else what is in memory stays as it is
         return self.record.lend(elsewhere, loan, fetches=fetches, is_ahead=is_ahead)
 
 

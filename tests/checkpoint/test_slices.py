@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -25,8 +26,9 @@ from offload.checkpoint.manifest import Entry
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
-from offload.errors import ConfigError, DiskError
+from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
+from tests.forks import PATIENCE_S
 
 
 def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -208,7 +210,7 @@ class TestBounds:
 
     def test_writes_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch):
         """And the bytes are the same where there is none, and for a tail that is no whole pages."""
-        set_direct, asked = writing._set_direct, []
+        set_direct, asked = writing.set_direct, []
 
         def refuse(fd: int, is_direct: bool) -> None:
             asked.append(is_direct)
@@ -219,13 +221,13 @@ class TestBounds:
         contents = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
         values = torch.arange((1 << 16) + 5, dtype=torch.float32)
         for name, change in (("direct", set_direct), ("buffered", refuse)):
-            monkeypatch.setattr(writing, "_set_direct", change)
+            monkeypatch.setattr(writing, "set_direct", change)
             with Save(tmp_path / name) as made, Writer(made.path, 0, contents, chunk_bytes=self.CHUNK_BYTES) as writer:
                 flags = fcntl.fcntl(writer._file.fileno(), fcntl.F_GETFL)
                 writer.write("p", "weights", 0, values)
                 made.commit(contents, [writer.finish()], {})
             verify(tmp_path / name)
-            assert name == "direct" or not flags & writing._O_DIRECT
+            assert name == "direct" or not flags & os.O_DIRECT
         assert asked == [True, False]
         direct, buffered = ((tmp_path / name / "rank-0.bin").read_bytes() for name in ("direct", "buffered"))
         assert direct == buffered == values.numpy().tobytes()
@@ -267,7 +269,88 @@ class TestBounds:
         with Reader(tmp_path / "here") as reader:
             for begin in range(0, 1 << 20, 3000):
                 reader.read("p", "weights", begin, torch.empty(min(3000, (1 << 20) - begin)))
-        assert loads == list(range((4 << 20) // self.CHUNK_BYTES))
+        assert sorted(loads) == list(range((4 << 20) // self.CHUNK_BYTES))
+
+    @pytest.mark.parametrize("refused", ["nothing", "the flag", "the transfer"])
+    def test_reads_go_past_the_page_cache_where_there_is_a_way(self, tmp_path, monkeypatch, refused):
+        """And the bytes are the same where there is none, and for a tail that is no whole pages."""
+        contents = {"p": Entry(((1 << 16) + 5,), {"weights": torch.float32})}  # four chunks and 20 bytes
+        values = torch.arange((1 << 16) + 5, dtype=torch.float32)
+        with Save(tmp_path / "it") as made, Writer(made.path, 0, contents, chunk_bytes=self.CHUNK_BYTES) as writer:
+            writer.write("p", "weights", 0, values)
+            made.commit(contents, [writer.finish()], {})
+        set_direct, preadv, were_direct = reading.set_direct, os.preadv, []
+
+        def refuse(fd: int, is_direct: bool) -> None:
+            if is_direct:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            set_direct(fd, is_direct)
+
+        def read(fd: int, *arguments: Any) -> int:
+            is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+            were_direct.append(is_direct)
+            if is_direct and refused == "the transfer":
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return preadv(fd, *arguments)
+
+        if refused == "the flag":
+            monkeypatch.setattr(reading, "set_direct", refuse)
+        monkeypatch.setattr(reading.os, "preadv", read)
+        with Reader(tmp_path / "it") as reader:
+            flags = fcntl.fcntl(reader._files["rank-0.bin"].fileno(), fcntl.F_GETFL)
+            out = torch.empty_like(values)
+            reader.read("p", "weights", 0, out)
+        assert torch.equal(out, values)
+        if refused == "the flag":
+            assert not flags & os.O_DIRECT
+            assert not any(were_direct)
+        elif flags & os.O_DIRECT:  # this file system has it
+            assert were_direct[0]
+            assert all(were_direct) == (refused == "nothing")
+
+    @pytest.mark.parametrize("is_announced", [False, True])
+    def test_what_comes_next_is_on_its_way(self, tmp_path, monkeypatch, is_announced):
+        """Several chunks of one piece; or of the pieces that were announced, in their order."""
+        self.write(tmp_path / "here", 1 << 20)
+        numel = self.CHUNK_BYTES // 4
+        gate, entered, load = threading.Event(), threading.Semaphore(0), Reader._load
+        begun: list[int] = []
+
+        def slow(self: Reader, name: str, index: int, *rest: Any) -> None:
+            begun.append(index)
+            entered.release()
+            assert gate.wait(120)
+            load(self, name, index, *rest)
+
+        monkeypatch.setattr(Reader, "_load", slow)
+        numbers = range(8) if not is_announced else (7, 60, 3, 22, 11, 5)
+        out = torch.empty(numel * (len(numbers) if not is_announced else 1))
+        with Reader(tmp_path / "here") as reader:
+            if is_announced:
+                reader.expect(("p", "weights", number * numel, numel) for number in numbers)
+            thread = threading.Thread(target=reader.read, args=("p", "weights", numbers[0] * numel, out))
+            thread.start()
+            for _ in range(reading._AHEAD):
+                assert entered.acquire(timeout=120)
+            assert set(begun) == set(numbers[: reading._AHEAD])
+            gate.set()
+            thread.join(120)
+            assert torch.equal(out, torch.arange(len(out), dtype=torch.float32) + numbers[0] * numel)
+            for number in numbers[1:] if is_announced else ():
+                reader.read("p", "weights", number * numel, out)
+                assert out[0] == number * numel
+        assert len(begun) == len(numbers)
+
+    def test_the_threads_and_files_of_a_reader_end(self, tmp_path):
+        self.write(tmp_path / "here", 1 << 20)
+        with (tmp_path / "here" / "rank-0.bin").open("r+b") as stream:
+            stream.seek(self.CHUNK_BYTES)
+            stream.write(b"damage")
+        threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(CheckpointError), Reader(tmp_path / "here") as reader:  # noqa: PT012
+            assert len(list(Path("/proc/self/fd").iterdir())) > files
+            reader.read("p", "weights", 0, torch.empty(1 << 20))
+        assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == (threads, files)
 
     def test_planes_read_by_turns_verify_nothing_twice(self, tmp_path, monkeypatch):
         contents = {"p": Entry((1 << 16,), SPLIT)}
@@ -305,3 +388,14 @@ def test_the_threads_end(tmp_path):
             Writer(made.path, 0, CONTENTS)
     assert threading.active_count() == before
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-1"]
+
+
+def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
+    """Before the first time has begun: an interrupt ends the wait for it, and leaving the block closes the file."""
+    gate = threading.Event()
+    with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
+        writer._loop.call_soon_threadsafe(gate.wait)
+        ends = [asyncio.run_coroutine_threadsafe(writer._close(syncs), writer._loop) for syncs in (True, False)]
+        gate.set()
+        for end in ends:
+            end.result(timeout=PATIENCE_S)

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import AdamW, Engine, Placement
-from offload.errors import OffloadError, RankLostError
+from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.partition.comm import Comm
@@ -542,6 +543,8 @@ def steps(way: str, stage: int, folder: str) -> None:
     if way == "bare exception":  # in the thread that exchanges, too
         placement = Placement()
     engine = Engine(build(odd_llama), zero_stage=stage, placement=placement, **comm)
+    lost = threading.Event()
+    engine.comm.on_lost(lambda _error: lost.set())
     number = 0
 
     def loss_fn(outputs: Any, batch: Batch) -> Tensor:
@@ -557,7 +560,11 @@ def steps(way: str, stage: int, folder: str) -> None:
         if way == "closes" and number == 3 and engine.rank == 1:
             engine.close()
             return
-        engine.step(tokens(number), loss_fn=loss_fn)
+        try:
+            engine.step(tokens(number), loss_fn=loss_fn)
+        except ConfigError:
+            lost.wait()  # so that this rank has heard of the other's end when it ends itself
+            raise
 
 
 def leave(way: Any) -> None:

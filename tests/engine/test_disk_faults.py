@@ -63,6 +63,7 @@ from tests.engine.inside import num_threads
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
+from tests.matrix import matrix
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
@@ -308,8 +309,7 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
 
 @filters
 @in_cpp
-@pytest.mark.parametrize("call", ["pread", "pwrite"])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
 def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
     seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
     harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]

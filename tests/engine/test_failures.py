@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload import Engine
-from offload.errors import NonFiniteError, OffloadError, TornError
+from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from tests.engine.compare import assert_same, assert_weights, same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Shifting, Stack, cross_entropy, words
@@ -262,3 +262,54 @@ def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
         assert engine.step(words(seed), cross_entropy).loss == wanted
     for buffer, other in zip(engine.model.buffers(), undisturbed.model.buffers(), strict=True):
         assert torch.equal(buffer, other)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), None, "x"])
+def test_a_learning_rate_that_is_none_is_refused_where_it_is_set(rate: Any) -> None:
+    """It would be found within the updates, some of which were made by then."""
+    engine, undisturbed = Engine(build(llama)), Engine(build(llama))
+    with pytest.raises(ConfigError, match=r"engine\.lr"):
+        engine.lr = rate
+    assert engine.step(tokens()).loss == undisturbed.step(tokens()).loss
+    assert_same(weights(engine), weights(undisturbed))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_where_gradients_are_off_is_refused(off: Any) -> None:
+    """It would train nothing, and say a norm of 0."""
+    engine, undisturbed = Engine(build(llama)), Engine(build(llama))
+    with off(), pytest.raises(ConfigError, match="no_grad"):
+        engine.step(tokens())
+    assert engine.step(tokens()).loss == undisturbed.step(tokens()).loss
+    assert_same(weights(engine), weights(undisturbed))
+
+
+class Outside(Drawing):
+    """Moves a buffer outside of all units as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum()
+        return super().forward(x)
+
+
+def test_a_step_that_fails_leaves_buffers_outside_of_units_as_they_were() -> None:
+    engine = Engine(build(Outside))
+    engine.step(words(0), cross_entropy)
+    before = engine.model.total.clone()
+    engine.model.fails = True
+    with pytest.raises(KeyError):
+        engine.step(words(1), cross_entropy)
+    assert torch.equal(engine.model.total, before)
+
+
+def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
+    """They would be NaN for good, and with them every later step."""
+    engine = Engine(build(Outside), on_nonfinite="skip")
+    engine.step(words(0), cross_entropy)
+    before = [buffer.clone() for buffer in engine.model.buffers()]
+    assert engine.step(words(1), lambda outputs, batch: cross_entropy(outputs, batch) * float("nan")).skipped
+    assert all(map(same_bits, engine.model.buffers(), before))

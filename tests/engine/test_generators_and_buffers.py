@@ -14,7 +14,7 @@ from offload.engine.stream import generator_seed
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
-from tests.engine.reference import Reference
+from tests.engine.reference import Reference, count_labels
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -217,3 +217,27 @@ def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
         len({generator_seed(0, step, unit, 1, part, 0) for step in range(9) for unit in range(9) for part in range(9)})
         == 729
     )
+
+
+class Dropping(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.dropout(super().forward(h))
+
+
+def test_dropout_may_begin_after_the_recording_pass() -> None:
+    """Its masks are drawn again in the recompute, though the recording pass has seen none."""
+    model = build(lambda: Stack(Dropping))
+    reference, engine = Reference(model), Engine(model)
+    for step, probability in enumerate((0.0, 0.5)):
+        for block in (*engine.model.blocks, *reference.model.blocks):
+            block.dropout.p = probability
+        torch.manual_seed(step)
+        result = engine.step(words(step), cross_entropy)
+        torch.manual_seed(step)
+        loss, norm = reference.step(words(step), cross_entropy, count_labels)
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+    assert_weights(engine, reference)

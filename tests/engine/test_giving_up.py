@@ -26,6 +26,7 @@ from tests.engine.families import build, tokens
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
 from tests.engine.inside import num_threads
 from tests.engine.test_overlap import deep
+from tests.matrix import matrix
 
 SOON_S = 120.0
 """A step that is given up takes a moment; it may be a long one where the machine is busy."""
@@ -251,9 +252,7 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("settings", [FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}], ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@matrix(place=list(PLACES), settings=[FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}], recompute=["always", "never"])
 def test_a_torn_engine_is_sound_again_once_it_has_loaded(
     place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
 ) -> None:

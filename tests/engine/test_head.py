@@ -31,6 +31,7 @@ from tests.engine.families import (
     tokens,
 )
 from tests.engine.sizes import tier_bytes
+from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 1e-6
@@ -105,8 +106,7 @@ def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("micro", [None, 1, 3])
-@pytest.mark.parametrize("make", CHUNKED)
+@matrix(strength=1, make=CHUNKED, micro=[None, 1, 3])
 def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None) -> None:
     def calm() -> nn.Module:
         model = make()

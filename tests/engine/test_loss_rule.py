@@ -3,6 +3,8 @@ first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,4 +109,21 @@ def test_a_first_batch_without_a_finite_loss_decides_nothing() -> None:
     batch = {"x": torch.randn(2, 4, 16), "labels": torch.randint(0, CLASSES, (2, 4))}
     assert engine.step({**batch, "x": batch["x"] * float("nan")}, loss_fn=cross_entropy).skipped
     assert engine.step(batch, loss_fn=cross_entropy).tokens == 8
+    engine.close()
+
+
+def closed(given: Callable[..., Any], shifts: bool) -> Callable[..., Any]:
+    return lambda *args: given(*args, shifts)
+
+
+@pytest.mark.parametrize("bind", [lambda given, shifts: partial(given, shifts=shifts), closed])
+def test_one_function_with_other_switches_is_another_loss(bind: Callable[..., Any]) -> None:
+    def given(outputs: dict[str, Tensor], batch: dict[str, Tensor], shifts: bool) -> Tensor:
+        logits, labels = outputs["logits"], batch["labels"]
+        logits = logits[:, :-1] if shifts else logits
+        return functional.cross_entropy(logits.flatten(0, 1), labels[:, shifts:].flatten())
+
+    engine = Engine(Told(2.0, shifts=False))
+    for shifts in (True, False):
+        assert engine.step(right(), bind(given, shifts)).tokens == right()["labels"][:, shifts:].numel()
     engine.close()

@@ -49,6 +49,7 @@ class TestResidentMemory:
         assert found["peak"] <= states + 4 * found["largest"] + CONSTANT_BYTES
         assert found["grown"] <= 2 * MIB
 
+    @pytest.mark.slow  # in the quick run: test_nvme.py, which counts what the engine holds
     def test_states_of_a_gibibyte_train_in_64_mebibytes(self, tmp_path: Path) -> None:
         """The device, which is memory too on a CPU, and the host's rings, within their budgets; one unit's values while
         they are made."""

@@ -15,6 +15,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
+from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 2e-6
@@ -45,8 +46,7 @@ def calm_gpt2() -> nn.Module:
 # -- what moves ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "never"}, {"precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("make", [llama, gemma2, mixtral, gpt2])
+@matrix(strength=1, make=[llama, gemma2, mixtral, gpt2], settings=[{}, {"recompute": "never"}, {"precision": "bf16"}])
 def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, settings: dict[str, Any]) -> None:
     moved = set()
     for rows in (8, 4, 2, 1):  # 1, 2, 4 and 8 micro-batches
@@ -375,3 +375,15 @@ def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
         assert found.loss == wanted.loss
         assert found.grad_norm == wanted.grad_norm
     assert_same(weights(engine), weights(reference))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
+    """Recorded on rows of which the first has the largest value in every unit, or the last has."""
+    engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
+    first = words(seed, rows=2)
+    engine.evaluate(first, cross_entropy)
+    reference.evaluate({key: value.flip(0) for key, value in first.items()}, cross_entropy)
+    found, wanted = (each.step(words(9, rows=3), cross_entropy) for each in (engine, reference))
+    assert found.loss == wanted.loss
+    assert found.grad_norm == wanted.grad_norm

@@ -5,6 +5,7 @@ that does not grow with the model.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError, TornError
 from offload.native_io import IoEngine
 from offload.partition import layout
 from offload.planning import disk
@@ -96,7 +97,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 
 # -- the same bits -------------------------------------------------------------------------------------------
 
-NUM_STEPS = 20
+NUM_STEPS = 6
 CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefetch, folders), (folders, fraction)
     (("io_uring", "threads")[(prefetch + part) % 2], prefetch, 1 + (prefetch + part) % 3, fraction)
     for prefetch in range(5)
@@ -115,7 +116,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(("io", "prefetch", "num_folders", "fraction", "precision"), QUICK + LONG)
-def test_twenty_steps_are_bit_equal(
+def test_steps_are_bit_equal(
     io: str, prefetch: int, num_folders: int, fraction: float, precision: str, folder: Path, monkeypatch: Any
 ) -> None:
     used = []
@@ -140,6 +141,7 @@ def test_twenty_steps_are_bit_equal(
 
 
 @matrix(
+    strength=1,
     gradients=["auto", "nvme"],
     settings=[{"debug": 1}, {"debug": 2}, {"throttle": SLOW}],
     precision=["fp32", "bf16"],
@@ -164,7 +166,7 @@ MIXES: dict[str, dict[str, str]] = {
 }
 
 
-@matrix(mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
+@matrix(strength=1, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
 def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
     settings = {"precision": precision, "recompute": "always", **MODES[mode]}
     found = train(deep, 4, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)
@@ -266,6 +268,59 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
     engine.close()
 
 
+def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
+    """The files say it: whoever reads the states afterwards changes nothing any more."""
+
+    def files() -> list[bytes]:
+        return [path.read_bytes() for path in sorted(folder.rglob("*.bin"))]
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine.finish()
+    gate = threading.Event()
+    engine._parts.lanes.update_write.submit(gate.wait)  # a slow disk
+    engine.step(tokens(1))
+    left = files()
+    threading.Timer(0.05, gate.set).start()
+    engine.finish()
+    finished = files()
+    assert finished != left
+    weights(engine)
+    assert files() == finished
+    engine.close()
+
+
+def test_finish_tells_of_an_update_that_failed(folder: Path) -> None:
+    def fail() -> None:
+        raise OSError("no such disk")
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine._parts.lanes.update_write.submit(fail)
+    with pytest.raises(TornError, match="no such disk"):
+        engine.finish()
+    engine.close()
+
+
+def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_tickets: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
+    engine.step(tokens(0))
+    engine.finish()
+    wanted = weights(engine)
+    gate = threading.Event()
+    engine._parts.lanes.update_write.submit(gate.wait)
+    with monkeypatch.context() as patched:
+        patched.setattr("offload.lanes.lane.wait_until_done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish()
+    gate.set()
+    assert_same(weights(engine), wanted)
+    engine.close()
+
+
 def test_activations_are_written_and_read_once(folder: Path) -> None:
     engine = Engine(build(deep), placement=Placement(activations="nvme", nvme_dir=folder), recompute="always")
     for seed in range(3):
@@ -288,14 +343,14 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
 
 def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
     found = {}
-    for layers in (8, 64):
+    for layers in (8, 48):
         engine = Engine(build(lambda layers=layers: llama(num_hidden_layers=layers)), placement=on_disk(folder, **ALL))
         for seed in range(3):
             engine.step(tokens(seed))
         found[layers] = engine.counters.peak_host_bytes, sum(tier_bytes(engine, "nvme").values())
         engine.close()
-    assert found[8][0] == found[64][0]
-    assert found[64][1] > 5 * found[8][1]
+    assert found[8][0] == found[48][0]
+    assert found[48][1] > 4 * found[8][1]
 
 
 def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:

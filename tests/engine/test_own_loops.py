@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine, Placement
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import (
@@ -375,3 +375,41 @@ def test_inputs_that_wait_on_the_host_do_not_stay_on_the_device_as_well() -> Non
     engine.backward(loss)
     engine.update()
     engine.close()
+
+
+@pytest.mark.parametrize("change", ["update", "step", "load_checkpoint"])
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_backward_over_a_forward_with_other_weights_is_refused(recompute: str, change: str, tmp_path: Path) -> None:
+    """As by plain PyTorch, where the update has changed what the graph saved."""
+    engine = Engine(build(llama), recompute=recompute)
+    engine.save_checkpoint(tmp_path / "saved")
+    first, second = (engine.model(**tokens(seed)).loss for seed in (0, 1))
+    if change == "update":
+        engine.backward(first)
+        engine.update()
+    elif change == "step":
+        engine.step(tokens(2))
+    else:
+        engine.load_checkpoint(tmp_path / "saved")
+    before = weights(engine)
+    with pytest.raises(OffloadError, match="weights have changed since"):
+        engine.backward(second)
+    assert_same(weights(engine), before)
+    engine.backward(engine.model(**tokens(3)).loss)
+    engine.update()
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
+    """Its backward is usually called outside."""
+    model = build(llama)
+    reference, engine = Reference(model), Engine(model, recompute=recompute)
+    for step in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = [each.model(**tokens(step)).loss for each in (engine, reference)]
+        assert losses[0].item() == losses[1].item()
+        engine.backward(losses[0])
+        losses[1].backward()
+        reference.collect()
+        assert engine.update().grad_norm == reference.update()
+    assert_weights(engine, reference)

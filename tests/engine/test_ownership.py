@@ -484,3 +484,13 @@ def test_modules_without_weights_may_be_shared_by_models() -> None:
     engine.step(words(), cross_entropy)
     engine.close()
     assert torch.isfinite(build(SharesAnActivation)(words()["x"])).all()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(kind: str) -> None:
+    """They are the model's own parameters', which go."""
+    model = build(Stack)
+    getattr(model.blocks[1].up.weight, kind)(lambda gradient: None)
+    with pytest.raises(ConfigError, match=r"blocks\.1\.up\.weight has a hook"):
+        Engine(model)
+    model.blocks[1].up.weight._backward_hooks = model.blocks[1].up.weight._post_accumulate_grad_hooks = None

@@ -18,6 +18,7 @@ from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_e
 from tests.engine.inside import states
 from tests.engine.reference import Reference, count_labels
 from tests.engine.sizes import elements, tier_bytes
+from tests.matrix import matrix
 
 
 def freeze(model: nn.Module, *parts: str) -> nn.Module:
@@ -90,16 +91,15 @@ def test_a_frozen_unit_between_two_steps_of_evaluation() -> None:
     assert_weights(engine, reference)
 
 
-@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_grad_norm": None},
-        {"precision": "bf16"},
-        {"recompute": "never", "throttle": {"h2d": "1GiB"}},
-    ],
-    ids=["", "unclipped", "bf16", "kept"],
+@matrix(
+    strength=1,
+    parts=FROZEN,
+    settings={
+        "": {},
+        "unclipped": {"max_grad_norm": None},
+        "bf16": {"precision": "bf16"},
+        "kept": {"recompute": "never", "throttle": {"h2d": "1GiB"}},
+    },
 )
 def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...], settings: dict[str, Any]) -> None:
     """As plain torch does it: what has no gradient keeps weights, moments and count. The first step is frozen, too."""

@@ -38,6 +38,8 @@ from tests.engine.test_overlap import SLOW
 from tests.matrix import all_pairs, matrix
 
 STAGES = (0, 1, 2, 3)
+ENDS = [pytest.param(stage, marks=[] if stage in (0, 3) else pytest.mark.slow) for stage in STAGES]
+"""All that is whole, and all that is cut; what lies between, which other tests of the quick run have, is slow."""
 ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
 """How many rows each rank has. In the last, with micro-batches of one row, rank 0 has three of them and rank 1 one."""
 MODES: dict[str, dict[str, Any]] = {
@@ -112,7 +114,9 @@ def assert_near(found: Found, wanted: Found, within: float) -> None:
 # -- as one process ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> None:
     """Within 1e-6, and the four stages among themselves to the bit; on one rank to the bit of plain PyTorch.
 
@@ -132,7 +136,7 @@ def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> Non
     assert moved > 1e-2, "a comparison that says something"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ENDS)
 def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
     """Break: do not close it with the engine."""
     rows = (2, 2)
@@ -142,7 +146,7 @@ def test_the_engine_makes_the_process_group_by_itself(stage: int) -> None:
         assert_equal(one, wanted)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ENDS)
 def test_the_weights_at_the_start_are_those_of_rank_0(stage: int) -> None:
     """Break: let every rank take its own shard, or all, from its own model."""
     common = {"case": "plain", "rows": (2, 2, 2), "num_steps": 2, "zero_stage": stage}
@@ -178,10 +182,18 @@ COVER = all_pairs(
 )
 
 
-@pytest.mark.parametrize("chosen", COVER, ids=lambda chosen: ", ".join(chosen.values()))
+QUICK = COVER[::2]
+"""Every value is in these, and most pairs are; in the long run every two values meet."""
+assert all({one[axis] for one in QUICK} == {one[axis] for one in COVER} for axis in COVER[0])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(one, id=", ".join(one.values()), marks=[] if one in QUICK else pytest.mark.slow) for one in COVER],
+)
 def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path: Path) -> None:
-    """Every two of these settings meet. The other run is stage 0 in memory, one thing after another; and both are near
-    plain PyTorch.
+    """Every two of these settings meet in some case. The other run is stage 0 in memory, one thing after another; and
+    both are near plain PyTorch.
 
     Break: fetch a shard with its neighbour's offset on disk; skip an expert's update where this rank did not use it;
     round gradients before they are summed; add a tied weight's uses on each rank after the reduction in one stage; let
@@ -203,7 +215,7 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ENDS)
 def test_what_is_not_clipped_is_the_same_in_every_mode(stage: int) -> None:
     """Break: speculate with the norm of this rank's shards alone, which needs corrections that others do not."""
     common = {"case": "tied", "rows": (1, 2), "num_steps": 4, "zero_stage": stage}
@@ -228,7 +240,7 @@ def test_kept_graphs_change_no_bit(stage: int, recompute: str) -> None:
 # -- what ranks may do differently -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_parameter_that_one_rank_used_is_updated_on_all(size: int) -> None:
     """One that no rank used keeps its bits, though weights decay; see `routed`.
 
@@ -309,7 +321,7 @@ def test_a_model_that_mixes_rows_is_called_as_often_as_each_rank_has_micro_batch
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ENDS)
 def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
     """All ranks have the same rows and began with the same generator: only their masks can differ.
 

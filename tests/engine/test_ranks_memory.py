@@ -81,10 +81,13 @@ def held(found: Found) -> dict[str, int]:
     return {name: totals.get(name, 0) for name in ("weights", "gradients", *OPTIMIZER)}
 
 
+QUICK = (1, "device"), (2, "cpu"), (3, "nvme")
+
+
 @pytest.mark.parametrize(
     ("size", "precision", "tier"),
     [
-        pytest.param(size, precision, tier, marks=[] if (size > 2) == (tier == "nvme") else pytest.mark.slow)
+        pytest.param(size, precision, tier, marks=[] if (size, tier) in QUICK else pytest.mark.slow)
         for size in (1, 2, 3, 4)
         for precision, tier in PAIRS[size % 2]
     ],

@@ -14,6 +14,8 @@ from offload import Engine, Placement
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.errors import CheckpointError, ConfigError, TornError
+from offload.lanes.ticket import Ticket
+from offload.tiers.nvme import Channel
 from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.families import build, tokens
 from tests.engine.handmade import RunningStatistics, Shifting, cross_entropy, words
@@ -72,6 +74,38 @@ def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precisio
         assert same(state.exp_avg_sq, other.exp_avg_sq), name
     whole.close()
     resumed.close()
+
+
+def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lies between parameters is zero, whatever lay in the memory that the records were filled in."""
+    source, engine = make("cpu", tmp_path), make("nvme", tmp_path)
+    train(source, 0)
+    source.save_checkpoint(tmp_path / "saved")
+    train(engine, 0)
+    nvme, reads = engine._parts.store._nvme, []
+    assert nvme is not None
+    engine._settle("test")
+    nvme.updates._ring.memory.fill_(0xFF)  # NaN
+    read = Channel.read
+
+    def noted(self: Channel, *arguments: Any, **options: Any) -> Any:
+        reads.append(options["name"])
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(Channel, "read", noted)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert not [name for name in reads if name.startswith("update")]
+    monkeypatch.setattr(Channel, "read", read)
+    for state in engine._parts.store.states:
+        for part in state.held:
+            loan = part.lend(*part.states)
+            engine._parts.lanes.wait(loan.after, behind=loan.behind)
+            for plane in loan.planes.values():
+                assert not (plane != plane).any()
+            loan.read(Ticket("compute", is_done=True))
+    assert train(engine, 1) == train(source, 1)
+    source.close()
+    engine.close()
 
 
 def test_a_save_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
             comm.barrier("end of a case")  # before rank 0's folder goes
         except RankLostError:
             outcome.is_sound = False
-            if not outcome.wrong:  # what this rank has found itself says more
+            if not outcome.wrong and not outcome.refused:  # what this rank has found itself says more
                 raise
     return outcome
 

@@ -119,8 +119,11 @@ class Crew:
             elif reply.wrong:
                 wrong.append(told + reply.wrong if told and not reply.wrong.startswith("rank ") else reply.wrong)
         first = next((reply for reply in replies if reply is not None), None)
-        # Who lost another comes after what became of that one.
+        # Who lost another comes after what became of that one; a rank that has no room left is alone with that.
         wrong.sort(key=lambda text: "RankLost" in text)
+        refused = [reply for reply in replies if reply is not None and reply.refused.startswith("DoesNotFit")]
+        if refused and all("RankLost" in text for text in wrong):
+            first, wrong = refused[0], []
         outcome = first if first is not None else Outcome()
         outcome.wrong = "\n".join(dict.fromkeys(wrong))
         return outcome

@@ -25,7 +25,7 @@ ENDED_EARLY = (
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_exchanges_give_the_bits_of_a_plain_loop_and_differences_are_named(tmp_path: Path, size: int):
     with ranks(tmp_path, size, "exchanges") as started:
         for rank in started:

@@ -18,7 +18,7 @@ from offload.benches import overlap, step
 from offload.benches.ideal import Unit, Use, Work, ideal, serial_seconds
 
 NUM_BLOCKS, FORWARD_S, BACKWARD_S, LOSS_S, OVERHEAD_S = 4, 0.010, 0.030, 0.004, 0.001
-SLOWDOWN = 1.05
+SLOWDOWN, STEPS_IN_A_BLOCK, PAIRS = 1.05, 3, 2
 NAMES = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
 NUM_PARAMETERS = 20 * 20
 NORM = 3.0
@@ -46,6 +46,7 @@ class Shop:
     now: float = 100.0
     made: list[FakeEngine] = field(default_factory=list)
     fails: bool = False
+    hides: float = 0.0  # this share of a throttled step is done after it has returned
 
     def clock(self) -> float:
         return self.now
@@ -68,7 +69,7 @@ class FakeEngine:
     ) -> None:
         self.shop, self.model, self.closed, self.num_steps = shop, Model(), False, 0
         self.prefetch, self.throttle, self.clip, self.max_grad_norm = prefetch, throttle, clip, max_grad_norm
-        self.settings, self.spans = settings, []
+        self.settings, self.spans, self.left_s = settings, [], 0.0
         slots = min(prefetch + 1, NUM_BLOCKS)
         size = 4 * NUM_PARAMETERS
         self.counters = SimpleNamespace(h2d_bytes=(2 * NUM_BLOCKS - slots) * size, d2h_bytes=NUM_BLOCKS * size)
@@ -83,11 +84,19 @@ class FakeEngine:
             self._inline()
         else:
             work = self._work(corrected)
-            self.shop.now += SLOWDOWN * ideal(work).seconds if self.prefetch else serial_seconds(work)
+            best = ideal(work, STEPS_IN_A_BLOCK, as_block=True)
+            seconds = SLOWDOWN * best.seconds if self.prefetch else serial_seconds(work)
+            self.shop.now += (1 - self.shop.hides) * seconds
+            self.left_s += self.shop.hides * seconds
         times = SimpleNamespace(busy_seconds=0.5, exposed_seconds=0.25)
         lanes = dict.fromkeys(("compute", "h2d", "d2h", "update"), times)
         more = {"corrected": corrected} if self.clip == "speculative" else {}  # an older result has no such field
         return SimpleNamespace(grad_norm=NORM, lanes=lanes, **more)
+
+    def finish(self) -> None:
+        assert not self.closed
+        self.shop.now += self.left_s
+        self.left_s = 0.0
 
     def _inline(self) -> None:
         self.spans = []
@@ -126,12 +135,14 @@ def shop() -> Shop:
     return Shop()
 
 
-def make_bench(shop: Shop, num_steps: int = 3) -> overlap.Bench:
-    return overlap.Bench(shop.make, ["batch"], 1, "fp32", num_steps, clock=shop.clock)
+def make_bench(shop: Shop) -> overlap.Bench:
+    return overlap.Bench(shop.make, ["batch"], 1, "fp32", STEPS_IN_A_BLOCK, PAIRS, clock=shop.clock)
 
 
-@pytest.mark.parametrize("ratio", [0.25, 2.0])
-def test_a_row(shop, ratio):
+@pytest.mark.parametrize(("ratio", "hides"), [(0.25, 0.0), (2.0, 0.0), (0.25, 0.9)])
+def test_a_row(shop, ratio, hides):
+    """What is done after a step has returned counts as well."""
+    shop.hides = hides
     made = make_bench(shop)
     for case in overlap.cases([ratio]):
         result = made.row(case)
@@ -142,6 +153,7 @@ def test_a_row(shop, ratio):
         assert row["within_ideal"]
         assert row["unit"] == "ms"
         assert row["value"] == pytest.approx(1e3 * row["measured_seconds"])
+        assert (row["steps_in_a_block"], row["pairs"]) == (STEPS_IN_A_BLOCK, PAIRS)
         assert row["ideal_busy_seconds"]["h2d"] == pytest.approx(ratio * COMPUTE_S, rel=1e-3)
         assert row["ideal_busy_seconds"]["d2h"] == pytest.approx(ratio * COMPUTE_S, rel=1e-3)
         assert row["corrected"] == (3 if case.name == "speculative, corrected" else 0)
@@ -167,7 +179,7 @@ def test_what_the_engines_are_asked_for(shop):
     row, serial = shop.made[2:]
     assert (row.prefetch, row.clip, row.max_grad_norm) == (1, "speculative", 0.5 * NORM)
     assert (serial.prefetch, serial.throttle, serial.clip) == (0, row.throttle, "speculative")
-    assert row.num_steps == overlap.NUM_ROUNDS * (overlap.NUM_WARM_STEPS + 1)
+    assert row.num_steps == overlap.NUM_WARM_STEPS + PAIRS * STEPS_IN_A_BLOCK
     seconds = 0.5 * COMPUTE_S
     assert row.throttle["h2d"] == pytest.approx(row.counters.h2d_bytes / seconds, rel=1e-4)
     assert row.throttle["d2h"] == pytest.approx(row.counters.d2h_bytes / seconds, rel=1e-4)
@@ -261,7 +273,7 @@ def one_unit(update_s: float) -> Work:
 )
 def test_bounds(update_s, measured, within_ideal, within_largest_lane):
     steps = overlap.Steps(seconds=[measured, 0.9 * measured, 2 * measured])
-    result = overlap.assemble(overlap.Case(1.0, "no clipping", "none", None), steps, one_unit(update_s), None)
+    result = overlap.assemble(overlap.Case(1.0, "no clipping", "none", None), steps, one_unit(update_s), None, 3)
     row = result.details
     assert (row["within_ideal"], row["within_largest_lane"]) == (within_ideal, within_largest_lane)
     assert (row["largest_lane"], row["largest_lane_seconds"]) == ("compute", pytest.approx(4.0))
@@ -284,7 +296,7 @@ def threads_kept() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads_kept")
 def test_the_command(shop, monkeypatch):
-    arguments = bench._parser().parse_args(["step", "--overlap", "--ratios", "1", "--steps", "2", "--layers", "17"])
+    arguments = bench._parser().parse_args(["step", "--overlap", "--ratios", "1", "--steps", "3", "--layers", "17"])
     models = []
 
     def make(model: object, **settings: Any) -> FakeEngine:

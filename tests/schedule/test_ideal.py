@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.benches.ideal import LANES, MODES, Ideal, Policy, Unit, Use, Work, ideal, serial_seconds, simulate
+from offload.benches.ideal import (
+    LANES,
+    MODES,
+    Ideal,
+    Policy,
+    Unit,
+    Use,
+    Work,
+    ideal,
+    serial_seconds,
+    simulate,
+    simulate_block,
+)
 
 
 def chain(num_units: int, forward_s: float, backward_s: float, unit: Unit, **more: object) -> Work:
@@ -83,6 +95,18 @@ def test_deferred_updates_wait_and_run_in_forward_order():
     assert run.seconds == pytest.approx(18)
     updates = [span for span in run.spans if span.action == "update" and span.step == 6]
     assert [span.unit for span in updates] == ["a", "b"]
+
+
+def test_a_block_begins_and_ends_with_nothing_pending():
+    work = chain(2, 1, 3, Unit(1, fetch_s=2, land_s=1, update_s=4), mode="deferred")
+    # Both are up. a: forward 1; b: 2, backward 5; a: 8, landed 9, updated 13, fetched 15; b: updated 17, fetched 19.
+    assert ideal(work, 1, as_block=True).seconds == pytest.approx(19)
+    # The second step begins with a at 15, and takes the 18 of the steady state.
+    two = ideal(work, 2, as_block=True)
+    assert two.seconds == pytest.approx((19 + 18) / 2)
+    assert two.busy_s == pytest.approx({"compute": 8, "d2h": 2, "update": 8, "h2d": 4})
+    one = chain(1, 1, 3, Unit(1, fetch_s=2, land_s=5, update_s=7), mode="deferred")
+    assert ideal(one, 5, as_block=True).seconds == pytest.approx(ideal(one).seconds)
 
 
 def test_corrections_follow_the_norm_and_come_before_the_fetch():
@@ -193,6 +217,9 @@ NUM_STEPS = 4
 @given(works(least=1), POLICIES)  # what takes no time has no order to check
 def test_every_schedule_keeps_the_rules(work, policy):
     check(work, simulate(work, policy, NUM_STEPS), policy)
+    block = simulate_block(work, policy, NUM_STEPS)
+    assert max(block.busy_s.values()) <= block.seconds * (1 + 1e-9)
+    assert sum(span.action == "update" for span in block.spans) == NUM_STEPS * len(work.units), "all are made in it"
 
 
 def check(work: Work, run: Ideal, policy: Policy) -> None:

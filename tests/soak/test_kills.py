@@ -205,7 +205,7 @@ def whole(forks: Forks) -> Run:
     return whole_run(forks, "forked", [*LARGE, "--train.steps", "30"])
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [pytest.param("memory", marks=pytest.mark.slow), "nvme"])
 def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, disk: Path, tier: str) -> None:
     run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
     hits = kill_and_go_on(run, whole, FEW, 30, seed=1)

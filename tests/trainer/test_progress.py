@@ -7,10 +7,13 @@ import json
 import math
 import re
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offload.partition.joining import open_comm
 from offload.signals import StopSignals
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.progress import clock, make_progress
@@ -122,6 +125,67 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_within_a_print_asks_as_any_other() -> None:
+    """Its own line finds the stream taken, and is printed when the ranks agree on the stop."""
+    written: list[str] = []
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            written.append(bytes(data).decode())
+            if len(written) == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return len(data)
+
+    progress = make_progress(1, io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    with StopSignals(progress.say) as stop:
+        stop.begin()
+        progress.say("step 10")
+        assert stop.requested
+        assert "".join(written) == "step 10\n"
+        with open_comm() as comm:
+            assert stop.is_agreed(comm)
+    assert written[1:] == ["SIGTERM (rank 0): saving; once more to leave at once.\n"]
+
+
+def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system sends a rank one for each thread of a launcher that is killed. It may come where the handler of the
+    one before has noted nothing yet."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    clock, coming = time.monotonic, [signal.SIGTERM]
+
+    def monotonic() -> float:
+        if coming:
+            signal.raise_signal(coming.pop())
+        return clock()
+
+    with StopSignals(lambda text: None) as stop:
+        stop.begin()
+        monkeypatch.setattr("offload.signals.time.monotonic", monotonic)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            pytest.fail("the second of them was taken for a wish to leave at once")
+        monkeypatch.undo()
+        assert stop.requested
+
+
+def test_a_rank_says_nothing_of_a_sigterm_before_the_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it torchrun ends the others when one is lost, and that may come before they see the loss."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    said: list[str] = []
+    with StopSignals(said.append) as stop:
+        stop.begin()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        assert not said
+        with open_comm() as comm:
+            assert stop.is_agreed(comm)
+    assert said == ["SIGTERM (rank 0): saving; once more to leave at once."]
 
 
 def test_on_the_way_out_signals_are_ignored() -> None:

@@ -82,7 +82,10 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert found[name].equal(tensor), name
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("fp32", "boxed", "deferred") else []) for name in SETTINGS],
+)
 def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path: Path, settings: str) -> None:
     """Ended in its 6th step, 1 after its last checkpoint; and again, right after its next one.
 

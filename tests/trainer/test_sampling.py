@@ -77,7 +77,13 @@ def middle(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 4 // 5
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gpt2", "codegen", "prophetnet", "zamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "mixtral", "codegen", "prophetnet", "zamba"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2")),
+    ],
+)
 def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
     """Also where a module reads weights of another (prophetnet), where blocks are shared (zamba), and where tables of
     positions depend on the default dtype (codegen).

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 
 from tests.zoo.compare import ALWAYS, MICRO, NEVER, SUMS, Mode, examine
@@ -26,25 +29,30 @@ QUICK = (
 """The default run: all kinds of positions, experts, a state space, shared blocks, dropout, tied weights."""
 
 
-def cases() -> list[object]:
-    """Each buildable family as a parameter; all but the quick ones are slow."""
+def cases(modes: Sequence[Mode], first: int = 0) -> list[object]:
+    """Each buildable family in each mode as parameters; all but the quick ones in one mode each, by turns from the
+    `first` on, are slow."""
     found = []
-    for name in families():
-        marks = [] if name in QUICK else [pytest.mark.slow]
+    for name, mode in itertools.product(families(), modes):
+        is_quick = name in QUICK and mode is modes[(QUICK.index(name) + first) % len(modes)]
+        marks = [] if is_quick else [pytest.mark.slow]
         if name in UNBUILDABLE:
             marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
         if name in OPEN:
             marks.append(pytest.mark.xfail(reason=OPEN[name], strict=True))
-        found.append(pytest.param(name, marks=marks))
+        found.append(pytest.param(name, mode, marks=marks, id=f"{name}-{label(mode)}"))
     return found
+
+
+def label(mode: Mode) -> str:
+    return f"{mode.rows}rows" if mode in MICRO else mode.name
 
 
 def test_the_quick_families_are_registered() -> None:
     assert set(QUICK) <= set(families())
 
 
-@pytest.mark.parametrize("mode", [ALWAYS, NEVER], ids=lambda mode: mode.name)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER]))
 def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
     """With recompute `always` and `never`: a graph is kept while the weights that it has saved leave the slot."""
     outcome = examine(families()[name], "fp32", mode)
@@ -55,8 +63,7 @@ def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["gradient"] < 1e-4, outcome.differences
 
 
-@pytest.mark.parametrize("mode", [ALWAYS, NEVER], ids=lambda mode: mode.name)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], first=1))
 def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "bf16", mode)
     assert outcome.is_finite
@@ -65,8 +72,7 @@ def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["loss"] < 1e-3, outcome.differences
 
 
-@pytest.mark.parametrize("mode", MICRO, ids=lambda mode: f"{mode.rows}rows")
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "mode"), cases(MICRO))
 def test_micro_batches_equal_plain_pytorch_up_to_the_order_of_sums(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite

@@ -1,0 +1,177 @@
+"""Blocks of `offload.bench step`: what a step leaves to be done later is seen at its cost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, bench, native
+from offload.benches import step
+from offload.benches.blocks import Contender, measure, none_left, process_disk_bytes, summarise, turned
+from offload.errors import ConfigError
+
+SEEN_S, HIDDEN_S, PLAIN_S, HIDDEN_BYTES = 1.0, 9.0, 10.0, 90
+
+
+class Machine:
+    """Its clock is the work that was done. Work that was left goes on when anybody computes or waits, at the expense of
+    whoever does.
+    """
+
+    def __init__(self) -> None:
+        self.now_s, self.written_bytes = 100.0, 0
+        self._pool, self._may_work, self._left = ThreadPoolExecutor(1), threading.Event(), list[Future[None]]()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def disk(self) -> dict[str, int]:
+        return {"disk_write_bytes": self.written_bytes}
+
+    def compute(self, seconds: float) -> None:
+        self.wait()
+        self.now_s += seconds
+
+    def leave(self) -> None:
+        self._left.append(self._pool.submit(self._work))
+
+    def wait(self) -> None:
+        self._may_work.set()
+        for piece in self._left:
+            piece.result()
+        self._left.clear()
+        self._may_work.clear()
+
+    def _work(self) -> None:
+        self._may_work.wait()
+        self.now_s += HIDDEN_S
+        self.written_bytes += HIDDEN_BYTES
+
+    def close(self) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine()
+    yield made
+    made.close()
+
+
+def contenders(machine: Machine, waits: bool) -> list[Contender]:
+    """Return two that do the same work, one of them in a thread after its step has returned."""
+
+    def hide(_batch: object) -> None:
+        machine.now_s += SEEN_S
+        machine.leave()
+
+    plain = Contender("plain", lambda batch: machine.compute(PLAIN_S), none_left)
+    return [plain, Contender("hiding", hide, machine.wait if waits else none_left, "plain")]
+
+
+def results(machine: Machine, made: list[Contender], num_steps: int = 3) -> dict[str, dict[str, Any]]:
+    measure(made, ["a", "b"], num_steps, 5, clock=machine.clock, disk=machine.disk)
+    found = summarise(made, num_steps, 20, {"group": "test"})
+    return {result.name: result.fields() for result in found}
+
+
+def test_hidden_work_is_seen(machine: Machine) -> None:
+    found = results(machine, contenders(machine, waits=True))
+    plain, hiding = found["plain (test)"], found["hiding (test)"]
+    assert plain["value"] == pytest.approx(1e3 * PLAIN_S)
+    assert hiding["value"] == pytest.approx(1e3 * (SEEN_S + HIDDEN_S))
+    assert (hiding["ratio"], hiding["slowdown"]) == (pytest.approx(1), pytest.approx(1))
+    assert hiding["left_ms"] == pytest.approx(3e3 * HIDDEN_S)
+    assert (plain["disk_write_bytes"], hiding["disk_write_bytes"]) == (0, HIDDEN_BYTES)
+    assert (plain["tokens_per_second"], hiding["pairs"]) == (pytest.approx(20 / PLAIN_S), 5)
+
+
+def test_the_work_was_hidden(machine: Machine) -> None:
+    """Where the end of a block does not wait, the same contender looks many times as fast, and the other one slow."""
+    found = results(machine, contenders(machine, waits=False))
+    assert found["hiding (test)"]["value"] == pytest.approx(1e3 * SEEN_S)
+    assert found["hiding (test)"]["ratio"] > 10
+    assert found["plain (test)"]["value"] > 1.5e3 * PLAIN_S
+    assert found["plain (test)"]["disk_write_bytes"] > 0
+
+
+def test_the_order_of_blocks() -> None:
+    done: list[str] = []
+
+    def made(name: str) -> Contender:
+        return Contender(name, lambda batch: done.append(f"{name}{batch}"), lambda: done.append(name))
+
+    measure([made("x"), made("y")], [0, 1], 3, 2, clock=iter(range(99)).__next__, disk=dict)
+    warm = ["x", "x0", "x1", "x0", "x1", "x", "y", "y0", "y1", "y0", "y1", "y"]
+    x, y = ["x", "x0", "x1", "x0", "x"], ["y", "y0", "y1", "y0", "y"]
+    assert done == [*warm, *x, *y, *y, *x]
+    assert [turned("abc", number) for number in (1, 5)] == [["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """The machine gets slower by half every round; one contender is twice as fast as the other in each of them."""
+    made = [Contender("slow", print, none_left), Contender("fast", print, none_left, "slow")]
+    seconds = [[4.0, 8.0, 16.0], [2.0, 4.0, 8.0]]
+    ticks = []
+    for number in range(3):
+        for which in turned([0, 1], number):
+            ticks += [0.0, 0.0, seconds[which][number]]
+    measure(made, [""], 1, 3, clock=iter([0.0] * 6 + ticks).__next__, disk=dict)
+    fast = summarise(made, 1, 1, {"group": ""})[1]
+    assert (fast.ratio, fast.value) == (2.0, 4000.0)
+    assert {fast.details[f"slowdown{which}"] for which in ("", "_lower_quartile", "_upper_quartile")} == {0.5}
+
+
+def test_the_disk_of_this_process() -> None:
+    assert set(process_disk_bytes()) == {"disk_read_bytes", "disk_write_bytes"}
+
+
+# -- wiring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _threads_kept() -> Iterator[None]:
+    before = torch.get_num_threads(), native.num_threads()
+    yield
+    torch.set_num_threads(before[0])
+    native.set_threads(before[1])
+
+
+SMALL = [f"--{name}={value}" for name, value in {"hidden": 64, "layers": 1, "vocabulary": 64, "sequence": 8}.items()]
+
+
+@pytest.mark.usefixtures("_threads_kept")
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished: list[Engine] = []
+    finish = Engine.finish
+    monkeypatch.setattr(Engine, "finish", lambda engine: (finish(engine), finished.append(engine)))
+    words = ["step", *SMALL, "--batch=2", "--precision=bf16", "--recompute=never", "--steps=2", "--pairs=3"]
+    words += ["--threads=1", "--no-deepspeed", "--nvme-dir", str(tmp_path)]
+    found = {result.name: result for result in step.run(bench._parser().parse_args(words))}
+    group = "(bf16, recompute never)"
+    names = [f"engine{more}" for more in ("", ", all units stay", ", states on nvme")]
+    assert list(found) == [f"{name} {group}" for name in ("plain PyTorch", *names)]
+    assert len(set(finished)) == 3
+    assert all(finished.count(engine) == 2 * (1 + 3) for engine in finished), "before and after every block"
+    assert all(engine._parts.closed for engine in finished)
+    for name in names:
+        row = found[f"{name} {group}"].fields()
+        assert row["reference"] == "plain PyTorch"
+        assert (row["slowdown"] > 0, row["pairs"], row["steps_in_a_block"]) == (True, 3, 2)
+        assert (row["nvme_read_bytes"] > row["nvme_write_bytes"] > 0) == ("nvme" in name)
+        assert row["d2h_bytes"] > 0
+        assert row["peak_device_bytes"] > 0
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+@pytest.mark.parametrize("word", ["--steps=0", "--pairs=-1"])
+def test_wrong_options(word: str) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        step.run(bench._parser().parse_args(["step", word]))
