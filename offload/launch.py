@@ -62,15 +62,16 @@ def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = F
     return exit_code(agent.codes, is_interrupted=bool(agent.received))
 
 
-def end_with_launcher() -> None:
+def end_with_launcher() -> bool:
     """Be told to stop, and save, when the process that started this rank is gone, however it ended: a rank of its own
-    would train on, out of everybody's sight.
+    would train on, out of everybody's sight. Returns whether this is a rank that `launch` started.
     """
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if str(os.getppid()) != launcher:  # it was gone before
             raise KeyboardInterrupt
+    return launcher is not None
 
 
 def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:

@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 
 def main(words: list[str]) -> int:
-    end_with_launcher()
+    is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
     if num_ranks > 1:
@@ -25,10 +25,10 @@ def main(words: list[str]) -> int:
         with importing():
             import torch.distributed.launcher.api  # noqa: F401
         return launch("offload.train", words, num_ranks, debug=config.run.debug)
-    if os.environ.get("RANK", "0") == "0":
+    if not is_launched and os.environ.get("RANK", "0") == "0":
         print(f"offload {__version__}: loading torch and transformers ...")  # which takes seconds
     with importing():  # only once the configuration is known to be sound
-        import transformers.modeling_utils  # noqa: F401  # all that its models have in common, half of these seconds
+        import transformers.modeling_utils  # noqa: F401 - what its models have in common, half of these seconds
 
         from offload.trainer import Trainer
 

@@ -133,6 +133,7 @@ def test_two_ranks_train_one_model(
     lines = result.stdout.splitlines()
     assert lines[0].endswith("starting 2 ranks ...")
     assert lines[1] == NOTE
+    assert lines[2].startswith("data: "), "not what a single process says of its imports"
     assert len(lines) == len(set(lines)), "every line once"
     assert "logits bit-equal" in result.stdout
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,11 @@
 """What a command says before it imports torch, which takes seconds; and what it does not import at all.
 
-The commands here find, in the place of torch, a module that only ends the process.
+The commands here find, in the place of torch and other large packages, modules that only end the process.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,9 @@ ENDED = 77  # no exit code of ours
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that ends when it imports torch or transformers."""
+    """The environment of a process that ends when it imports torch, or another package that takes a while."""
     folder = tmp_path_factory.mktemp("stubs")
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "cpuinfo", "rich", "jinja2"):
         (folder / f"{name}.py").write_text(f"raise SystemExit({ENDED})\n")
     return {"PYTHONPATH": f"{folder}:{forks.ROOT}", "PATH": "/usr/bin:/bin"}
 
@@ -49,9 +50,12 @@ def test_training_says_something_before_it_imports_torch(
     assert done.returncode == ENDED
 
 
-def test_of_several_ranks_the_first_says_it(without_torch: dict[str, str], tmp_path: Path) -> None:
-    done = start({**without_torch, "RANK": "1", "WORLD_SIZE": "2"}, tmp_path, "train")
-    assert (done.stdout, done.returncode) == ("", ENDED)
+@pytest.mark.parametrize(("rank", "launcher"), [("1", {}), ("0", {"OFFLOAD_LAUNCHER": str(os.getpid())})])
+def test_of_several_ranks_the_first_says_it_or_who_started_them(
+    rank: str, launcher: dict[str, str], without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    done = start({**without_torch, "RANK": rank, "WORLD_SIZE": "2", **launcher}, tmp_path, "train")
+    assert (done.stdout, done.returncode) == ("", ENDED), done.stderr
 
 
 @pytest.mark.parametrize(
