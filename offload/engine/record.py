@@ -275,11 +275,12 @@ class _Reads(TorchDispatchMode):
         self._addresses, self._found = addresses, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                name = self._addresses.get(leaf.data_ptr())
-                if name is not None:
-                    self._found.add(name)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for leaf in value if isinstance(value, list | tuple) else (value,):  # an operation's lists are flat
+                if isinstance(leaf, torch.Tensor):
+                    name = self._addresses.get(leaf.data_ptr())
+                    if name is not None:
+                        self._found.add(name)
         return func(*args, **(kwargs or {}))
 
 

@@ -587,9 +587,7 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
     assert engine_is_right
 
 
-@pytest.mark.parametrize("clip", ["deferred", "speculative"])
-@pytest.mark.parametrize("kind", [*KINDS, "all"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@matrix(where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
 def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
     settings = DEFERRED | {"clip": clip}
     undisturbed = Engine(build(lambda: Stack(Breaks)), **settings)

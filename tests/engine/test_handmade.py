@@ -42,8 +42,14 @@ def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) 
         train_both(build(model), batches, loss_fn=cross_entropy, precision=precision, debug=debug, group=sum_by_layer)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        pytest.param(model, precision, marks=[] if number % 2 == at else pytest.mark.slow)
+        for number, model in enumerate(MODELS)
+        for at, precision in enumerate(("fp32", "bf16"))
+    ],
+)
 def test_kept_graphs_are_bit_equal(model: type[nn.Module], precision: str) -> None:
     settings = {"precision": precision, "recompute": "never", "debug": True, "group": sum_by_layer}
     train_both(build(model), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)

@@ -21,6 +21,7 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.fuzz.faults import is_lock
+from tests.matrix import matrix
 
 ENGINE = str(Path(offload.__file__).parent)
 DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
@@ -126,17 +127,13 @@ def check(settings: str, place: str, operation: str, folder: Path, num_samples: 
     assert not list((folder / "disk").iterdir())
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-@pytest.mark.parametrize("settings", SETTINGS)
+@matrix(settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
 def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp_path: Path) -> None:
     check(settings, place, operation, tmp_path, NUM_SAMPLES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-@pytest.mark.parametrize("settings", SETTINGS)
+@matrix(settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
 def test_an_interrupt_at_many_lines(settings: str, place: str, operation: str, tmp_path: Path) -> None:
     """All of some ten thousand would take an hour a case."""
     check(settings, place, operation, tmp_path, 8 * NUM_SAMPLES)

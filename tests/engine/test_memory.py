@@ -40,6 +40,7 @@ class TestResidentMemory:
         assert found["peak"] <= states + one_unit + CONSTANT_BYTES
         assert found["peak"] >= 0.9 * states, "the measurement measured something else"
 
+    @pytest.mark.slow  # in the quick run: the test above, and what the ledgers hold
     def test_a_model_that_is_given_away_is_never_twice_in_memory(self, tmp_path: Path) -> None:
         """Its 4 bytes a parameter are gone by the time the states, 14 bytes, are all in use. 50 steps add nothing to
         that: one unit's output that stayed behind in each would be 6 MiB."""

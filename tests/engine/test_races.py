@@ -272,7 +272,25 @@ def serial(settings: Mapping[str, Any]) -> list[Any]:
     return _SERIAL[key]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+SECONDS = {
+    "activations come back before they went down",
+    "an update reads a record before its gradients are written",
+    "a fetch goes up before it was read",
+    "a fetch is read over one that goes up",
+    "gradients are written before they landed",
+    "gradients land on others that are being written",
+    "gradients are read over others that an update reads",
+    "activations are written before they came down",
+    "activations come down on others that are being written",
+    "activations go up before they were read",
+    "activations are read over others that go up",
+}
+"""Each takes seconds to come about. The quick run has the same kind of wait on another ring, and by the tests below."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SECONDS else []) for name in CHANGES]
+)
 def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, settings = CHANGES[name][0], dict(CHANGES[name][1])
     on_disk = settings.pop("on_disk", None)

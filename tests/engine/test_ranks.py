@@ -285,7 +285,8 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
     assert "target" in errors[0][1]
 
 
-@matrix(strength=1, rows=[(4, 1), (1, 3)], stage=STAGES)
+@pytest.mark.parametrize("stage", ENDS)
+@pytest.mark.parametrize("rows", [(4, 1), (1, 3)])
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
     """The rank of one row has room for its whole logits, or for twice the columns.
 
@@ -399,7 +400,14 @@ def test_own_loops_of_one_rank(case: str, tmp_path: Path) -> None:
     test_own_loops_sum_gradients_over_ranks_as_they_are(case, 1, tmp_path)
 
 
-@matrix(strength=1, case=["plain", "tied", "experts", "two dtypes"], size=[2, 3])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        *(("tied", 2), ("experts", 3)),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in ("plain", "experts", "two dtypes")),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in ("plain", "tied", "two dtypes")),
+    ],
+)
 def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:
     """Break: divide by the number of ranks; return this rank's mean of losses; reduce at every backward what is to be
     rounded once."""

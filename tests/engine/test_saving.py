@@ -54,9 +54,13 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("first", "then"), [("cpu", "nvme"), ("nvme", "device"), ("device", "moments"), ("nvme", "cpu")]
+    ("first", "then", "precision"),
+    [
+        pytest.param(*tiers, precision, marks=[] if number % 2 == at else pytest.mark.slow)
+        for number, tiers in enumerate([("cpu", "nvme"), ("nvme", "device"), ("device", "moments"), ("nvme", "cpu")])
+        for at, precision in enumerate(("fp32", "bf16"))
+    ],
 )
 def test_a_resumed_run_is_one_that_never_stopped(first: str, then: str, precision: str, tmp_path: Path) -> None:
     whole = make(first, tmp_path, precision=precision)

@@ -213,6 +213,7 @@ def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, disk: Pat
     assert any(f"note: {disk}/offload-" in log.read_text() for log in run.logs) == (tier == "nvme"), "cleared away"
 
 
+@pytest.mark.slow  # in the quick run: one process that is killed, and ranks that fail while they save
 def test_ranks_that_are_killed_while_they_save(forks: Forks) -> None:
     words = [*LARGE, "--train.steps", "20"]
     whole = whole_run(forks, "ranks", words, 2)

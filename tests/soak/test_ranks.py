@@ -29,8 +29,11 @@ def whole(forks: Forks) -> Run:
 @pytest.mark.parametrize(
     ("num_ranks", "tier"),
     [
-        *((2, "memory"), (3, "nvme"), (1, "nvme")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "nvme"), (1, "memory"), (3, "memory"))),
+        *((2, "memory"), (1, "nvme")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((2, "nvme"), (1, "memory"), (3, "memory"), (3, "nvme"))
+        ),
     ],
 )
 def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier: str) -> None:

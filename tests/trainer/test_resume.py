@@ -32,6 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "skip": {"train.on_nonfinite": "skip", "optimizer.schedule": "wsd"},
     "disk": {"train.precision": "bf16", **DISK},
 }
+QUICK = ("late", "skip", "disk")
+"""Updates that are still to be made, counts of what was skipped, and states in files; the engine's own tests
+(tests/engine/test_saving.py) have the rest in the quick run."""
 
 
 class Ended(BaseException):
@@ -84,7 +87,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("fp32", "boxed", "deferred") else []) for name in SETTINGS],
+    [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else []) for name in SETTINGS],
 )
 def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path: Path, settings: str) -> None:
     """Ended in its 6th step, 1 after its last checkpoint; and again, right after its next one.
