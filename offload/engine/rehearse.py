@@ -104,7 +104,9 @@ class Rehearsal:
             self._parts.stream.undo.in_eval_mode(self._model),
             torch.no_grad(),
         ):  # dropout would blur the comparisons
-            rule = self._watched(lambda: probe_loss(self._model, probe, run, loss_fn))
+            # Once: a watch takes as long as a run, and which weights are read does not depend on the labels.
+            self._watched(lambda: run(probe))
+            rule = probe_loss(self._model, probe, run, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, probe, run, self._parts.stream.undo)
         self._forget_traffic()
