@@ -209,6 +209,8 @@ def serve() -> None:
     import offload.trainer  # noqa: F401
 
     deep()  # imports what it needs
+    gc.collect()
+    gc.freeze()  # what is here already is not looked through in each child, a second of its time
 
     for line in sys.stdin:
         name, arguments, output, cwd = json.loads(line)
