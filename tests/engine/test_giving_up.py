@@ -49,7 +49,17 @@ class Told(Exception):
 class Breaks(Block):
     """Raises in its forward, when told to: in the pass itself, or in the recompute of the backward."""
 
-    left = -1
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = [-1]  # not a number: what a forward assigns is taken back where it fails
+
+    @property
+    def left(self) -> int:
+        return self._left[0]
+
+    @left.setter
+    def left(self, value: int) -> None:
+        self._left[0] = value
 
     def forward(self, h: Tensor) -> Tensor:
         if self.left == 0:
