@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.engine.condition import Condition
+from offload.engine.drawn import Drawn
 from offload.engine.kept import KeptGraph, TooMuchToKeepError
 from offload.engine.learned import Rows
 from offload.engine.undo import Undo, Where
@@ -143,12 +144,13 @@ class Surroundings:
 @dataclass
 class Part:
     """One micro-batch of a call: its rows, the generators and the unit's modules as they were, its graph where that is
-    kept.
+    kept. drawn: None where nothing was drawn but from torch's generators.
     """
 
     rows: Rows | None
     random: tuple[torch.Tensor, ...]
     condition: Condition
+    drawn: Drawn | None
     graph: KeptGraph | None = None
 
 
@@ -188,11 +190,15 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     stream.seed(unit, number)
-                part = Part(span, stream.device.random_state(), Condition(unit.modules, learned.buffers))
+                part = Part(
+                    span, stream.device.random_state(), Condition(unit.modules, learned.buffers), Drawn.so_far()
+                )
                 self._parts.append(part)
                 inputs = learned.cut_inputs(tensors, span)
                 others = learned.cut_others(self._arguments.others, span)
                 results.append(self._forward_part(part, inputs, others, keeps))
+                if part.drawn and not part.drawn.has_moved():
+                    part.drawn = None
         finally:
             stream.leave()
             if ambient is not None:
@@ -220,6 +226,8 @@ class Call:
                 # before.
                 stream.device.set_random_state(part.random)
                 part.condition.put_back()
+                if part.drawn:
+                    part.drawn.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         result = run_without_graph(unit, self._arguments, inputs, others, self._needs)
@@ -308,6 +316,7 @@ class Call:
             torch.enable_grad(),
             stream.measure_kept(unit, self._shapes, leaves, len(self._parts)),
             part.condition.attributes_again(stream.undo),
+            part.drawn.again(stream.undo) if part.drawn else nullcontext(),
         ):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._surroundings.run(

@@ -19,6 +19,7 @@ from offload.checkpoint.hf_write import SHARD_BYTES
 from offload.checkpoint.reader import Reader
 from offload.engine.assemble import Assembly, assemble
 from offload.engine.condition import Condition, Place, places
+from offload.engine.drawn import Drawn
 from offload.engine.exporting import export_model
 from offload.engine.hold import refuse_held, refuse_nan
 from offload.engine.learned import DepartedError
@@ -615,7 +616,7 @@ class Engine:
         units that had found room on the device were in the way. What fails leaves modules and generators as they were.
         """
         random, departed, num_departures = self._parts.device.random_state(), None, 0
-        condition = Condition(self._modules, self._may_move())
+        condition, drawn = Condition(self._modules, self._may_move()), Drawn.so_far()
         step_number = self._parts.stream.step_number
 
         while True:
@@ -628,6 +629,7 @@ class Engine:
                 if self._torn or self._parts.stream.step_number != step_number:  # it is done, in part or all of it
                     raise
                 self._parts.device.set_random_state(random)
+                drawn.put_back()
                 condition.put_back()
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.call import Arguments, deliver, run_unit
 from offload.engine.condition import Condition, Place, places
+from offload.engine.drawn import Drawn
 from offload.engine.learned import BatchAxis, Learned, Rows
 from offload.engine.stream import without_caches
 from offload.errors import ConfigError
@@ -117,6 +118,8 @@ class Recording:
         elif without is not None:
             unit.learned.needs_graph |= not mutated and not all(map(_same, result.tensors, without.tensors))
             self._learn_batch(unit, arguments)
+            if not all(map(_close, _floats(result), _floats(without))):
+                self._refuse_other_results(unit, arguments)
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
@@ -126,12 +129,13 @@ class Recording:
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
-        random = self._stream.device.random_state()
+        random, drawn = self._stream.device.random_state(), Drawn.so_far()
         condition = Condition(unit.modules, places(unit.modules))
         with torch.no_grad():
             result = run_unit(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
         condition.put_back()
         self._stream.device.set_random_state(random)
+        drawn.put_back()
         result.tensors = [self._stream.own(t) for t in result.tensors]
         return result
 
@@ -221,6 +225,27 @@ class Recording:
                     "gradients of later forwards would have to flow back into it, and in plain PyTorch too each would "
                     "keep all graphs before it. Assign what is detached (.detach(), or under torch.no_grad())."
                 )
+
+    def _refuse_other_results(self, unit: Unit, arguments: Arguments) -> None:
+        """Raise ConfigError where a unit gives another result when it runs again as a recompute does: it draws from a
+        generator of its own, or goes by what is in none of its attributes.
+        """
+        if self._stream.surely_keeps_graph(unit):
+            return
+        self._inside = unit
+        self._stream.enter(unit)
+        try:
+            first, second = (self._run_without_graph(unit, arguments) for _ in range(2))
+        finally:
+            self._stream.leave()
+            self._inside = None
+        if not all(map(_close, _floats(first), _floats(second))):
+            raise ConfigError(
+                f"unit {unit.name} gives another result each time it runs on the same input, so that its gradients "
+                "would belong to another forward when train.recompute runs it again. Draw random numbers from the "
+                "default generators of torch, Python or numpy, which are put back for that (not from a "
+                "torch.Generator, random.Random or numpy Generator of its own), or set train.recompute to never."
+            )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
         for i in mutated:
@@ -375,6 +400,10 @@ def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
         return torch.equal(first, second)
     scale = float(first.abs().nan_to_num(0.0, 0.0).max()) if first.numel() else 0.0
     return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
+
+
+def _floats(result: Arguments) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in result.tensors if tensor.is_floating_point()]
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

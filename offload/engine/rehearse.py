@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.engine.assemble import Assembly
 from offload.engine.condition import Condition, places
+from offload.engine.drawn import Drawn
 from offload.engine.head import ChunkedHead, find_chunked_head
 from offload.engine.loss import (
     Batch,
@@ -277,10 +278,11 @@ class Rehearsal:
         """Leave modules and generators as they were."""
         modules = list(self._model.modules())
         condition = Condition(modules, places(modules))
-        random = self._parts.device.random_state()
+        random, drawn = self._parts.device.random_state(), Drawn.so_far()
 
         def restore() -> None:
             self._parts.device.set_random_state(random)
+            drawn.put_back()
             condition.put_back()
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():

@@ -239,6 +239,10 @@ class Stream:
         """True where a use of a unit keeps its graph instead of recomputing it."""
         return self._keeping.keeps(unit, shapes)
 
+    def surely_keeps_graph(self, unit: Unit) -> bool:
+        """True where no use of a unit is ever recomputed."""
+        return self._keeping.keeps(unit, ()) and not self._keeping.may_give_up
+
     def measure_kept(
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
