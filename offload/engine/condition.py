@@ -67,9 +67,11 @@ class Condition:
             _put_back(live, before)
         with torch.no_grad():
             for (module, key, tensor, version, value), was_hung in zip(self._values, hung, strict=True):
-                if was_hung is tensor:
+                if was_hung is tensor and not tensor.is_inference():
                     tensor.copy_(value)
-                elif _version(tensor) != version:  # changed, and then replaced: by now it may be in somebody's graph
+                elif (
+                    version is None or _version(tensor) != version
+                ):  # changed, and then replaced: by now it may be in somebody's graph
                     module._buffers[key] = value.clone()
 
 
@@ -81,8 +83,8 @@ def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
             live[key] = value
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _same(first: torch.Tensor | None, second: torch.Tensor) -> bool:

@@ -112,6 +112,8 @@ class Engine:
             raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {max_grad_norm!r}; a positive number, or none for no clipping.")
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         refuse_held(model)
         self.model, self._modules = model, list(model.modules())
@@ -210,11 +212,12 @@ class Engine:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
         generators untouched.
         """
-        self._check_usable()
-        self._parts.snapshot.check(trains=False)
-        known = self._meet("evaluate", batch, loss_fn)
-        batch = self._bring(batch)
-        return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
+        with torch.inference_mode(False):  # tensors of its kind are good for no later step
+            self._check_usable()
+            self._parts.snapshot.check(trains=False)
+            known = self._meet("evaluate", batch, loss_fn)
+            batch = self._bring(batch)
+            return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
 
     def _evaluate_on(
         self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None
@@ -597,7 +600,8 @@ class Engine:
     # -- before the first step -------------------------------------------------------------------------------
 
     def _bring(self, batch: Batch) -> Batch:
-        return {key: value.to(self.device) for key, value in batch.items()}
+        normal = {key: value.clone() if value.is_inference() else value for key, value in batch.items()}
+        return {key: value.to(self.device) for key, value in normal.items()}
 
     def _rehearsed(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
@@ -653,6 +657,10 @@ class Engine:
         gradients.
         """
         if self._is_ours:
+            return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._before_own_forward(module, args, kwargs)
             return
         self._recover()
         self._parts.snapshot.check(torch.is_grad_enabled())

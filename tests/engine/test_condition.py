@@ -10,7 +10,7 @@ from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits
 from tests.engine.families import build, llama, tokens
-from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 
 
@@ -182,3 +182,36 @@ def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None
             found.append(engine.update().grad_norm)
     assert found[:2] == found[2:]
     assert_weights(engine, reference)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("model", [Assigned, RunningStatistics])
+def test_what_runs_in_inference_mode_leaves_nothing_of_it_behind(begins: bool, model: type[nn.Module]) -> None:
+    """Evaluations and forwards of one's own, before the first step or between two, and a batch that was made in it.
+
+    What a forward assigns there stays of its kind, as in plain PyTorch.
+    """
+    given = build(model)
+    reference, engine = Reference(given), Engine(given)
+    for step in range(3):
+        batch = words(step)
+        if begins or step:
+            with torch.inference_mode():
+                batch = {key: value.clone() for key, value in batch.items()}
+                if model is not Assigned:
+                    wanted = cross_entropy(reference.model(batch["x"]), batch)
+                    assert cross_entropy(engine.model(batch["x"]), batch).item() == wanted.item()
+                loss = engine.evaluate(batch, cross_entropy)
+            reference.model.eval()
+            with torch.no_grad():
+                assert loss.item() == cross_entropy(reference.model(words(step)["x"]), words(step)).item()
+            reference.model.train()
+        result = engine.step(batch, cross_entropy)
+        wanted, norm = reference.step(words(step), cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == (wanted.item(), norm)
+    assert_weights(engine, reference)
+
+
+def test_an_engine_is_not_made_in_inference_mode() -> None:
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        Engine(build(Stack))
