@@ -404,7 +404,7 @@ class Engine:
             self._parts.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._parts, reader)
-                self._parts.lanes.drain_updates()  # what goes to disk is there: no step gives it up with its own
+                self._parts.lanes.drain_updates()  # what fails on its way to the disk fails the load
             self._parts.executor.forget()
             self._parts.stream.claims.weights_change()
             self._parts.slots.refresh(always=True)
