@@ -318,3 +318,17 @@ def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
     before = [buffer.clone() for buffer in engine.model.buffers()]
     assert engine.step(words(1), lambda outputs, batch: cross_entropy(outputs, batch) * float("nan")).skipped
     assert all(map(same_bits, engine.model.buffers(), before))
+
+
+def test_a_backward_over_a_forward_that_a_failed_step_gave_up_is_refused() -> None:
+    """What it had reserved is given back, and may be another's by now."""
+    engine, undisturbed = mined(), mined()
+    loss = cross_entropy(engine.model(words(1)["x"]), words(1))
+    engine.model.blocks[2].raises_in = len(engine.model.blocks[2].calls) + 1
+    with pytest.raises(KeyError, match="told to"):
+        step(engine, 9)
+    engine.model.blocks[2].raises_in = None
+    with pytest.raises(OffloadError, match=r"unit head: the step that this forward belongs to ended .* run it again"):
+        engine.backward(loss)
+    for seed in range(2):
+        assert step(engine, seed).grad_norm == step(undisturbed, seed).grad_norm
