@@ -64,7 +64,8 @@ class Writer:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
-        weakref.finalize(self, _end, self._loop)  # an interrupt may keep the one who opens it from closing it
+        # An interrupt may keep the one who opens it from closing it.
+        self._dropped = weakref.finalize(self, _end, self._loop)
         self._thread.start()
         try:
             self._file = self._run(_open(self.path))
@@ -182,10 +183,11 @@ class Writer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(RuntimeError):  # it is closed, as it should be
+    with contextlib.suppress(RuntimeError):  # an interrupt came after it was closed
         loop.call_soon_threadsafe(loop.stop)
 
 

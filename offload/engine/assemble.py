@@ -80,7 +80,7 @@ class Assembly:
         self.device = open_device(device_ledger, copies_aside=plan.overlap)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(settings.throttle, delay_seed, plan.overlap, has_peers=comm.size > 1)
-        weakref.finalize(self, self.lanes.abandon)  # dropped without close(): its threads end as well
+        self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
         if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
             self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
@@ -198,7 +198,7 @@ class Assembly:
             if any(unit.resting for unit in self.units):
                 self.hold.spend(failed=True)
             self._restore_configs()
-            self.lanes.close()
+            self._end_lanes()
             self.store.close()
             raise
 
@@ -372,6 +372,10 @@ class Assembly:
         for config, used in self._configs:
             config.use_cache = used
 
+    def _end_lanes(self) -> None:
+        self.lanes.close()
+        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too: none runs where none is needed
+
     def close(self, restore: bool) -> None:
         """Undo the rerouting; put real parameters back with `restore`; free the tiers."""
         made: dict[int, nn.Parameter] = {}
@@ -390,7 +394,7 @@ class Assembly:
             self.hold.release()
         else:
             self.hold.spend()
-        self.lanes.close()
+        self._end_lanes()
         self.stream.close()
         self.slots.free()
         self.gradients.free()

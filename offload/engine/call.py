@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from offload.engine.condition import Condition
+from offload.engine.drawn import Drawn
 from offload.engine.kept import KeptGraph, TooMuchToKeepError
 from offload.engine.learned import Rows
 from offload.engine.undo import Undo, Where
@@ -141,13 +143,14 @@ class Surroundings:
 
 @dataclass
 class Part:
-    """One micro-batch of a call: its rows, the generators and the unit's moving buffers as they were, its graph
-    where that is kept.
+    """One micro-batch of a call: its rows, the generators and the unit's modules as they were, its graph where that is
+    kept. drawn: None where nothing was drawn but from torch's generators.
     """
 
     rows: Rows | None
     random: tuple[torch.Tensor, ...]
-    buffers: list[torch.Tensor]
+    condition: Condition
+    drawn: Drawn | None
     graph: KeptGraph | None = None
 
 
@@ -187,11 +190,15 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     stream.seed(unit, number)
-                part = Part(span, stream.device.random_state(), [buffer.clone() for buffer in learned.buffers])
+                part = Part(
+                    span, stream.device.random_state(), Condition(unit.modules, learned.buffers), Drawn.so_far()
+                )
                 self._parts.append(part)
                 inputs = learned.cut_inputs(tensors, span)
                 others = learned.cut_others(self._arguments.others, span)
                 results.append(self._forward_part(part, inputs, others, keeps))
+                if part.drawn and not part.drawn.has_moved():
+                    part.drawn = None
         finally:
             stream.leave()
             if ambient is not None:
@@ -218,6 +225,9 @@ class Call:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
                 # before.
                 stream.device.set_random_state(part.random)
+                part.condition.put_back()
+                if part.drawn:
+                    part.drawn.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         result = run_without_graph(unit, self._arguments, inputs, others, self._needs)
@@ -264,7 +274,7 @@ class Call:
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
             for number, part in enumerate(self._parts):
-                with _buffers_as(self.learned.buffers, part.buffers):
+                with part.condition.buffers_again(self.learned.buffers, stream.undo):
                     leaves, results = part.graph.take() if part.graph else self._recompute(number)
                     pieces = self.learned.cut_outputs(gradients, part.rows)
                     pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
@@ -302,7 +312,12 @@ class Call:
         others = learned.cut_others(self._arguments.others, part.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
         stream.device.set_random_state(part.random)
-        with torch.enable_grad(), stream.measure_kept(unit, self._shapes, leaves, len(self._parts)):
+        with (
+            torch.enable_grad(),
+            stream.measure_kept(unit, self._shapes, leaves, len(self._parts)),
+            part.condition.attributes_again(stream.undo),
+            part.drawn.again(stream.undo) if part.drawn else nullcontext(),
+        ):
             inputs = [leaf.clone() if i in learned.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._surroundings.run(
                 lambda: run_unit(unit, self._arguments, inputs, others), stream.undo
@@ -388,22 +403,3 @@ def run_without_graph(
     original = {id(leaf): t for leaf, t in zip(leaves, tensors, strict=True)}
     result.tensors = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
     return result
-
-
-@contextmanager
-def _buffers_as(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, buffers that a forward moves (running statistics) are as they were before it; afterwards as they
-    are now.
-    """
-    now = [buffer.clone() for buffer in buffers]
-    try:
-        _copy_all(buffers, values)
-        yield
-    finally:
-        _copy_all(buffers, now)
-
-
-def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)

@@ -18,6 +18,8 @@ from offload.checkpoint.hf_source import Fill
 from offload.checkpoint.hf_write import SHARD_BYTES
 from offload.checkpoint.reader import Reader
 from offload.engine.assemble import Assembly, assemble
+from offload.engine.condition import Condition, Place, places
+from offload.engine.drawn import Drawn
 from offload.engine.exporting import export_model
 from offload.engine.hold import refuse_held, refuse_nan
 from offload.engine.learned import DepartedError
@@ -110,9 +112,11 @@ class Engine:
             raise ConfigError(f"train.micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1.")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and 0 <= max_grad_norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {max_grad_norm!r}; a positive number, or none for no clipping.")
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         chunk_bytes = parse_size(head_chunk_bytes, "train.head_chunk_bytes")
         refuse_held(model)
-        self.model = model
+        self.model, self._modules = model, list(model.modules())
         self.optimizer = optimizer or AdamW()
         self._lr = self.optimizer.lr
         self.counters = Counters()
@@ -208,11 +212,12 @@ class Engine:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
         generators untouched.
         """
-        self._check_usable()
-        self._parts.snapshot.check(trains=False)
-        known = self._meet("evaluate", batch, loss_fn)
-        batch = self._bring(batch)
-        return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
+        with torch.inference_mode(False):  # tensors of its kind are good for no later step
+            self._check_usable()
+            self._parts.snapshot.check(trains=False)
+            known = self._meet("evaluate", batch, loss_fn)
+            batch = self._bring(batch)
+            return self._again(lambda departed: self._evaluate_on(batch, known, loss_fn, departed))
 
     def _evaluate_on(
         self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None
@@ -410,7 +415,7 @@ class Engine:
             self._parts.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._parts, reader)
-                self._parts.lanes.drain_updates()  # what goes to disk is there: no step gives it up with its own
+                self._parts.lanes.drain_updates()  # what fails on its way to the disk fails the load
             self._parts.executor.forget()
             self._parts.stream.claims.weights_change()
             self._parts.slots.refresh(always=True)
@@ -606,7 +611,8 @@ class Engine:
     # -- before the first step -------------------------------------------------------------------------------
 
     def _bring(self, batch: Batch) -> Batch:
-        return {key: value.to(self.device) for key, value in batch.items()}
+        normal = {key: value.clone() if value.is_inference() else value for key, value in batch.items()}
+        return {key: value.to(self.device) for key, value in normal.items()}
 
     def _rehearsed(self, batch: Batch, known: Pass, loss_fn: LossFunction | None, departed: bool | None) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
@@ -622,40 +628,36 @@ class Engine:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
         sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
         from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
-        units that had found room on the device were in the way. What fails leaves buffers and generators as they were.
+        units that had found room on the device were in the way. What fails leaves modules and generators as they were.
         """
         random, departed, num_departures = self._parts.device.random_state(), None, 0
-        before = [(buffer, buffer.clone()) for buffer in self._may_move()]
+        condition, drawn = Condition(self._modules, self._may_move()), Drawn.so_far()
         step_number = self._parts.stream.step_number
-
-        def put_back() -> None:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
 
         while True:
             try:
                 result = run(departed)
                 if isinstance(result, StepResult) and result.skipped:
-                    put_back()
+                    condition.put_back()
                 return result
             except BaseException as error:
                 if self._torn or self._parts.stream.step_number != step_number:  # it is done, in part or all of it
                     raise
                 self._parts.device.set_random_state(random)
-                put_back()
+                drawn.put_back()
+                condition.put_back()
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
                     self._losses.is_plain |= num_departures == _MOST_DEPARTURES
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
                     raise
 
-    def _may_move(self) -> list[torch.Tensor]:
+    def _may_move(self) -> set[Place]:
         """Return the buffers that a pass may move: all but those of units that were seen not to."""
-        recorded = [unit.module for unit in self._parts.units if not unit.resident and unit.known]
-        still = {id(buffer) for module in recorded for buffer in module.buffers()}
-        still -= {id(b) for unit in self._parts.units for page in unit.known.values() for b in page.buffers}
-        return [buffer for buffer in self.model.buffers() if id(buffer) not in still]
+        recorded = [unit for unit in self._parts.units if not unit.resident and unit.known]
+        still = {place for unit in recorded for place in places(unit.modules)}
+        still -= {place for unit in self._parts.units for page in unit.known.values() for place in page.buffers}
+        return places(self._modules) - still
 
     def _gives_back(self) -> bool:
         with self._working():  # the other ranks had room, and are further by now
@@ -666,6 +668,10 @@ class Engine:
         gradients.
         """
         if self._is_ours:
+            return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._before_own_forward(module, args, kwargs)
             return
         self._recover()
         self._parts.snapshot.check(torch.is_grad_enabled())

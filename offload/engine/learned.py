@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.condition import Place
+
 if TYPE_CHECKING:
     from offload.engine.call import Arguments
 
@@ -58,7 +60,7 @@ class Learned:
     shared: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     detached: set[int] = field(default_factory=set)
-    buffers: list[torch.Tensor] = field(default_factory=list)
+    buffers: set[Place] = field(default_factory=set)
     needs_graph: bool = False
     inputs: list[BatchAxis | None] = field(default_factory=list)
     others: list[bool] = field(default_factory=list)

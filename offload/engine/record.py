@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.call import Arguments, deliver, run_unit
+from offload.engine.condition import Condition, Place, places
+from offload.engine.drawn import Drawn
 from offload.engine.learned import BatchAxis, Learned, Rows
 from offload.engine.stream import without_caches
 from offload.errors import ConfigError
@@ -88,7 +90,7 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
         saved = _Saved(self._stream, inputs)
-        buffers = [(buffer, buffer.clone()) for buffer in unit.module.buffers()]
+        condition = Condition(unit.modules, places(unit.modules))
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self._stream.enter(unit)
@@ -99,6 +101,7 @@ class Recording:
             with torch.enable_grad(), saved.hooks():
                 result = run_unit(unit, arguments, inputs, arguments.others)
             self._refuse_changed_weights(unit, live, fetched)
+            self._refuse_buffers_with_graphs(unit)
             outputs = self._cut(unit, arguments, inputs, result)
             own = [*leaves, *live]
         finally:
@@ -111,11 +114,12 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            moved = [buffer for buffer, before in buffers if not _same(buffer, before)]
-            self._learn(unit, result, mutated, moved)
+            self._learn(unit, result, mutated, condition.moved())
         elif without is not None:
             unit.learned.needs_graph |= not mutated and not all(map(_same, result.tensors, without.tensors))
             self._learn_batch(unit, arguments)
+            if not all(map(_close, _floats(result), _floats(without))):
+                self._refuse_other_results(unit, arguments)
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
@@ -124,14 +128,14 @@ class Recording:
         return deliver(result.fill(outputs), args, kwargs)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
-        """Run the unit as a streamed forward does, and leave generators and buffers as they were."""
-        random = self._stream.device.random_state()
-        buffers = [(buffer, buffer.clone()) for buffer in unit.module.buffers()]
+        """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
+        random, drawn = self._stream.device.random_state(), Drawn.so_far()
+        condition = Condition(unit.modules, places(unit.modules))
         with torch.no_grad():
             result = run_unit(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        condition.put_back()
         self._stream.device.set_random_state(random)
+        drawn.put_back()
         result.tensors = [self._stream.own(t) for t in result.tensors]
         return result
 
@@ -170,14 +174,14 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: list[torch.Tensor]) -> None:
+    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[Place]) -> None:
         """Note what one use of a unit does; over several uses, what any of them does."""
         learned, uses = unit.learned, self.uses[unit.name]
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
         if self._is_first(learned):
             learned.detached, learned.keeps_nothing = detached, True
         learned.mutated |= mutated
-        learned.buffers = learned.buffers or buffers
+        learned.buffers |= buffers
         learned.detached &= detached
         learned.keeps_nothing &= not mutated and not uses[-1].saved_bytes
 
@@ -211,6 +215,36 @@ class Recording:
             raise ConfigError(
                 f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change would "
                 "stay on the device and be lost. Build the module without it."
+            )
+
+    def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
+        for module, key in places(unit.modules):
+            if module._buffers[key].grad_fn is not None:  # type: ignore[union-attr]
+                raise ConfigError(
+                    f"unit {unit.name} assigns its buffer {key} a tensor that hangs on the graph of this forward: "
+                    "gradients of later forwards would have to flow back into it, and in plain PyTorch too each would "
+                    "keep all graphs before it. Assign what is detached (.detach(), or under torch.no_grad())."
+                )
+
+    def _refuse_other_results(self, unit: Unit, arguments: Arguments) -> None:
+        """Raise ConfigError where a unit gives another result when it runs again as a recompute does: it draws from a
+        generator of its own, or goes by what is in none of its attributes.
+        """
+        if self._stream.surely_keeps_graph(unit):
+            return
+        self._inside = unit
+        self._stream.enter(unit)
+        try:
+            first, second = (self._run_without_graph(unit, arguments) for _ in range(2))
+        finally:
+            self._stream.leave()
+            self._inside = None
+        if not all(map(_close, _floats(first), _floats(second))):
+            raise ConfigError(
+                f"unit {unit.name} gives another result each time it runs on the same input, so that its gradients "
+                "would belong to another forward when train.recompute runs it again. Draw random numbers from the "
+                "default generators of torch, Python or numpy, which are put back for that (not from a "
+                "torch.Generator, random.Random or numpy Generator of its own), or set train.recompute to never."
             )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
@@ -371,6 +405,10 @@ def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
         return torch.equal(first, second)
     scale = float(first.abs().nan_to_num(0.0, 0.0).max()) if first.numel() else 0.0
     return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
+
+
+def _floats(result: Arguments) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in result.tensors if tensor.is_floating_point()]
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from offload.engine.assemble import Assembly
+from offload.engine.condition import Condition, places
+from offload.engine.drawn import Drawn
 from offload.engine.head import ChunkedHead, find_chunked_head
 from offload.engine.loss import (
     Batch,
@@ -275,15 +277,15 @@ class Rehearsal:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Leave buffers and generators as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        random = self._parts.device.random_state()
+        """Leave modules and generators as they were."""
+        modules = list(self._model.modules())
+        condition = Condition(modules, places(modules))
+        random, drawn = self._parts.device.random_state(), Drawn.so_far()
 
         def restore() -> None:
             self._parts.device.set_random_state(random)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            drawn.put_back()
+            condition.put_back()
 
         with self._parts.stream.undo.afterwards(restore), self._as_ours():
             yield

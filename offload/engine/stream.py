@@ -8,7 +8,7 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,8 @@ class Stream:
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
                 self.gradients.make_lasting(region, for_good=False)
-        self._executor.enter(unit.regions, backward)
+        with _normally():
+            self._executor.enter(unit.regions, backward)
         if backward:
             self.gradients.open(unit.regions)
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
@@ -152,7 +153,8 @@ class Stream:
         unit = self._inside
         if unit is not None:
             self._lanes.computed(self._name, self._begun)
-            self._executor.leave(unit.regions)
+            with _normally():
+                self._executor.leave(unit.regions)
         self._inside = None
         self.where = before
 
@@ -187,7 +189,9 @@ class Stream:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
         are there.
         """
-        live, flow = self.slots.parameters(regions), weakref.proxy(self.gradients)  # torch hides its hooks from gc
+        with _normally():
+            live = self.slots.parameters(regions)
+        flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
         for index, parameter in live.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: flow.take(index, p))
@@ -238,6 +242,10 @@ class Stream:
     def keeps_graph(self, unit: Unit, shapes: Shapes) -> bool:
         """True where a use of a unit keeps its graph instead of recomputing it."""
         return self._keeping.keeps(unit, shapes)
+
+    def surely_keeps_graph(self, unit: Unit) -> bool:
+        """True where no use of a unit is ever recomputed."""
+        return self._keeping.keeps(unit, ()) and not self._keeping.may_give_up
 
     def measure_kept(
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
@@ -365,6 +373,11 @@ class Stream:
         self._inside = self.recording = self._batch = None
         self.gradients.begin_step()
         self.where = Where.NOWHERE
+
+
+def _normally() -> AbstractContextManager[Any]:
+    """Out of a caller's torch.inference_mode: tensors that are made in it are good for no later step."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def generator_seed(*numbers: int) -> int:

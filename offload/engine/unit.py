@@ -31,6 +31,7 @@ class Unit:
     def __init__(self, number: int, candidate: Candidate, regions: Sequence[Region], stream: Stream) -> None:
         self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
+        self.modules = list(self.module.modules())
         self.whole, self.resident = candidate.whole, candidate.resident
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
@@ -51,7 +52,7 @@ class Unit:
         """Turn to the page for uses of this structure. Where there is none: what is safe for any use, and False."""
         found = self.known.get(structure)
         if found is None:
-            buffers = next((page.buffers for page in self.known.values() if page.buffers), [])
+            buffers = {place for page in self.known.values() for place in page.buffers}
             needs_graph = any(page.needs_graph for page in self.known.values())
             self.learned = Learned(buffers=buffers, needs_graph=needs_graph)
             return False

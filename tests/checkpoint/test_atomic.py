@@ -37,6 +37,10 @@ def names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
+def num_lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
 class Killer:
     """Starts saving processes and kills them."""
 
@@ -50,18 +54,22 @@ class Killer:
             text=True,
         )
 
-    def run(self, folder: Path, first: int, *, dies_at: int = -1, exchanges: bool = True, after_s: float = 0) -> int:
-        """Run a saving process until it dies: by itself, or killed after some time of saving; return its status."""
+    def run(
+        self, folder: Path, first: int, *, dies_at: int = -1, exchanges: bool = True, lines: int = 1, after_s: float = 0
+    ) -> int:
+        """Run a saving process until it dies: by itself, or killed some time after it has begun and ended saves so many
+        times; return its status.
+        """
         assert self.child.stdin
         assert self.child.stdout
         log = Path(f"{folder}.log")
-        size = log.stat().st_size if log.exists() else 0
+        wanted = lines + num_lines(log)
         self.child.stdin.write(f"{folder} {first} {dies_at} {exchanges}\n")
         self.child.stdin.flush()
         pid = int(self.child.stdout.readline())
         if dies_at < 0:
             until = time.monotonic() + 120
-            while not log.exists() or log.stat().st_size == size:
+            while num_lines(log) < wanted:
                 assert time.monotonic() < until
                 time.sleep(0.001)
             time.sleep(after_s)
@@ -103,7 +111,8 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
 def test_kill_at_any_moment(tmp_path, killer):
     checkpoints, rng, step = Checkpoints(tmp_path / "checkpoints"), random.Random(7), 0
     for _ in range(25):
-        status = killer.run(checkpoints.path, step + 1, after_s=rng.uniform(0, 0.1))
+        # The third line says that a save has ended, however long that took.
+        status = killer.run(checkpoints.path, step + 1, lines=rng.randint(1, 3), after_s=rng.uniform(0, 0.1))
         assert os.WTERMSIG(status) == signal.SIGKILL
         step = check_after_kill(checkpoints)
     assert step > 0

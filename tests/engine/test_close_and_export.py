@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from offload import Engine, native
+from offload import Engine, Placement, native
 from offload.errors import ConfigError, OffloadError
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
@@ -151,3 +156,34 @@ def test_close_frees_what_was_held() -> None:
     engine.step(tokens())
     engine.close()
     assert engine.allocations == []
+
+
+@contextmanager
+def without_finalizers() -> Iterator[None]:
+    """Within, none of weakref's may run."""
+    gc.collect()
+    ran = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is weakref.finalize.__call__.__code__:
+            ran.append(frame)
+
+    sys.setprofile(note)
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert not ran
+
+
+def test_no_finalizer_is_left_to_run_once_an_engine_is_closed(tmp_path: Path) -> None:
+    """One swallows what is raised in it, and a Ctrl-C that came while the engine is collected would be lost."""
+    nvme = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
+    engine = Engine(build(Stack), placement=nvme)
+    engine.step(words(), loss_fn=cross_entropy)
+    with without_finalizers():
+        engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    with without_finalizers():
+        del engine

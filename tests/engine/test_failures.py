@@ -23,11 +23,14 @@ class Mined(Block):
 
     explodes = False
     raises_in: int | None = None
-    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bool] = []  # not a number: what a recompute assigns is taken back
 
     def forward(self, h: Tensor) -> Tensor:
-        self.calls += 1
-        if self.raises_in == self.calls:
+        self.calls.append(True)
+        if self.raises_in == len(self.calls):
             raise KeyError("told to")
         h = super().forward(h)
         if self.explodes:
@@ -167,7 +170,7 @@ def test_an_exception_in_the_forward_costs_that_step_only(
     engine, undisturbed = (mined(max_grad_norm=max_grad_norm, **settings) for _ in range(2))
     for seed in range(3):
         before = engine.allocations
-        engine.model.blocks[2].raises_in = engine.model.blocks[2].calls + 1
+        engine.model.blocks[2].raises_in = len(engine.model.blocks[2].calls) + 1
         with pytest.raises(KeyError, match="told to"):
             step(engine, 9)
         engine.model.blocks[2].raises_in = None
@@ -182,7 +185,9 @@ def test_an_exception_in_the_forward_costs_that_step_only(
 def test_an_exception_in_the_backward_costs_that_step_only(settings: dict[str, Any]) -> None:
     engine, undisturbed = mined(**settings), mined(**settings)
     step(engine, 0), step(undisturbed, 0)
-    engine.model.blocks[1].raises_in = engine.model.blocks[1].calls + 2  # the recompute; a kept graph would not call it
+    engine.model.blocks[1].raises_in = (
+        len(engine.model.blocks[1].calls) + 2
+    )  # the recompute; a kept graph would not call it
     with pytest.raises(KeyError, match="told to"):
         step(engine, 9)
     engine.model.blocks[1].raises_in = None
@@ -313,3 +318,17 @@ def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
     before = [buffer.clone() for buffer in engine.model.buffers()]
     assert engine.step(words(1), lambda outputs, batch: cross_entropy(outputs, batch) * float("nan")).skipped
     assert all(map(same_bits, engine.model.buffers(), before))
+
+
+def test_a_backward_over_a_forward_that_a_failed_step_gave_up_is_refused() -> None:
+    """What it had reserved is given back, and may be another's by now."""
+    engine, undisturbed = mined(), mined()
+    loss = cross_entropy(engine.model(words(1)["x"]), words(1))
+    engine.model.blocks[2].raises_in = len(engine.model.blocks[2].calls) + 1
+    with pytest.raises(KeyError, match="told to"):
+        step(engine, 9)
+    engine.model.blocks[2].raises_in = None
+    with pytest.raises(OffloadError, match=r"unit head: the step that this forward belongs to ended .* run it again"):
+        engine.backward(loss)
+    for seed in range(2):
+        assert step(engine, seed).grad_norm == step(undisturbed, seed).grad_norm

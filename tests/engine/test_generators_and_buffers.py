@@ -4,13 +4,16 @@ at all."""
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.engine.stream import generator_seed
+from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
@@ -241,3 +244,66 @@ def test_dropout_may_begin_after_the_recording_pass() -> None:
         loss, norm = reference.step(words(step), cross_entropy, count_labels)
         assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
     assert_weights(engine, reference)
+
+
+class Draws(Block):
+    """Drops some of its hidden values by a mask that does not come from torch's own generators."""
+
+    def draw(self) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h * self.draw())
+
+
+class DrawsFromPython(Draws):
+    def draw(self) -> Tensor:
+        return torch.tensor([float(random.random() < 0.5) for _ in range(WIDTH)])
+
+
+class DrawsFromNumpy(Draws):
+    def draw(self) -> Tensor:
+        return torch.from_numpy(np.random.normal(size=WIDTH)).float()
+
+
+class DrawsFromItsOwn(Draws):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(0)
+
+    def draw(self) -> Tensor:
+        return torch.rand(WIDTH, generator=self.own)
+
+
+@pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy])
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: type[Draws], recompute: str) -> None:
+    """The recording pass and steps that fail leave them as they were, and a step moves them as plain PyTorch does."""
+    model = build(lambda: Stack(block))
+    reference, engine = Reference(model), Engine(model, recompute=recompute)
+
+    def fails(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        raise KeyError("told to")
+
+    def seed() -> None:
+        random.seed(7), np.random.seed(7)
+
+    found = []
+    for each in (engine, reference):
+        seed()
+        for step in range(3):
+            if step == 1 and each is engine:
+                with pytest.raises(KeyError):
+                    engine.step(words(step), fails)
+            result = each.step(words(step), cross_entropy)
+            found.append((result.loss.item(), result.grad_norm) if each is engine else (result[0].item(), result[1]))
+        found.append((random.random(), np.random.random()))
+    assert found[:4] == found[4:]
+    assert_weights(engine, reference)
+
+
+def test_a_unit_that_draws_from_a_generator_of_its_own_is_not_recomputed() -> None:
+    with pytest.raises(ConfigError, match=r"unit blocks\.0 .*train\.recompute"):
+        Engine(build(lambda: Stack(DrawsFromItsOwn))).step(words(), cross_entropy)
+    engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), recompute="never")
+    assert engine.step(words(), cross_entropy).grad_norm > 0

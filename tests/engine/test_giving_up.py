@@ -3,13 +3,14 @@ or says that it cannot."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,17 @@ class Told(Exception):
 class Breaks(Block):
     """Raises in its forward, when told to: in the pass itself, or in the recompute of the backward."""
 
-    left = -1
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = [-1]  # not a number: what a forward assigns is taken back where it fails
+
+    @property
+    def left(self) -> int:
+        return self._left[0]
+
+    @left.setter
+    def left(self, value: int) -> None:
+        self._left[0] = value
 
     def forward(self, h: Tensor) -> Tensor:
         if self.left == 0:
@@ -349,5 +360,35 @@ def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Pa
     engine.model.blocks[0].left = 0
     with pytest.raises(Told):
         engine.evaluate(words(9), loss_fn=cross_entropy)
+    assert_same(weights(engine), wanted)
+    engine.close()
+
+
+def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that returns is one whose every byte is there: not the next step is torn, but this call says it."""
+    (tmp_path / "disk").mkdir()
+    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(tmp_path / "disk"))
+    engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = weights(engine)
+    lane, left = engine._parts.lanes.update_write, [0]
+    original = lane.submit
+
+    def submit(work: Callable[[], None], *args: Any, **settings: Any) -> Any:
+        def fails() -> None:
+            raise OSError(errno.EIO, "told to")
+
+        left[0] -= 1
+        return original(fails if left[0] == 0 else work, *args, **settings)
+
+    monkeypatch.setattr(lane, "submit", submit)
+    engine.load_checkpoint(tmp_path / "saved")
+    left[0] = -left[0]  # the last write of the next load
+    with pytest.raises(OSError, match="told to"):
+        engine.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(TornError):
+        weights(engine)
+    engine.load_checkpoint(tmp_path / "saved")
     assert_same(weights(engine), wanted)
     engine.close()

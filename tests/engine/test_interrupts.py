@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
 from offload import Engine, Placement
@@ -137,3 +138,33 @@ def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp
 def test_an_interrupt_at_many_lines(settings: str, place: str, operation: str, tmp_path: Path) -> None:
     """All of some ten thousand would take an hour a case."""
     check(settings, place, operation, tmp_path, 8 * NUM_SAMPLES)
+
+
+class WithinRestore(Lines):
+    """Counts the lines that put something back."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return super()._enter(frame, event, argument) if frame.f_code.co_name == "restore" else None
+
+
+def test_an_interrupt_while_something_is_put_back_leaves_nothing_otherwise() -> None:
+    """In the first step, whose recording pass has the most that is otherwise meanwhile."""
+
+    def fresh() -> Engine:
+        return Engine(build(lambda: Stack(depth=2)), micro_batch_size=2)
+
+    lines = WithinRestore()
+    with lines.watched():
+        wanted = step(fresh())
+    assert lines.count > 10
+    for at in random.Random(1).sample(range(1, lines.count + 1), 12):
+        engine, lines = fresh(), WithinRestore(at)
+        modes = [module.training for module in engine.model.modules()]
+        with pytest.raises(KeyboardInterrupt), lines.watched():
+            step(engine)
+        assert _get_current_dispatch_mode() is None, lines.where
+        assert torch.is_grad_enabled()
+        assert [module.training for module in engine.model.modules()] == modes, lines.where
+        assert not engine.model.blocks[0].up.weight.grad
+        assert step(engine) == wanted, lines.where
+        engine.close()

@@ -183,6 +183,15 @@ class MovingUnsaved(Moving):
     persistent = False
 
 
+class Assigning(MovingUnsaved):
+    """Its running mean is another tensor after every forward, in eval mode too."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        before = self.mean
+        self.mean = 0.9 * before + 0.1 * h.detach().float().mean((0, 1))
+        return h + torch.tanh(self.linear(h - before.to(h.dtype)))
+
+
 class InPlace(Tile):
     def forward(self, h: Tensor) -> Tensor:
         h += self.down(torch.tanh(self.up(self.norm(h.clone()))))
@@ -300,10 +309,11 @@ TILES: dict[str, type[nn.Module]] = {
     "narrow": Narrow,
     "wide": Wide,
     "half-norm": HalfNorm,
+    "assigning": Assigning,
 }
 RANDOM = {"dropping", "noise"}
-MOVING = {"moving", "moving-unsaved", "spectral"}
-MIXES_ROWS = {"moving", "moving-unsaved"}
+MOVING = {"moving", "moving-unsaved", "assigning", "spectral"}
+MIXES_ROWS = {"moving", "moving-unsaved", "assigning"}
 
 
 class Mosaic(nn.Module):

@@ -1,0 +1,217 @@
+"""What a forward assigns to its modules, and what is changed about them between a forward and its backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine
+from offload.errors import ConfigError
+from tests.engine.compare import assert_weights, same_bits
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.reference import Reference, count_labels
+
+
+class Assigning(Block):
+    """Moves a buffer by assignment, another by both ways, and an attribute; its result hangs on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("spread", torch.ones(WIDTH))
+        self.num_uses = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.num_uses += 1
+        self.spread.mul_(0.9)
+        self.spread = self.spread + 0.1 * h.detach().std((0, 1))
+        result = super().forward((h - self.mean) / (1.0 + self.spread)) * (1.0 + 0.1 * self.num_uses)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean((0, 1))
+        return result
+
+
+class Dropping(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.dropout(super().forward(h))
+
+
+class DropsOut(Stack):
+    def __init__(self) -> None:
+        super().__init__(Dropping)
+
+
+class Assigned(Stack):
+    """Moves a buffer outside of the units as well; can be told to give gradients that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__(Assigning)
+        self.register_buffer("scale", torch.ones(()))
+        self.spoils = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x) * self.scale
+        self.scale = self.scale + 0.1
+        return result * float("nan") if self.spoils else result
+
+
+def assert_like(engine: Engine, reference: Reference) -> None:
+    assert_weights(engine, reference)
+    for (name, found), (_, wanted) in zip(engine.model.named_buffers(), reference.model.named_buffers(), strict=True):
+        assert same_bits(found, wanted), name
+    assert [b.num_uses for b in engine.model.blocks] == [b.num_uses for b in reference.model.blocks]
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
+    """The recording pass and skipped steps leave it alone; evaluations move it, as in plain PyTorch."""
+    model = build(Assigned)
+    reference = Reference(model, micro_batch_size=rows)
+    engine = Engine(model, recompute=recompute, micro_batch_size=rows, on_nonfinite="skip")
+    for seed in range(4):
+        if seed == 2:
+            engine.model.spoils = True
+            assert engine.step(words(9), cross_entropy).skipped
+            engine.model.spoils = False
+            assert_like(engine, reference)
+            with torch.no_grad():
+                wanted = sum(loss.item() for loss in reference.losses(words(8), cross_entropy, count_labels))
+            loss = engine.evaluate(words(8), cross_entropy).item()
+            assert loss == pytest.approx(wanted, abs=1e-6 if rows else 0)
+        result = engine.step(words(seed), cross_entropy)
+        loss, norm = reference.step(words(seed), cross_entropy, count_labels)
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm), f"step {seed}"
+        assert_like(engine, reference)
+
+
+class Hanging(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * h.mean((0, 1))
+        return super().forward(h - self.mean)
+
+
+def test_a_buffer_that_would_hold_a_graph_is_refused() -> None:
+    engine = Engine(build(lambda: Stack(Hanging)))
+    with pytest.raises(ConfigError, match=r"unit blocks\.0 assigns its buffer mean .* detached"):
+        engine.step(words(), cross_entropy)
+    assert not engine.model.blocks[0].mean.any()
+
+
+def test_what_a_step_that_fails_has_assigned_is_put_back() -> None:
+    model = build(Assigned)
+    reference, engine = Reference(model), Engine(model)
+
+    def fails(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        raise KeyError("told to")
+
+    for seed in range(3):
+        reference.step(words(seed), cross_entropy)
+        engine.step(words(seed), cross_entropy)
+        with pytest.raises(KeyError):
+            engine.step(words(seed), fails)
+        assert_like(engine, reference)
+
+
+def test_an_own_loop_recomputes_from_what_each_forward_had() -> None:
+    """Two forwards before the backward: what hung there at the first is gone from the module by then."""
+    model = build(Assigned)
+    reference, engine = Reference(model), Engine(model)
+    for step in range(3):
+        losses = [cross_entropy(reference.model(words(seed)["x"]), words(seed)) for seed in (step, step + 1)]
+        sum(losses).backward()
+        reference.collect()
+        engine.backward(sum(cross_entropy(engine.model(words(seed)["x"]), words(seed)) for seed in (step, step + 1)))
+        assert engine.update().grad_norm == reference.update()
+        assert_like(engine, reference)
+
+
+@pytest.mark.parametrize("length", [10, 40])
+def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
+    """Of own loops the recording pass sees the whole length. The table is a buffer that is assigned; how far it reaches
+    is an attribute.
+    """
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = build(lambda: llama(max_position_embeddings=16, rope_parameters=rope))
+    reference, engine = Reference(model), Engine(model)
+    for seed, columns in enumerate((length, 10, 48)):
+        batch = tokens(seed, length=columns)
+        loss = reference.model(**batch).loss
+        loss.backward()
+        reference.collect()
+        engine.backward(engine.model(**batch).loss)
+        result = engine.update()
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), reference.update()), f"step {seed}"
+        found, wanted = (each.model.model.rotary_emb for each in (engine, reference))
+        assert same_bits(found.inv_freq, wanted.inv_freq)
+        assert found.max_seq_len_cached == wanted.max_seq_len_cached
+    assert found.max_seq_len_cached == 48
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None:
+    """The mode may change between a forward and its backward, and so may a rate of dropout."""
+    model = build(DropsOut)
+    reference, engine = Reference(model), Engine(model)
+    found = []
+    for each in (reference, engine):
+        each.model.train(was_training)
+        torch.manual_seed(3)
+        loss = cross_entropy(each.model(words()["x"]), words())
+        each.model.train(not was_training)
+        for block in each.model.blocks:
+            block.dropout.p = 0.9
+        found.append(loss.item())
+        if each is reference:
+            loss.backward()
+            reference.collect()
+            found.append(reference.update())
+        else:
+            engine.backward(loss)
+            assert not any(module.training is was_training for module in engine.model.modules())
+            assert engine.model.blocks[0].dropout.p == 0.9
+            found.append(engine.update().grad_norm)
+    assert found[:2] == found[2:]
+    assert_weights(engine, reference)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("model", [Assigned, RunningStatistics])
+def test_what_runs_in_inference_mode_leaves_nothing_of_it_behind(begins: bool, model: type[nn.Module]) -> None:
+    """Evaluations and forwards of one's own, before the first step or between two, and a batch that was made in it.
+
+    What a forward assigns there stays of its kind, as in plain PyTorch.
+    """
+    given = build(model)
+    reference, engine = Reference(given), Engine(given)
+    for step in range(3):
+        batch = words(step)
+        if begins or step:
+            with torch.inference_mode():
+                batch = {key: value.clone() for key, value in batch.items()}
+                if model is not Assigned:
+                    wanted = cross_entropy(reference.model(batch["x"]), batch)
+                    assert cross_entropy(engine.model(batch["x"]), batch).item() == wanted.item()
+                loss = engine.evaluate(batch, cross_entropy)
+            reference.model.eval()
+            with torch.no_grad():
+                assert loss.item() == cross_entropy(reference.model(words(step)["x"]), words(step)).item()
+            reference.model.train()
+        result = engine.step(batch, cross_entropy)
+        wanted, norm = reference.step(words(step), cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == (wanted.item(), norm)
+    assert_weights(engine, reference)
+
+
+def test_an_engine_is_not_made_in_inference_mode() -> None:
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        Engine(build(Stack))
