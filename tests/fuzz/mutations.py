@@ -212,7 +212,7 @@ def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
     recompute = call.Call._recompute
 
     def without(self: call.Call, number: int) -> Any:
-        self._parts[number].random = None
+        self._parts[number].random = self._stream.device.random_state()
         return recompute(self, number)
 
     patch.setattr(call.Call, "_recompute", without)
