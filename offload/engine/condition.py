@@ -35,8 +35,9 @@ class Condition:
 
     def moved(self) -> set[Place]:
         """Return the places of buffers that have another value by now. Native batch norm moves no `_version`."""
-        same = {(module, key) for module, key, _, _, value in self._values if _same(module._buffers.get(key), value)}
-        return (places(self._modules) | {(module, key) for module, key, *_ in self._values}) - same
+        noted = {(module, key): value for module, key, _, _, value in self._values}
+        same = {(module, key) for (module, key), value in noted.items() if same_values(module._buffers.get(key), value)}
+        return (places(self._modules) | set(noted)) - same
 
     def put_back(self) -> None:
         """All is as it was."""
@@ -69,9 +70,8 @@ class Condition:
             for (module, key, tensor, version, value), was_hung in zip(self._values, hung, strict=True):
                 if was_hung is tensor and not tensor.is_inference():
                     tensor.copy_(value)
-                elif (
-                    version is None or _version(tensor) != version
-                ):  # changed, and then replaced: by now it may be in somebody's graph
+                elif version is None or _version(tensor) != version:
+                    # Changed, and then replaced: by now it may be in somebody's graph.
                     module._buffers[key] = value.clone()
 
 
@@ -87,7 +87,8 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _same(first: torch.Tensor | None, second: torch.Tensor) -> bool:
+def same_values(first: torch.Tensor | None, second: torch.Tensor) -> bool:
+    """True where all elements are equal; NaN equals NaN."""
     if first is None or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     if not first.is_floating_point():

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.call import Arguments, deliver, run_unit
-from offload.engine.condition import Condition, Place, places
+from offload.engine.condition import Condition, Place, places, same_values
 from offload.engine.drawn import Drawn
 from offload.engine.learned import BatchAxis, Learned, Rows
 from offload.engine.stream import without_caches
@@ -116,7 +116,7 @@ class Recording:
         if self._before is None:
             self._learn(unit, result, mutated, condition.moved())
         elif without is not None:
-            unit.learned.needs_graph |= not mutated and not all(map(_same, result.tensors, without.tensors))
+            unit.learned.needs_graph |= not mutated and not all(map(same_values, result.tensors, without.tensors))
             self._learn_batch(unit, arguments)
             if not all(map(_close, _floats(result), _floats(without))):
                 self._refuse_other_results(unit, arguments)
@@ -390,12 +390,6 @@ def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
 
 def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
     return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    return bool(torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _close(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -347,14 +347,20 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
     engine.close()
 
 
-def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
-    """The states are still on their way to the disk when the next step begins."""
-    (tmp_path / "disk").mkdir()
-    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(tmp_path / "disk"))
+def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
+    """Return an engine whose states are in `folder`, where each write takes a while, and what it saved there."""
+    (folder / "disk").mkdir()
+    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(folder / "disk"))
     engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
     step(engine, 0)
-    engine.save_checkpoint(tmp_path / "saved")
+    engine.save_checkpoint(folder / "saved")
     wanted = weights(engine)
+    return engine, wanted
+
+
+def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
+    """The states are still on their way to the disk when the next step begins."""
+    engine, wanted = saved_on_a_slow_disk(tmp_path)
     step(engine, 1)
     engine.load_checkpoint(tmp_path / "saved")
     engine.model.blocks[0].left = 0
@@ -366,12 +372,7 @@ def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Pa
 
 def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that returns is one whose every byte is there: not the next step is torn, but this call says it."""
-    (tmp_path / "disk").mkdir()
-    placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(tmp_path / "disk"))
-    engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
-    step(engine, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    wanted = weights(engine)
+    engine, wanted = saved_on_a_slow_disk(tmp_path)
     lane, left = engine._parts.lanes.update_write, [0]
     original = lane.submit
 
