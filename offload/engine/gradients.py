@@ -35,8 +35,9 @@ class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
     `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat` (over the elements that
-    this rank updates), or to disk (None). Over several ranks they are summed on the way, and every trained region lands
-    that was opened, as another rank may have what this one lacks. `measures` has what is known of all of them.
+    this rank updates), or to disk (None); `opens()`, once, before the first backward of a unit. Over several ranks they
+    are summed on the way, and every trained region lands that was opened, as another rank may have what this one lacks.
+    `measures` has what is known of all of them.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class GradientFlow:
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.drops = False
         self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
+        self.opens: Callable[[], None] | None = None
         self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
         self._staging = Ring(staging, "gradient staging")
         self._lasting: dict[int, torch.Tensor] = {}
@@ -111,6 +113,7 @@ class GradientFlow:
         self._buffer.reset()
         self._staging.reset()
         self.is_wide = self._repeats = self.drops = False
+        self.opens = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
@@ -158,6 +161,9 @@ class GradientFlow:
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
+        opens, self.opens = self.opens, None
+        if opens is not None:
+            opens()
         if self._repeats and any(region.index in self._open for region in regions):
             return
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]

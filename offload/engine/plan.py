@@ -14,7 +14,7 @@ from offload.lanes.throttle import Throttle
 from offload.optim.adamw import AdamW
 from offload.partition.comm import Alone, Comm
 from offload.partition.layout import DiskLayout, Region, Sharding
-from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes
+from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
 from offload.planning.environment import memory
 from offload.planning.memory import (
     Allocation,
@@ -156,6 +156,13 @@ def make_plan(
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
     elif overlap and not limited:
         ahead, buffers = AUTO_LOOKAHEAD, 2
+    defers = settings.keeps_gradients and settings.clip != "speculative"
+    if defers and not any("gradients" in layout.of(region) for region in regions):
+        planned = sum(a.num_bytes for a in plan_for(*tiers, ahead, buffers) if a.tier == "cpu")
+        # What an own loop will take in place of the gradients that are planned.
+        sums = sum(4 * sharding.share("gradients", region.numel) for region in regions if region.trainable)
+        sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True)
+        rings = with_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
     allocations = plan_for(*tiers, ahead, buffers)
     most = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
@@ -171,6 +178,14 @@ def make_plan(
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
     return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)
+
+
+def _host_bytes(placement: Placement, free: Free) -> int:
+    """Return the bytes of the host's memory of which what the plan leaves is left for good."""
+    budget = budget_bytes(placement.host_memory)
+    if budget is None:
+        return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+    return 0 if placement.activations == "cpu" else budget  # how much will wait there depends on the batch
 
 
 def _choose_layout(

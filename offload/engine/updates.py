@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +19,14 @@ from offload.optim.adamw import AdamW
 from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.update import correct_part, update_part
 from offload.partition.layout import PLANES, ParameterInfo, Region
+from offload.tiers.loan import Loan
 from offload.tiers.slots import Slots
 from offload.tiers.store import Part, Store
 
 COARSE_RATIO = 8.0
 """Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
+
+_STATES = PLANES[:-1]  # all but the gradients
 
 
 @dataclass
@@ -81,6 +84,15 @@ class Updates:
         self.lr = rule.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
+        self._order: list[Region] = []
+        """In which the last norm's updates came."""
+        self._due: dict[Region, Landed] = {}
+        """What is to be updated with a norm that is known, in this order, and was not submitted yet."""
+        self._early: dict[Part, Loan] = {}
+        """States that are read before the norm is known."""
+        # Gradients that wait in the same records are not there yet.
+        self._can_read_early = not any(state.has_room_on_disk for state in store.states)
+        slots.needs = self._submit_due
 
     @property
     def _is_speculative(self) -> bool:
@@ -102,12 +114,14 @@ class Updates:
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
+        self._flow.opens = self._read_early if self.waits and not waits and self._can_read_early else None
         self._flow.landed = None if waits or self.waits else self._update_at_once
 
     def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
-        """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as all
-        updates of the step are submitted, and weights may come up for the next.
+        """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
+        is known how, and weights may come up for the next step.
         """
+        self._flow.opens = None  # where there was no backward
         self._flow.land_rest()
         if self.is_immediate:
             self._slots.refresh()
@@ -116,6 +130,7 @@ class Updates:
         if not self.is_immediate:
             self._slots.refresh()
             go_on()
+            self._submit_due()
         self._lanes.settle()  # what is on its way belongs to a step that is over
         self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
@@ -125,21 +140,75 @@ class Updates:
         norm = total_norm(self._measures.squares)
         if not math.isfinite(norm):
             if self._skips:
+                self._return_early(list(self._early))
                 return Applied(norm, skipped=True)
             self._refuse_gradients(norm)
         scale = clip_coefficient(norm, self._max_norm)
         if self._flow.landed is not None:
             return self._correct(norm, scale, rank)
-        waiting = [state for state in self._store.states if state.keeps_gradients]
-        for state in sorted(waiting, key=lambda state: rank(state.region)):
-            landed = Landed(state.region, state.gradients, state.landing, scale)
-            self._submit(landed, self._measures.touched[state.region.index])
+        if self._store.comm.size == 1:  # others may have updated theirs
+            self._check_early()
+        waiting = sorted((s for s in self._store.states if s.keeps_gradients), key=lambda state: rank(state.region))
+        order = [state.region for state in waiting]
+        if order != self._order:  # what was read for the old one would be in the way
+            self._return_early(list(self._early))
+        self._order = order
+        for state in waiting:
+            # Of several ranks another may have what this one lacks.
+            if self._store.comm.size > 1 or any(self._measures.touched[state.region.index]):
+                self._slots.invalidate(state.region)
+                self._due[state.region] = Landed(state.region, state.gradients, state.landing, scale)
+            else:
+                self._return_early(state.parts)
         return Applied(norm)
+
+    def _submit_due(self, last: Region | None = None) -> None:
+        """Submit the updates that are due: up to that of a region whose weights come up next, as those behind it would
+        take the place in the ring from which they come up; or all.
+        """
+        if last is None or last in self._due:
+            for region in list(self._due):
+                self._submit(self._due.pop(region), self._measures.touched[region.index])
+                if region is last:
+                    break
+
+    # -- read before the norm is known -----------------------------------------------------------------------
+
+    def _read_early(self) -> None:
+        """The backward begins, in which the disk has little to do: read what was updated first last time, as far as the
+        ring reaches.
+        """
+        for part in (part for region in self._order for part in self._store[region].parts if part.record is not None):
+            loan = part.lend_early(*_STATES)
+            if loan is None:
+                break
+            self._early[part] = loan
+
+    def _check_early(self) -> None:
+        """Raise what has failed of it: nothing is updated yet, and nothing lost."""
+        for ticket in (ticket for loan in self._early.values() for ticket in loan.after):
+            if ticket.error is not None:
+                raise ticket.error
+
+    def _return_early(self, parts: Iterable[Part]) -> None:
+        """What was read early of these parts is not updated."""
+        for part in parts:
+            if (loan := self._early.pop(part, None)) is not None:
+                loan.read(Ticket("compute", is_done=True))
+
+    def _lend(self, part: Part, names: Sequence[str]) -> Loan:
+        """Lend a part's planes for its update: those that were read early, or anew."""
+        early = self._early.pop(part, None)
+        return part.lend(*names) if early is None else part.renewed(early)
+
+    # -- failures --------------------------------------------------------------------------------------------
 
     def give_up(self) -> str | None:
         """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any
         more, where they do not.
         """
+        self._due.clear()
+        self._early.clear()
         self._lanes.give_up()
         return self.failure()
 
@@ -191,8 +260,6 @@ class Updates:
     # -- the lane --------------------------------------------------------------------------------------------
 
     def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
-        if not any(touched) and self._store.comm.size == 1:
-            return
         state, lr = self._store[landed.region], self.lr
         first, last = state.parts[0], state.parts[-1]
         may_correct = self._is_speculative and self._flow.landed is not None
@@ -264,7 +331,7 @@ class Updates:
                 raise _overflow(region, num_wrong, lr)
 
         for number, part in enumerate(self._store[region].parts):
-            loan = part.lend(*(PLANES if landed.gradients is None else PLANES[:-1]))
+            loan = self._lend(part, PLANES if landed.gradients is None else _STATES)
             ticket: Ticket = self._lane.submit(
                 partial(run, part, loan.planes),
                 after=(*landed.fence.before_read(), *loan.after),

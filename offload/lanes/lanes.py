@@ -119,8 +119,10 @@ class Lanes:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of an update that failed, in whichever of its three lanes it began."""
-        return next((lane.error for lane in self._updating if lane.error is not None), None)
+        """The error of an update that failed. That of a read is its own as soon as it cannot begin for it; of what is
+        read for others nothing is lost.
+        """
+        return self.update.error or self.update_write.error
 
     def forget_failures(self) -> None:
         """What failed was made good."""

@@ -12,6 +12,8 @@ _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
 _RINGS_SHARE = 4
 """The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
+_MOST_EARLY_TILES = 12
+"""With the tiles that a ring has in any case, the states of four of the largest region."""
 _KINDS: Mapping[str, tuple[str, ...]] = {
     # Weights are fetched twice, read and written in a step, everything else is written once and read once; gradients
     # are to be on disk only where there is no other place.
@@ -96,6 +98,16 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
             fetch = max(fetch, region.width("weights") * numel)
     sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
+
+
+def with_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
+    """Return the rings with room for more tiles to be updated, as far as `room_bytes` reach: what the next forward
+    needs first is read before the norm is known.
+    """
+    tile = rings.get(UPDATE_RING, 0) // RING_TILES
+    if not tile:
+        return dict(rings)
+    return {**rings, UPDATE_RING: rings[UPDATE_RING] + min(_MOST_EARLY_TILES, max(0, room_bytes) // tile) * tile}
 
 
 def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> dict[str, int]:

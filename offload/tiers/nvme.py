@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -106,6 +106,10 @@ class Channel:
         """Whoever took memory and did not give it back was interrupted."""
         self._ring.reset()
 
+    def has_room(self, num_bytes: int) -> bool:
+        """True where `take` has so much to give."""
+        return self._ring.has_room(num_bytes)
+
     def take(self, num_bytes: int) -> Stretch:
         """Return memory, which stays this taker's until it says that it is no longer open."""
         stretch = self._ring.take(num_bytes)
@@ -172,9 +176,18 @@ class Record:
     updates: Channel
     fence: Fence = field(default_factory=lambda: Fence("record"))
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+    _recent: tuple[Sequence[str], Stretch] | None = None
+    """Planes that were last read into the ring of updates, and where."""
+
+    def has_room(self, names: Sequence[str]) -> bool:
+        """True where the ring of updates has room for neighbouring planes beside all that is lent."""
+        first, last = self._span(names)
+        return self.updates.has_room(last - first)
 
     def lend(self, names: Sequence[str], loan: Loan, *, fetches: bool = False, is_ahead: bool = False) -> Loan:
         """Lend neighbouring planes beside what a loan has already; `gradients` among them are not written back."""
+        if fetches and (found := self._at_hand(names, loan)) is not None:
+            return found
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
         after = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
@@ -183,7 +196,8 @@ class Record:
         reading = channel.read(self.file, self.offset + first, stretch, after=after, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.read(reading)
-
+        if not fetches:
+            self._recent = names, stretch
         kept = [name for name in names if name != "gradients"]
         return self._loan(names, kept, loan, channel, stretch, (*loan.after, reading), loan.behind)
 
@@ -194,6 +208,7 @@ class Record:
         channel = self.fetches if list(names) == ["weights"] else self.updates
         first, last = self._span(names)
         stretch = channel.take(last - first)
+        self._recent = None
         behind = (*loan.behind, *stretch.after)
         return self._loan(names, names, loan, channel, stretch, loan.after, behind)
 
@@ -215,11 +230,27 @@ class Record:
             loan.read(ticket)
 
         def changed(ticket: Ticket) -> None:
-            stretch.fence.read(ticket)
+            stretch.fence.fill(ticket)
             self._write_back(kept, channel, stretch, ticket)
             loan.changed(ticket)
 
         return Loan(loan.planes | self._views(names, stretch), after, behind, read, changed)
+
+    def _at_hand(self, names: Sequence[str], loan: Loan) -> Loan | None:
+        """Lend planes as they lie in the ring of updates still: as they are on disk, or will be."""
+        if self._recent is None:
+            return None
+        lent, place = self._recent
+        if not place.is_whole or place.fence.has_failed or not set(names) <= set(lent):
+            return None
+
+        def read(ticket: Ticket) -> None:
+            place.fence.read(ticket)
+            loan.read(ticket)
+
+        views = self._views(lent, place)
+        planes = loan.planes | {name: views[name] for name in names}
+        return replace(loan, planes=planes, after=(*loan.after, *place.fence.before_read()), read=read)
 
     def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
         if names:

@@ -12,7 +12,7 @@ from offload.lanes.ticket import Fence, Ticket
 @dataclass(eq=False)
 class Stretch:
     """Memory that was taken. `after` is what has to be over before it is filled; `fence` is its own. While it
-    `is_open`, nobody else gets it.
+    `is_open`, nobody else gets it; while it `is_whole`, nobody else was given any of it.
     """
 
     flat: torch.Tensor
@@ -21,6 +21,7 @@ class Stretch:
     after: list[Ticket]
     fence: Fence
     is_open: bool = True
+    is_whole: bool = True
 
 
 @dataclass(eq=False)
@@ -32,24 +33,34 @@ class Ring:
     _end: int = 0
     _taken: list[Stretch] = field(default_factory=list)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """True where so much could be taken beside what is open."""
+        begin, end = self._next(num_bytes)
+        return end <= self.memory.nbytes and not any(other.is_open for other in self._over(begin, end))
+
     def take(self, num_bytes: int) -> Stretch | None:
         """Return a stretch, or None where the buffer is too small beside what is open."""
-        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
-        end = begin + num_bytes
-        if end > self.memory.nbytes:
+        if not self.has_room(num_bytes):
             return None
-        over = [other for other in self._taken if other.begin < end and begin < other.end]
-        if any(other.is_open for other in over):
-            return None
+        begin, end = self._next(num_bytes)
+        over = self._over(begin, end)
         after = [ticket for other in over for ticket in other.fence.before_fill()]
         stretch = Stretch(self.memory[begin:end], begin, end, after, Fence(self.kind))
         for other in over:
-            other.begin = end  # who takes the rest of it has to wait for the same
+            other.begin, other.is_whole = end, False  # who takes the rest of it has to wait for the same
         self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]
         self._end = end
         return stretch
 
+    def _next(self, num_bytes: int) -> tuple[int, int]:
+        """Return from where to where the next stretch lies."""
+        begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
+        return begin, begin + num_bytes
+
+    def _over(self, begin: int, end: int) -> list[Stretch]:
+        return [other for other in self._taken if other.begin < end and begin < other.end]
+
     def reset(self) -> None:
         """Whoever took a stretch has given it up."""
         for stretch in self._taken:
-            stretch.is_open = False
+            stretch.is_open = stretch.is_whole = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -63,6 +63,8 @@ class Slots:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {}  # by a unit's regions
         self._slots: list[Slot] = []
+        self.needs: Callable[[Region], None] = lambda _: None
+        """Called before a region's weights are fetched."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.resize(slot_bytes)
 
@@ -276,6 +278,7 @@ class Slots:
 
     def _bring_up(self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
         """Bring a region's weights to `flat`, part by part, and what other ranks hold of them."""
+        self.needs(region)
         if self._store.tier == "device":
             return self._put_together(region, flat, behind, is_ahead)
         tickets = []

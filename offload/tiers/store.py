@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -73,17 +73,33 @@ class Part:
         """Lend these planes to the host; such as there are of them."""
         return self._lend(names)
 
+    def lend_early(self, *names: str) -> Loan | None:
+        """Lend planes for work that is submitted later, with what `renewed` makes of the loan by then; what of them is
+        on disk is read meanwhile. None where the ring is full of such loans.
+        """
+        is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
+        return None if is_full else self._lend(names)
+
+    def renewed(self, loan: Loan) -> Loan:
+        """Return an early loan with what has to be waited for now."""
+        return replace(
+            loan, after=(*self.fence.before_read(), *loan.after), behind=(*self.fence.before_fill(), *loan.behind)
+        )
+
     def _lend(
         self, names: Sequence[str], *, lands: bool = False, fetches: bool = False, is_ahead: bool = False
     ) -> Loan:
         planes = {name: self.planes[name] for name in names if name in self.planes}
         loan = Loan(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
-        elsewhere = [name for name in names if self.record is not None and name in self.record.planes]
-        if self.record is None or not elsewhere:
+        there = self._on_disk(names)
+        if self.record is None or not there:
             return loan
         if lands:
-            return self.record.land(elsewhere, loan if planes else NOTHING)  # else what is in memory stays as it is
-        return self.record.lend(elsewhere, loan, fetches=fetches, is_ahead=is_ahead)
+            return self.record.land(there, loan if planes else NOTHING)  # else what is in memory stays as it is
+        return self.record.lend(there, loan, fetches=fetches, is_ahead=is_ahead)
+
+    def _on_disk(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.record is not None and name in self.record.planes]
 
 
 @dataclass

@@ -313,7 +313,8 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
 def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
     seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
     harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
-    assert torn != harmless, "a step is given up before its updates, or torn in them"
+    either = (kind, call) == ("optimizer", "pread")  # the first of these states are read before the updates
+    assert either or torn != harmless, "a step is given up before its updates, or torn in them"
     assert seed == 2 or not harmless
 
 

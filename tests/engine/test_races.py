@@ -29,6 +29,7 @@ from offload.planning import disk
 from offload.schedule.execute import Executor
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel
 from offload.tiers.ring import Ring
+from offload.tiers.store import Part
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
@@ -204,6 +205,10 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "states are read over others that are being written": (
         reused_at_once(UPDATE_RING, "nvme_write"),
         CLIPPED | {"on_disk": {"optimizer": "nvme"}},
+    ),
+    "states are read over weights that go up": (
+        reused_at_once(UPDATE_RING, "h2d"),
+        CLIPPED | {"on_disk": STATES, "throttle": {"h2d": {"latency_seconds": 0.002}}},
     ),
     "gradients are written before they landed": (written_at_once(UPDATE_RING), CLIPPED | {"on_disk": GRADIENTS}),
     "gradients land on others that are being written": (
@@ -571,6 +576,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     fill = Fence.before_fill
     if broken:
         monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
+    parts.store.reset()  # else it goes up from the ring of updates
     with held_up(parts.lanes.fetch_read):
         parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
         shown = parts.slots.place(unit.regions)[region][state.span(0)]
@@ -578,6 +584,66 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     settle(on_disk)
     assert torch.equal(shown, before.view(-1)) == (not broken)
     assert not torch.equal(parts.store.read(index), before)
+
+
+def read_early(engine: Engine, state: Any) -> None:
+    """Begin to read a region's states for its next update."""
+    updates = engine._parts.updates
+    updates._order = [state.region]
+    updates._read_early()
+    assert len(updates._early) == 1
+
+
+@BROKEN
+def test_weights_go_up_from_the_ring_once_they_were_read(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    before = parts.store.read(state.region.parameters[0])
+    take_away(broken, UPDATE_RING, "before_read", monkeypatch)
+    parts.store._nvme.updates._ring.memory.zero_()
+    with held_up(parts.lanes.update_read):
+        read_early(on_disk, state)
+        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
+        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+    settle(on_disk)
+    assert torch.equal(shown, before.view(-1)) == (not broken)
+
+
+@BROKEN
+def test_weights_go_up_from_the_ring_once_they_were_updated(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two waits see to it: that for the weights, and that for their place."""
+    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    wait = Fence.before_read
+    if broken:
+        monkeypatch.setattr(Fence, "before_read", lambda f: () if f.kind in ("weights", UPDATE_RING) else wait(f))
+    with held_up(parts.lanes.update):
+        update(on_disk, state, torch.ones(state.region.numel))
+        parts.lanes.update_read.drain()
+        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
+        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+    settle(on_disk)
+    assert torch.equal(shown, parts.store.read(state.region.parameters[0]).view(-1)) == (not broken)
+
+
+@BROKEN
+def test_an_update_waits_until_what_was_read_early_has_gone_up(
+    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    before = parts.store.read(state.region.parameters[0])
+    if broken:
+        monkeypatch.setattr(Part, "renewed", lambda self, loan: loan)
+    read_early(on_disk, state)
+    with held_up(parts.lanes.h2d):
+        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
+        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+        update(on_disk, state, torch.ones(state.region.numel))
+    settle(on_disk)
+    assert torch.equal(shown, before.view(-1)) == (not broken)
+    assert not torch.equal(parts.store.read(state.region.parameters[0]), before)
 
 
 @BROKEN

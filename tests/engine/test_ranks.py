@@ -159,7 +159,7 @@ def test_the_weights_at_the_start_are_those_of_rank_0(stage: int) -> None:
 PLACEMENTS: dict[str, dict[str, str]] = {
     "device": {"parameters": "device", "optimizer": "device"},
     "activations on the cpu": {"activations": "cpu"},
-    "states on nvme": {"parameters": "cpu", "optimizer": "nvme", "activations": "cpu"},
+    "states on nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "cpu"},
     "all on nvme": dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme"),
     "weights on the device": {"parameters": "device", "optimizer": "cpu", "device_memory": "8MiB"},
 }

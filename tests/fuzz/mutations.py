@@ -21,7 +21,7 @@ from offload.engine.updates import Updates
 from offload.lanes.ticket import Fence
 from offload.optim import update
 from offload.tiers.nvme import Stripes
-from offload.tiers.ring import Ring
+from offload.tiers.ring import Ring, Stretch
 from offload.tiers.slots import Slots
 from offload.tiers.store import RegionState
 
@@ -69,6 +69,12 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
         return stretch
 
     patch.setattr(Ring, "take", taken)
+
+
+@mutation
+def weights_from_a_place_that_others_have(patch: pytest.MonkeyPatch) -> None:
+    """What lies in the ring of updates is taken for what lay there."""
+    patch.setattr(Stretch, "is_whole", property(lambda self: True, lambda self, is_whole: None))
 
 
 # -- the norm, clipping, updates -------------------------------------------------------------------------------------

@@ -95,10 +95,13 @@ ACTIONS = st.one_of(
 def test_nobody_gets_what_is_open_and_everybody_waits_for_who_had_it_before(size, actions):
     buffer, owners = ring(size), [None] * size
     stretches: list[Stretch] = []
+    reset: list[Stretch] = []
     for action, number in actions:
         if action == "take":
             some_are_open = any(stretch.is_open for stretch in stretches)
+            has_room = buffer.has_room(number)
             stretch = buffer.take(number)
+            assert has_room == (stretch is not None)
             if stretch is None:
                 assert number > size or some_are_open
                 continue
@@ -109,8 +112,12 @@ def test_nobody_gets_what_is_open_and_everybody_waits_for_who_had_it_before(size
             assert set(stretch.after) == {ticket for owner in before for ticket in owner.fence.before_fill()}
             owners[stretch.begin : stretch.end] = [stretch] * number
             stretches.append(stretch)
+            for other in stretches:
+                mine = all(owner is other for owner in owners[other.begin : other.end]) and other not in reset
+                assert other.is_whole == (mine and other.end - other.begin == other.flat.numel())
         elif action == "reset":
             buffer.reset()
+            reset += stretches
             assert not any(stretch.is_open for stretch in stretches)
         elif stretches:
             stretch = stretches[number % len(stretches)]

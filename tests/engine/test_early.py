@@ -1,0 +1,248 @@
+"""States on disk that are read before the norm is known: whatever comes then, what was lent is given back, and every
+bit is that of states in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import Engine, Placement
+from offload.engine.updates import Updates
+from offload.errors import DiskError, TornError
+from offload.planning import disk
+from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes
+from tests.engine.compare import assert_same, weights
+from tests.engine.families import build
+from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import states
+
+
+class Told(Exception):
+    """Raised on purpose."""
+
+
+class Fickle(Stack):
+    """Takes its blocks in the order that it is told, leaves some out, or raises in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+        self.takes: tuple[int, ...] = (0, 1, 2, 3, 4)
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for number in self.takes:
+            h = self.blocks[number](h)
+            if self.breaks and h.requires_grad and number == self.takes[0]:
+                h.register_hook(_raise)
+        return self.head(h)
+
+
+def _raise(_: Tensor) -> None:
+    raise Told
+
+
+def _fail(*_: object) -> None:
+    raise DiskError("on purpose", 5, Path("states.bin"), 0, 1)
+
+
+class Pair:
+    """An engine with its states on disk, and one with the same in memory, to which the same is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
+        self.on_disk, self.in_memory = (
+            Engine(build(Fickle), placement=place, on_nonfinite="skip", clip="deferred", max_grad_norm=0.2)
+            for place in (placement, Placement())
+        )
+
+    def do(self, work: Callable[[Engine], Any]) -> None:
+        assert work(self.on_disk) == work(self.in_memory)
+        assert not self.on_disk._updates._early
+        ring = self.on_disk._parts.store._nvme.updates._ring
+        assert not [stretch for stretch in ring._taken if stretch.is_open]
+
+    def compare(self) -> None:
+        found, wanted = states(self.on_disk), states(self.in_memory)
+        for name, state in wanted.items():
+            assert found[name].num_steps == state.num_steps
+            assert torch.equal(found[name].exp_avg, state.exp_avg), name
+        assert_same(weights(self.on_disk), weights(self.in_memory))
+
+
+def step(engine: Engine, seed: int = 0, scale: float = 1.0) -> tuple[float, bool]:
+    result = engine.step(words(seed), loss_fn=lambda outputs, batch: scale * cross_entropy(outputs, batch))
+    return result.loss.item(), result.skipped
+
+
+def steps(engine: Engine) -> list[Any]:
+    return [step(engine, seed) for seed in range(3)]
+
+
+def skipped(engine: Engine) -> None:
+    assert step(engine, scale=float("inf"))[1]
+
+
+def fails(engine: Engine) -> None:
+    engine.model.breaks = True
+    with pytest.raises(Told):
+        step(engine)
+    engine.model.breaks = False
+
+
+def takes(*blocks: int) -> Callable[[Engine], Any]:
+    def run(engine: Engine) -> list[Any]:
+        engine.model.takes = blocks
+        return steps(engine)
+
+    return run
+
+
+def own_loop(engine: Engine) -> list[float]:
+    found = []
+    for _ in range(2):
+        engine.backward(cross_entropy(engine.model(words()["x"]), words()))
+        found.append(engine.evaluate(words(1), loss_fn=cross_entropy).item())
+    return [*found, engine.update().grad_norm]
+
+
+def saves_and_loads(engine: Engine, folder: Path) -> None:
+    engine.save_checkpoint(folder)
+    step(engine, 3)
+    engine.load_checkpoint(folder)
+
+
+DONE: dict[str, Callable[[Engine], Any]] = {
+    "a step that is skipped": skipped,
+    "a backward that fails": fails,
+    "another order": takes(4, 3, 2, 0, 1),
+    "blocks that are left out": takes(0, 3),
+    "only the last block": takes(4),
+    "an evaluation": lambda engine: engine.evaluate(words(1), loss_fn=cross_entropy).item(),
+    "weights that are read": lambda engine: [value.sum().item() for value in weights(engine).values()],
+    "an own loop": own_loop,
+}
+
+
+@pytest.fixture(params=[0, 12])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Has made steps, in which as many tiles were read early as the parameter says, beside four."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    monkeypatch.setattr(disk, "_MOST_EARLY_TILES", request.param)
+    pair, early, read = Pair(tmp_path), [], Updates._read_early
+
+    def counted(updates: Updates) -> None:
+        read(updates)
+        early.append(len(updates._early))
+
+    monkeypatch.setattr(Updates, "_read_early", counted)
+    pair.do(steps)
+    tiles = sum(len(state.parts) for state in pair.on_disk._parts.store.states)
+    assert max(early) == min(4 + request.param, tiles)
+    yield pair
+    pair.on_disk.close()
+    pair.in_memory.close()
+
+
+@pytest.mark.parametrize("done", DONE)
+def test_what_was_read_early_is_given_back(done: str, pair: Pair) -> None:
+    for _ in range(2):
+        pair.do(DONE[done])
+        pair.do(steps)
+    pair.compare()
+
+
+def test_what_was_read_early_is_given_back_where_states_are_loaded(pair: Pair, tmp_path: Path) -> None:
+    for engine in (pair.on_disk, pair.in_memory):
+        saves_and_loads(engine, tmp_path / str(id(engine)))
+    pair.do(steps)
+    pair.compare()
+
+
+def test_weights_without_a_gradient_stay_on_the_device() -> None:
+    engine = Engine(build(Fickle), placement=Placement(device_memory="8MiB"), clip="deferred", max_grad_norm=0.2)
+    slots = engine._parts.slots
+    cargoes = [slots.cargo_of(unit.regions) for unit in engine._parts.units if "blocks" in unit.name]
+    steps(engine)
+    engine.evaluate(words(), loss_fn=cross_entropy)
+    assert set(cargoes) <= set(slots.held())
+    engine.model.takes = (4,)
+    step(engine)
+    assert set(cargoes[:4]) <= set(slots.held())
+    engine.close()
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 20])
+def test_no_more_is_read_early_than_host_memory_has_room_for(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the sums of an own loop, which are made later. `more`: tiles, beyond what is needed in any case."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+
+    def run(host_memory: int | None) -> tuple[int, int]:
+        tiers = {"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"}
+        placement = Placement(**tiers, nvme_dir=tmp_path, host_memory=host_memory)
+        with Engine(build(Fickle), placement=placement, clip="deferred") as engine:
+            step(engine)
+            own_loop(engine)
+            return engine._parts.plan.rings[UPDATE_RING], engine.counters.peak_host_bytes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "_MOST_EARLY_TILES", 0)
+        ring_bytes, needed = run(None)
+    tile_bytes = ring_bytes // RING_TILES
+    host_memory = needed + more * tile_bytes
+    found, peak = run(host_memory)
+    assert peak <= host_memory
+    assert ring_bytes <= found <= ring_bytes + 12 * tile_bytes
+    assert found <= ring_bytes + more * tile_bytes
+    assert (found > ring_bytes) == (more > 2)
+
+
+@pytest.mark.parametrize("when", ["before the norm", "after it", "in a step that is skipped"])
+def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nothing was updated it ends its step, which is as if it had not been; a step whose updates are skipped
+    does not need it.
+    """
+    early = Updates._read_early
+
+    def read(updates: Updates) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Stripes, "read", _fail)
+            early(updates)
+            updates._lanes.update_read.finish()
+
+    pair.on_disk.save_checkpoint(tmp_path / "saved")
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "_read_early", read)
+        if when == "in a step that is skipped":
+            pair.do(skipped)
+        elif when == "before the norm":
+            with pytest.raises(DiskError, match="on purpose"):
+                step(pair.on_disk)
+        else:
+            patched.setattr(Updates, "_check_early", lambda _: None)
+            step(pair.on_disk)
+            with pytest.raises(TornError, match="on purpose"):
+                pair.on_disk.finish()
+            pair.on_disk.load_checkpoint(tmp_path / "saved")
+    pair.do(steps)
+    pair.compare()
+
+
+def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No update needs it, and what lies in the ring of it is taken for nothing."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Stripes, "read", _fail)
+        for info in pair.on_disk._parts.infos:
+            with pytest.raises(DiskError, match="on purpose"):
+                pair.on_disk._parts.store.read(info.index)
+    pair.do(steps)
+    pair.compare()
