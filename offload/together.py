@@ -163,7 +163,7 @@ class Parting:
         if not self._speaks(error, int(cause["rank"]) if cause else None):
             leave_to_another_rank(error)
         # The others need not be told what they have, and may still be on their way out of the exchange that told them.
-        comm.close(None if _is_common(error) else error)
+        comm.close(None if is_common(error) else error)
         return error
 
     def _speaks(self, error: BaseException, cause: int | None) -> bool:
@@ -174,7 +174,7 @@ class Parting:
         comm = self._comm
         first = comm.rank - comm.local_rank  # torchrun numbers the ranks of a machine one after the other
         here = range(first, first + comm.local_size)
-        is_of_all = _is_common(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
+        is_of_all = is_common(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
         if is_of_all or (cause is not None and cause not in here):
             return comm.local_rank == 0
         if cause is not None:
@@ -186,7 +186,8 @@ class Parting:
         return comm.local_rank == 0 or f" ended with: {type(error).__name__}: {error} (it was " not in self._loss
 
 
-def _is_common(error: BaseException) -> bool:
+def is_common(error: BaseException) -> bool:
+    """Tell whether every rank has this error, as `common` notes it. Not collective."""
     return _COMMON in getattr(error, "__notes__", ())
 
 

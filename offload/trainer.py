@@ -22,7 +22,7 @@ from offload.config import Config
 from offload.data.dataset import share
 from offload.engine.engine import Engine, StepResult
 from offload.engine.updates import COARSE_RATIO
-from offload.errors import ConfigError, InterruptedRun, format_bytes
+from offload.errors import ConfigError, InterruptedRun, OffloadError, format_bytes
 from offload.lanes.throttle import parse_throttle
 from offload.native_io import disk_error
 from offload.objectives import Batch
@@ -39,7 +39,7 @@ from offload.signals import StopSignals
 from offload.telemetry.progress import NoProgress, Progress, make_progress
 from offload.tiers.directories import check_dirs
 from offload.tiers.folder import remove_stale
-from offload.together import Notes, Parting, agree, as_one, common, raise_first, shared, tally
+from offload.together import Notes, Parting, agree, as_one, common, is_common, raise_first, shared, tally
 
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
 
@@ -149,10 +149,18 @@ class Trainer:
         self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
         self._stop.begin()
         try:
-            self._train()
+            try:
+                self._train()
+            finally:
+                self._end_steps()
+            return self._finish(self._folder)
+        except Exception as error:
+            if comm.size == 1 or is_common(error):  # what was saved before the failure is whole
+                with suppress(OffloadError):
+                    self._saves.settle()
+            raise
         finally:
-            self._end_steps()
-        return self._finish(self._folder)
+            self._saves.close()
 
     def _close_engine(self) -> None:
         """Free the states, before the export is loaded beside them."""
@@ -206,7 +214,9 @@ class Trainer:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Save all states, and where the run stands; the last time a failure is an error. Collective."""
+        """Begin to save all states, and where the run stands; the last time wait for it, and a failure is an error.
+        Collective.
+        """
         assert self._engine is not None
         begin = time.perf_counter()
         meta = {
@@ -252,13 +262,16 @@ class Trainer:
             stop=self._stop.requested,
             save=wants_save,
             late=self._is_first and is_late,
+            saved=self._saves.is_due,
             without=batch is None,
         )
         if votes["notes"]:
             self._notes.exchange()
         if votes["failed"]:
             raise_first(comm, failure, "making of a batch")
-        if votes["save"] and not votes["stop"] and step > self._first_step and self._saves.last_step != step:
+        if votes["saved"] == comm.size:
+            self._saves.settle()
+        if votes["save"] and not votes["stop"] and step > self._first_step and self._saves.newest_step != step:
             self._save()
         if votes["stop"]:
             self._stop.agree(comm)
@@ -384,10 +397,12 @@ class Trainer:
         assert self._engine is not None
         self._progress.close()
         comm, every = self._comm, self.config.train.eval_every
+        self._saves.settle()
         self._leave_if_told(folder)
         has_some = self.config.checkpoint.every or self._saves.last_step is not None
         if has_some and self._saves.last_step != self._num_done > 0:
             self._save()
+            self._saves.settle()
         if not every or self._num_done % every:
             if (loss := self._evaluate()) is not None:
                 self._records.amend({"eval_loss": loss})

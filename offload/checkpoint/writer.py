@@ -5,8 +5,9 @@
         part = writer.finish()                                       # on the disk; for `Save.commit` on rank 0
 
 Pieces are copied one after another into chunks, and a full chunk is hashed and written with aiofiles by an event loop
-in a thread of its own: a few at a time, so `write` waits where the disk is slower, and memory is bounded by
-`_BUFFERS` chunks whatever is saved. Writes go past the page cache (O_DIRECT) where the file system has that.
+in a thread of its own, a few at a time. Memory is bounded by `_BUFFERS` chunks and the spare memory that a writer is
+given; where all of it waits for the disk, `write` waits too. After `end` the rest goes to the disk by itself. Writes go
+past the page cache (O_DIRECT) where the file system has that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -46,20 +47,26 @@ class Writer:
     written after it. Leaving the `with` block before `finish` has returned removes the file.
     """
 
-    def __init__(self, folder: Path, rank: int, contents: Contents, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """`contents`: of the whole checkpoint, on every rank the same. Raises DiskError."""
+    def __init__(
+        self, folder: Path, rank: int, contents: Contents, *, chunk_bytes: int = CHUNK_BYTES, spare_bytes: int = 0
+    ) -> None:
+        """`contents`: of the whole checkpoint, on every rank the same. `spare_bytes`: of memory, for chunks that wait
+        for the disk. Raises DiskError.
+        """
         self.path = folder / f"rank-{rank}.bin"
         self.num_bytes = 0
         self._contents, self._chunk_bytes = contents, chunk_bytes
         self._slices: list[tuple[str, str, Slice]] = []
         self._checksums: dict[int, str] = {}
-        self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
-        for buffer in chunk_buffers(_BUFFERS, chunk_bytes):
+        # The one that was given back last comes first: of the spare memory only what is needed is ever touched.
+        self._free: queue.LifoQueue[np.ndarray] = queue.LifoQueue()
+        for buffer in chunk_buffers(_BUFFERS + spare_bytes // chunk_bytes, chunk_bytes):
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
         self._writes: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Lock()
+        self._ended: Future[None] | None = None
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
@@ -99,11 +106,33 @@ class Writer:
             if at + size == self._chunk_bytes:
                 self._send()
 
+    def end(self) -> None:
+        """All is handed in: what is left goes to the disk meanwhile."""
+        if self._ended is None:
+            if self._chunk is not None:
+                self._send()
+            self._ended = asyncio.run_coroutine_threadsafe(self._close(syncs=True), self._loop)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all is handed in."""
+        return self._ended is not None
+
+    @property
+    def is_done(self) -> bool:
+        """True once all is on the disk, or has failed: `finish` does not wait then."""
+        return self._ended is not None and self._ended.done()
+
+    def wait(self) -> None:
+        """Wait until all is on the disk, or has failed, and give the memory back. From any thread, after `end`."""
+        assert self._ended is not None
+        self._ended.result()
+        self._free = queue.LifoQueue()
+
     def finish(self) -> dict[str, Any]:
         """Wait until all is on the disk; return this rank's part of the manifest, for JSON. Raises DiskError."""
-        if self._chunk is not None:
-            self._send()
-        self._run(self._close(syncs=True))
+        self.end()
+        self.wait()
         if self._error:
             raise self._error
         self._stop()
@@ -112,8 +141,9 @@ class Writer:
         return Part(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
 
     def abort(self) -> None:
-        """Remove the file; nothing to do after `finish`."""
+        """Remove the file, and write nothing more; nothing to do after `finish`."""
         if self._is_open:
+            self._error = self._error or CancelledError()
             self._run(self._close(syncs=False))
             self._stop()
             with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from offload.engine.losses import Losses
 from offload.engine.meeting import Pass, meet
 from offload.engine.plan import Settings
 from offload.engine.rehearse import Rehearsal
-from offload.engine.saving import check_contents, load_states, save_states
+from offload.engine.saving import Saving, check_contents, load_states
 from offload.engine.undo import Where
 from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
 from offload.lanes.throttle import parse_throttle
@@ -387,11 +387,35 @@ class Engine:
 
         Raises, on all ranks, DiskError or ConfigError, after which training can go on.
         """
+        with self._saving("save_checkpoint", path, meta, files, copies=False) as saving, self._working():
+            saving.finish()
+
+    def begin_checkpoint(
+        self, path: str | Path, meta: Mapping[str, Any] | None = None, files: Mapping[str, bytes] | None = None
+    ) -> Saving:
+        """Begin what `save_checkpoint` does: all states are copied into host memory that is left over (of the budget,
+        or half of what is free without one), and are on their way to the disk when this returns. What has no room there
+        is waited for. Steps may follow; the checkpoint is there once `finish` of what this returns has returned, which
+        is collective as well. It `is_done` (on this rank) when `finish` need not wait; `abort` gives it up.
+
+        Raises as `save_checkpoint`; what the disk refuses later is raised by `finish`, on all ranks.
+        """
+        return self._saving("begin_checkpoint", path, meta, files, copies=True)
+
+    def _saving(
+        self,
+        name: str,
+        path: str | Path,
+        meta: Mapping[str, Any] | None,
+        files: Mapping[str, bytes] | None,
+        *,
+        copies: bool,
+    ) -> Saving:
         if self._own_losses:
-            raise ConfigError("engine.save_checkpoint was called in the middle of an own loop's step: update first.")
-        self._settle("save_checkpoint")
+            raise ConfigError(f"engine.{name} was called in the middle of an own loop's step: update first.")
+        self._settle(name)
         with self._working(), self.counters.unchanged():
-            save_states(self._parts, Path(path), self._decided(), meta or {}, files)
+            return Saving(self._parts, Path(path), self._decided(), meta or {}, files, copies=copies)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is

@@ -7,16 +7,17 @@ from __future__ import annotations
 import base64
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from offload.checkpoint.hf_names import CannotStream, conversions_used
 from offload.checkpoint.hf_write import write_configuration
-from offload.checkpoint.manifest import Entry, name_of, without_moved
+from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
 from offload.checkpoint.reader import Reader, Span
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
@@ -25,53 +26,132 @@ from offload.errors import CheckpointError, ConfigError
 from offload.lanes.ticket import Ticket
 from offload.partition.layout import PLANES, Region
 from offload.partition.outcome import as_one
+from offload.planning.environment import memory
+from offload.tiers.ledger import Ledger
 from offload.tiers.loan import Loan
 from offload.tiers.store import Part, RegionState, plane_dtype
 
 _STATES = PLANES[:-1]
+_COPY = "copy for a checkpoint"
 _BUFFER = "buffer"  # the only plane of a buffer
 
 
-def save_states(
-    parts: Assembly,
-    folder: Path,
-    decided: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    files: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write all states, and what a step depends on beside its batch, to `folder`; `decided` (what the engine has, once
-    and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update may be on its
-    way. What was in the folder before stays until all of it is there.
+class Saving:
+    """A checkpoint on its way: what is to be in it is copied, and goes to the disk while training goes on.
 
-    Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
+    What was in the folder before stays until `finish`. Leaving the `with` block before that removes what was written.
     """
-    comm, contents, save = parts.comm, _contents(parts), None
-    moved = parts.moved.find(comm, _buffers(parts))
-    for name, entry in moved.items():
-        planes = contents[name].planes if name in contents else {}
-        contents[name] = Entry(entry.shape, {**planes, **entry.planes})
-    with ExitStack() as opened:
-        with as_one(comm, "making of the checkpoint"):
-            if comm.rank == 0:
-                save = opened.enter_context(Save(folder))
-                for name, data in {**_configuration(parts), **(files or {})}.items():
-                    save.attach(name, data)
-        path: Any = comm.gather_objects(save and save.path, "folder of the checkpoint")[0]
-        with as_one(comm, "writing of the checkpoint"), Writer(path, comm.rank, contents) as writer:
-            _write(parts, writer)
-            for name, plane, value in parts.moved.own(comm.rank, moved):
-                writer.write(name, plane, 0, value)
-            part = writer.finish()
-        told = comm.gather_objects((part, _random(parts)), "parts of the checkpoint")
-        own = {**decided, "step": parts.stream.step_number, "updates": dict(_updates(parts))}
-        own |= {
-            "random": [random for _, random in told],
-            "built_in": _built_in(parts),
-            "conversions": _conversions(parts),
-        }
-        with as_one(comm, "end of the checkpoint"):
-            if save is not None:
-                save.commit(contents, [its for its, _ in told], {"engine": own, "meta": dict(meta)})
+
+    def __init__(
+        self,
+        parts: Assembly,
+        folder: Path,
+        decided: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+        *,
+        copies: bool = False,
+    ) -> None:
+        """Hand in all states, and what a step depends on beside its batch, for `folder`; `decided` (what the engine
+        has, once and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update
+        may be on its way. `copies`: into memory that is left over, as far as it reaches; else the disk is waited for.
+
+        Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
+        """
+        comm, contents = parts.comm, _contents(parts)
+        moved = parts.moved.find(comm, _buffers(parts))
+        for name, entry in moved.items():
+            planes = contents[name].planes if name in contents else {}
+            contents[name] = Entry(entry.shape, {**planes, **entry.planes})
+        self._comm, self._contents, self._meta, self._save = comm, contents, dict(meta), None
+        self._random = _random(parts)
+        self._own = {**decided, "step": parts.stream.step_number, "updates": dict(_updates(parts))}
+        self._own |= {"built_in": _built_in(parts), "conversions": _conversions(parts)}
+        with ExitStack() as opened:
+            with as_one(comm, "making of the checkpoint"):
+                if comm.rank == 0:
+                    self._save = opened.enter_context(Save(folder))
+                    for name, data in {**_configuration(parts), **(files or {})}.items():
+                        self._save.attach(name, data)
+            path: Any = comm.gather_objects(self._save and self._save.path, "folder of the checkpoint")[0]
+            with as_one(comm, "writing of the checkpoint"):
+                parts.host.make_room()  # of a copy that another save has still
+                spare_bytes = _spare_bytes(parts, contents) if copies else 0
+                self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
+                if spare_bytes:
+                    opened.enter_context(_borrowed(parts.host, spare_bytes, self._writer))
+                _write(parts, self._writer)
+                for name, plane, value in parts.moved.own(comm.rank, moved):
+                    self._writer.write(name, plane, 0, value)
+                self._writer.end()
+            self._opened = opened.pop_all()
+
+    @property
+    def is_done(self) -> bool:
+        """True once `finish` need not wait for this rank's disk."""
+        return self._writer.is_done
+
+    def finish(self) -> None:
+        """Wait until all is on the disk, and publish it. Collective. Raises as the making of it."""
+        comm = self._comm
+        with self._opened:
+            with as_one(comm, "writing of the checkpoint"):
+                part = self._writer.finish()
+            told = comm.gather_objects((part, self._random), "parts of the checkpoint")
+            own = {**self._own, "random": [random for _, random in told]}
+            with as_one(comm, "end of the checkpoint"):
+                if self._save is not None:
+                    self._save.commit(self._contents, [its for its, _ in told], {"engine": own, "meta": self._meta})
+
+    def abort(self) -> None:
+        """Remove what was written; nothing to do after `finish`. Not collective."""
+        self._opened.close()
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.abort()
+
+
+def _spare_bytes(parts: Assembly, contents: Contents) -> int:
+    """Return how much host memory this rank may take for a copy of its share: what is left of its budget, which it
+    gives back as soon as somebody else needs it, or without one half of what is free.
+    """
+    share = sum(entry.numel * dtype.itemsize for entry in contents.values() for dtype in entry.planes.values())
+    host = parts.host
+    if host.budget_bytes is not None:
+        free = host.budget_bytes - host.current_bytes
+    else:
+        free = memory().get("available_bytes", 0) // parts.comm.local_size // 2
+    return max(0, min(share // parts.comm.size + CHUNK_BYTES, free))
+
+
+@contextmanager
+def _borrowed(host: Ledger, num_bytes: int, writer: Writer) -> Iterator[None]:
+    """Enter a copy into the ledger for as long as it is there, which is until somebody else needs the memory."""
+
+    is_held = True
+
+    def release() -> None:
+        nonlocal is_held
+        if is_held and _COPY in host.allocations:  # the engine may be closed by now
+            host.release(_COPY, num_bytes)
+        is_held = False
+        if host.give_way is give_way:
+            host.give_way = None
+
+    def give_way() -> None:
+        if writer.has_ended:
+            writer.wait()
+            release()
+
+    host.reserve(_COPY, num_bytes)
+    host.give_way = give_way
+    try:
+        yield
+    finally:
+        release()
 
 
 def load_states(parts: Assembly, reader: Reader) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offload.errors import DoesNotFitError, format_bytes
@@ -20,6 +21,8 @@ class Ledger:
     current_bytes: int = 0
     peak_bytes: int = 0
     recent_peak_bytes: int = 0
+    give_way: Callable[[], object] | None = None
+    """Releases what somebody holds only as long as nobody else needs it."""
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
         """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
@@ -27,11 +30,19 @@ class Ledger:
             return
         total = self.current_bytes + num_bytes
         if self.budget_bytes is not None and total > self.budget_bytes:
+            self.make_room()
+            total = self.current_bytes + num_bytes
+        if self.budget_bytes is not None and total > self.budget_bytes:
             raise DoesNotFitError(self._refusal(name, num_bytes, fix))
         self.allocations[name] = self.allocations.get(name, 0) + num_bytes
         self.current_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)
         self.recent_peak_bytes = max(self.recent_peak_bytes, total)
+
+    def make_room(self) -> None:
+        """Have released what is held only as long as nobody else needs it."""
+        if self.give_way is not None:
+            self.give_way()
 
     def take_recent_peak(self) -> int:
         """Return the most that was held at once since this was called last."""

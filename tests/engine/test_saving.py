@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from offload import Engine, Placement
+from offload.checkpoint import writer as writing
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.errors import CheckpointError, ConfigError, TornError
@@ -36,6 +38,10 @@ def make(place: str, folder: Path, **settings: Any) -> Engine:
     if "nvme" in placement.values():
         placement["nvme_dir"] = str(folder)
     return Engine(build(deep), placement=Placement(**placement), **{"max_grad_norm": 0.2, **settings})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def train(engine: Engine, *seeds: int) -> list[tuple[float, float]]:
@@ -142,6 +148,88 @@ def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Pa
         engine.step(tokens(1))
     engine.load_checkpoint(tmp_path / "good")
     assert train(engine, 1) == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("place", ["cpu", "device", "nvme"])
+def test_what_is_saved_is_what_was_when_the_save_began(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), writing._write
+
+    async def late(fd: int, offset: int, data: Any) -> str:
+        while not gate.is_set():
+            await writing.asyncio.sleep(0.001)
+        return await write(fd, offset, data)
+
+    engine, twin = make(place, tmp_path, precision="bf16"), make(place, tmp_path, precision="bf16")
+    for each in (engine, twin):
+        train(each, 0, 1)
+    twin.save_checkpoint(tmp_path / "wanted", {"note": 1})
+    before = engine.allocations
+    with monkeypatch.context() as during:
+        during.setattr(writing, "_write", late)
+        saving = engine.begin_checkpoint(tmp_path / "found", {"note": 1})
+        copied = [size for _, name, size in engine.allocations if name == "copy for a checkpoint"]
+        assert copied >= [sum(file.stat().st_size for file in (tmp_path / "wanted").glob("*.bin"))]
+        wanted = train(engine, 2, 3)
+        assert not saving.is_done
+        assert not (tmp_path / "found").exists()
+        gate.set()
+        saving.finish()
+    assert engine.allocations == before
+    assert files(tmp_path / "found") == files(tmp_path / "wanted")
+    engine.load_checkpoint(tmp_path / "found")
+    assert train(engine, 2, 3) == wanted
+    engine.close()
+    twin.close()
+
+
+def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
+    """A budget has room for the states, and for half of them again: the rest is waited for."""
+    engine = make("cpu", tmp_path)
+    size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
+    engine.close()
+    engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=size + size // 2), max_grad_norm=0.2)
+    train(engine, 0)
+    host = engine._parts.host
+    with engine.begin_checkpoint(tmp_path / "saved") as saving:
+        assert host.current_bytes == host.budget_bytes
+        host.reserve("something", size // 4)
+        assert saving.is_done
+        host.drop("something")
+        assert host.current_bytes == size
+        saving.finish()
+    assert host.peak_bytes == host.budget_bytes
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.close()
+
+
+def test_a_copy_gives_way_to_that_of_the_next_save(tmp_path: Path) -> None:
+    engine = make("cpu", tmp_path)
+    size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
+    engine.close()
+    engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=3 * size), max_grad_norm=0.2)
+    train(engine, 0)
+    with engine.begin_checkpoint(tmp_path / "one") as one, engine.begin_checkpoint(tmp_path / "other") as other:
+        assert one.is_done
+        one.finish()
+        assert [size for _, name, size in engine.allocations if name == "copy for a checkpoint"]
+        other.finish()
+    assert "copy for a checkpoint" not in [name for _, name, _ in engine.allocations]
+    assert files(tmp_path / "one") == files(tmp_path / "other")
+    engine.close()
+
+
+def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    engine = make("cpu", tmp_path)
+    train(engine, 0)
+    threads, before = threading.active_count(), engine.allocations
+    with engine.begin_checkpoint(tmp_path / "saved"):
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+    assert (threading.active_count(), engine.allocations) == (threads, before)
+    train(engine, 1)
     engine.close()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
 from offload.engine.loss import find_loss
+from offload.engine.saving import Saving
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -83,6 +84,8 @@ class Player:
         self.owes_fault = False  # one on a lane that works for the next step has not come out yet
         self._num_saved = 0
         self._saved: Path | None = None
+        self._under_way: tuple[Saving, Path] | None = None
+        self.may_copy = True  # states for a checkpoint, into memory that is left over
         self.engine = self.open(layout)
         self.base_lr = self.engine.lr
 
@@ -95,6 +98,11 @@ class Player:
         if self.faults is not None:
             self.faults.watch(engine)
         return engine
+
+    def close(self) -> None:
+        if self._under_way is not None:
+            self._under_way[0].abort()
+        self.engine.close()
 
     def do(self, op: Op) -> Any:
         """Return what an op gives; Refused where the engine refuses it."""
@@ -169,10 +177,23 @@ class Player:
     def _save(self, op: Op) -> Any:
         self._num_saved += 1
         folder = self.folder / "checkpoints" / f"{op['seed']}-{self._num_saved}"
-        self.engine.save_checkpoint(folder, meta={"seed": op["seed"]})
-        self._saved = folder
+        self.settle()
+        if self.may_copy and op["seed"] % 2:
+            self._under_way = self.engine.begin_checkpoint(folder, meta={"seed": op["seed"]}), folder
+        else:
+            self.engine.save_checkpoint(folder, meta={"seed": op["seed"]})
+            self._saved = folder
+
+    def settle(self) -> None:
+        """Let a checkpoint that is under way come to its end."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            saving, folder = under_way
+            saving.finish()
+            self._saved = folder
 
     def _load(self, op: Op) -> Any:
+        self.settle()
         if self._saved is not None:
             self.engine.load_checkpoint(self._saved)
 
@@ -180,6 +201,7 @@ class Player:
         """Go on in a new engine, which lies elsewhere."""
         before, lr = self._saved, self.engine.lr
         self._save(op)
+        self.settle()
         self.engine.close()
         self.engine = self.open(self.case.layouts[op["layout"]])
         self.engine.load_checkpoint(self._saved or "")
@@ -189,6 +211,7 @@ class Player:
         """Let one rank alone load what all have saved, and save it; all go on from that."""
         before = self._saved
         self._save(op)
+        self.settle()
         if models.moves(self.case.model):  # every rank has moved its own, and one rank has one
             self.engine.load_checkpoint(self._saved or "")
             self._saved = before
@@ -297,6 +320,7 @@ def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
                 fail(player, op, seen[number - 1], wanted, where, outcome)
             else:
                 follow(player, op, wanted, where, bool(budgets), outcome)
+        player.settle()
         finish(player, seen, case, comm)
 
 
@@ -310,9 +334,9 @@ def closing(player: Player) -> Iterator[None]:
     except (Wrong, Refused) as found:
         verdict = found
     except BaseException:
-        player.engine.close()
+        player.close()
         raise
-    player.engine.close()
+    player.close()
     if verdict is not None:
         raise verdict
 
@@ -519,6 +543,7 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
     if calm.get("recompute") == "auto":
         calm["recompute"] = "always"
     player = make(case, comm, folder, calm, {})
+    player.may_copy = False
     try:
         for op in ops:
             if op["do"] not in ("reopen", "world"):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offload.checkpoint import writer as writing
 from offload.checkpoint.folder import Checkpoints
+from offload.checkpoint.reader import verify
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
+from offload.saves import Saves
 from tests.disks import mounted
 from tests.trainer.conftest import SHAPES
 
@@ -42,7 +49,19 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def end_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a checkpoint be whole, or have failed, before the next step, where the disk might take longer."""
+
+    def is_due(saves: Saves) -> bool:
+        if saves._under_way is not None:
+            saves._under_way.saving._writer.wait()
+        return saves._under_way is not None
+
+    monkeypatch.setattr(Saves, "is_due", property(is_due))
+
+
+@pytest.fixture
+def end_in(monkeypatch: pytest.MonkeyPatch, at_once: None) -> Any:
     """Return a function after which the training step of that number, counted from 1 in a process, ends the run."""
     step, first = Engine.step, [0]
 
@@ -251,7 +270,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_full_disk_during_a_save(
-    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path
+    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path, at_once: None
 ) -> None:
     """Full from the first save on until the fifth step."""
     whole, wanted, _ = run("whole", **{"train.steps": 7})
@@ -277,7 +296,7 @@ def test_a_full_disk_during_a_save(
         (disk / "other").unlink()
     else:
         result, found, output = run("", **settings)
-        assert output.count("note: this step could not be saved, the last one is of step 2") == 1
+        assert output.count("note: step 4 could not be saved, the last one is of step 2") == 1
         assert steps_of(result.dir) == ["step-7", "step-6", "step-2"]
         assert learnt(found) == learnt(wanted)
         shutil.rmtree(result.dir / "hf")
@@ -287,11 +306,108 @@ def test_a_full_disk_during_a_save(
     assert_same_weights(result.dir, whole.dir)
 
 
+def held_back(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, error: OSError | None = None) -> None:
+    """Let no chunk of a checkpoint be written before a gate is open."""
+    write = writing._write
+
+    async def late(fd: int, offset: int, data: Any) -> str:
+        while not gate.is_set():
+            await writing.asyncio.sleep(0.001)
+        if error is not None:
+            raise error
+        return await write(fd, offset, data)
+
+    monkeypatch.setattr(writing, "_write", late)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is announced before it is whole; the next save, of step 6, waits for it."""
+    whole, wanted, _ = run("whole", **{"train.steps": 7})
+    gate, step, seen, done = threading.Event(), Engine.step, list[list[str]](), list[int]()
+
+    def watched(self: Engine, *args: Any, **more: Any) -> Any:
+        result = step(self, *args, **more)
+        done.append(1)
+        if len(done) == 5:
+            seen.append(steps_of(whole.dir.parent / "run"))
+            gate.set()
+        return result
+
+    with monkeypatch.context() as during:
+        held_back(during, gate)
+        during.setattr(Engine, "step", watched)
+        result, found, output = run("run", **{"train.steps": 7, "checkpoint.every": 3})
+    assert seen == [[]]
+    assert steps_of(result.dir) == ["step-7", "step-6", "step-3"]
+    assert [int(each) for each in re.findall(r"step (\d+)  saved ", output)] == [3, 6, 7]
+    assert "training stood still for" in output
+    assert learnt(found) == learnt(wanted)
+    for each in (7, 6, 3):
+        verify(result.dir / f"checkpoints/step-{each}")
+    shutil.rmtree(result.dir / "checkpoints/step-7")
+    shutil.rmtree(result.dir / "checkpoints/step-6")
+    shutil.rmtree(result.dir / "hf")
+    result, found, output = run("run", **{"train.steps": 7})
+    assert "resumed at step 3" in output
+    assert learnt(found) == learnt(wanted)
+    assert_same_weights(result.dir, whole.dir)
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_checkpoint_that_fails_on_its_way_is_told_of(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    gate = threading.Event()
+    step, done = Engine.step, list[int]()
+
+    def watched(self: Engine, *args: Any, **more: Any) -> Any:
+        done.append(1)
+        if len(done) == 4:
+            gate.set()
+        return step(self, *args, **more)
+
+    settings = {"train.steps": 4, "checkpoint.every": 3, "checkpoint.on_error": on_error}
+    with monkeypatch.context() as during:
+        held_back(during, gate, OSError(errno.EIO, os.strerror(errno.EIO)))
+        during.setattr(Engine, "step", watched)
+        with pytest.raises(DiskError, match="EIO"):
+            run("run", **settings)
+    assert steps_of(tmp_path / "run") == []
+    assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
+    assert len(done) == 4
+    assert not [each for each in threading.enumerate() if each.name.startswith("offload-checkpoint")]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """It is brought to its end; who interrupts once more does not want to wait."""
+    gate, step, done = threading.Event(), Engine.step, list[int]()
+
+    def failing(self: Engine, *args: Any, **more: Any) -> Any:
+        done.append(1)
+        if len(done) == 5:
+            threading.Timer(0.05, gate.set).start()
+            raise RuntimeError("no") if is_ours else KeyboardInterrupt
+        return step(self, *args, **more)
+
+    with monkeypatch.context() as during:
+        held_back(during, gate)
+        during.setattr(Engine, "step", failing)
+        with pytest.raises(RuntimeError if is_ours else KeyboardInterrupt):
+            run("run", **{"train.steps": 7, "checkpoint.every": 3})
+    assert steps_of(tmp_path / "run") == (["step-3"] if is_ours else [])
+    assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
+    if is_ours:
+        verify(tmp_path / "run/checkpoints/step-3")
+
+
 def test_a_last_save_that_fails_is_an_error_after_the_export(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise DiskError("no room", 28, Path("there"))
 
-    monkeypatch.setattr(Engine, "save_checkpoint", full)
+    monkeypatch.setattr(Engine, "begin_checkpoint", full)
     with pytest.raises(DiskError, match="no room"):
         run("run", **{"checkpoint.every": 2})
 
