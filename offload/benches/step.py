@@ -96,19 +96,22 @@ def _contenders(
     if arguments.nvme_dir:
         yield ours("engine, states on nvme", parameters="nvme", optimizer="nvme", nvme_dir=arguments.nvme_dir)
     if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
-        yield deepspeed_zero3("DeepSpeed ZeRO-3, CPU offload", arguments, precision, plain.name, opened)
+        checkpointing = recompute == "always"
+        name = "DeepSpeed ZeRO-3, CPU offload"
+        yield deepspeed_zero3(name, arguments, precision, checkpointing, plain.name, opened)
         if arguments.nvme_dir:
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
-            yield deepspeed_zero3("DeepSpeed ZeRO-3, NVMe offload", arguments, precision, plain.name, opened, folder)
+            name = "DeepSpeed ZeRO-3, NVMe offload"
+            yield deepspeed_zero3(name, arguments, precision, checkpointing, plain.name, opened, folder)
 
 
-def _model(arguments: argparse.Namespace) -> Any:
+def _model(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     heads = max(1, arguments.hidden // 64)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=arguments.hidden,
             intermediate_size=arguments.hidden * 8 // 3 // 64 * 64,
@@ -120,17 +123,18 @@ def _model(arguments: argparse.Namespace) -> Any:
             use_cache=False,
             attn_implementation="sdpa",
         )
-    ).train()
+    )
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return model.train()
 
 
 def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: bool) -> Contender:
     """Make plain PyTorch: all states resident, clipping, fused AdamW."""
     import torch
 
-    model = _model(arguments)
-    if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()
+    model = _model(arguments, checkpointing)
     masters = list(model.parameters())
     if precision == "bf16":
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
@@ -198,6 +202,7 @@ def deepspeed_zero3(
     name: str,
     arguments: argparse.Namespace,
     precision: str,
+    checkpointing: bool,
     reference: str,
     opened: ExitStack,
     folder: str | None = None,
@@ -221,7 +226,7 @@ def deepspeed_zero3(
         },
         "steps_per_print": 10**9,
     }
-    model = _model(arguments)
+    model = _model(arguments, checkpointing)
     made, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     opened.callback(made.destroy)
 
