@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload import Engine
+from offload.checkpoint import writer as writing
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError, OffloadError
 from offload.partition.joining import open_comm
@@ -46,6 +47,31 @@ def refused(path: str) -> tuple[str, str]:
         finally:
             Writer.write = write  # type: ignore[method-assign]
         engine.step(share(CASES["plain"].batch(0, 4), (2, 2), comm.rank))
+        engine.close()
+    return told
+
+
+def refused_later(path: str) -> tuple[str, str]:
+    """Save while training goes on, where one rank's disk fails meanwhile; return the error of the end of the save."""
+
+    async def full(*_: Any) -> str:
+        raise OSError(28, "no space left")
+
+    write, batch = writing._write, CASES["plain"].batch
+    with open_comm() as comm:
+        engine = opened(comm, CASES["plain"])
+        engine.step(share(batch(0, 4), (2, 2), comm.rank))
+        if comm.rank == 1:
+            writing._write = full
+        try:
+            saving = engine.begin_checkpoint(path)
+            engine.step(share(batch(1, 4), (2, 2), comm.rank))
+            saving.finish()
+        except OffloadError as error:
+            told = type(error).__name__, str(error)
+        finally:
+            writing._write = write
+        engine.step(share(batch(2, 4), (2, 2), comm.rank))
         engine.close()
     return told
 

@@ -10,7 +10,7 @@ import torch
 
 from offload.checkpoint.reader import Reader
 from tests.engine.ranks import run
-from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, refused, save
+from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, refused, refused_later, save
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
@@ -48,8 +48,9 @@ def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_pat
         assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp_path: Path) -> None:
-    errors = run(2, refused, path=str(tmp_path / "step-1"))
+@pytest.mark.parametrize("job", [refused, refused_later], ids=["at once", "while training goes on"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(job: Any, tmp_path: Path) -> None:
+    errors = run(2, job, path=str(tmp_path / "step-1"))
     assert errors[0] == errors[1]
     assert errors[0][0] == "DiskError"
     assert errors[0][1].startswith("[rank 1] the write of ")
