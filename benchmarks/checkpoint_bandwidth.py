@@ -8,6 +8,7 @@ Ours goes past the page cache, as fio does with O_DIRECT; fio is also measured t
 read from the disk that a save writes to, and written to the one that a load reads from: there fio also reads one file
 and writes another at once, twice as much in all, and its rate is that of one of them until both are done. All take
 turns on the same disk, round after round; a ratio is the median over the rounds of two rates measured a moment apart.
+A save while training goes on is one into a copy in memory: its rate is that at which training may go on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13
 DIRECT = ["--ioengine=io_uring", "--iodepth=4", "--direct=1"]
 FIO = {"fio, buffered": ["--ioengine=psync"], "fio, O_DIRECT": DIRECT}
 BOTH = "fio, O_DIRECT, one file read and one written"
+COPY = "save while training goes on"
 
 
 def main() -> None:
@@ -88,12 +90,22 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             engine.finish()
             return num_bytes / (time.perf_counter() - begin) / 1e9
 
+        def stall() -> float:
+            """Save while training could go on; return the rate at which it came to that."""
+            engine.finish()
+            begin = time.perf_counter()
+            with engine.begin_checkpoint(path) as saving:
+                seconds = time.perf_counter() - begin
+                saving.finish()
+            return num_bytes / seconds / 1e9
+
         if tier == "nvme":
             of_fio(DIRECT, write=source)
         rounds: list[dict[str, float]] = []
         for number in range(num_pairs + 1):
             rates = {}
             passes: list[tuple[str, Callable[[], float]]] = [("save", lambda: pass_of(engine.save_checkpoint))]
+            passes.append((COPY, stall))
             passes += [(f"{name}: write", lambda more=more: of_fio(more, write=other)) for name, more in FIO.items()]
             if tier == "nvme":
                 passes.append((f"{BOTH}: write", lambda: of_fio(DIRECT, read=source, write=other)))
@@ -133,19 +145,19 @@ def summarise(tier: str, num_bytes: int, rounds: list[dict[str, float]]) -> list
         rates = [each[name] for each in rounds]
         value = round(statistics.median(rates), 3)
         details = {"bytes": num_bytes, "pairs": len(rates), "all": [round(rate, 3) for rate in rates]}
-        if name not in ("save", "load"):
+        if name not in ("save", COPY, "load"):
             results.append(Result(f"{tier}, {name}", value, "GB/s", details=details))
             continue
         for reference in rounds[0]:
-            if not reference.endswith("write" if name == "save" else "read"):
+            if not reference.endswith("read" if name == "load" else "write"):
                 continue
             ratios = [each[name] / each[reference] for each in rounds]
             low, middle, high = (round(each, 3) for each in statistics.quantiles(ratios, n=4, method="inclusive"))
             more = {"lower_quartile": low, "upper_quartile": high, **details}
             results.append(Result(f"{tier}, {name}", value, "GB/s", f"{tier}, {reference}", middle, more))
         seconds = statistics.median(num_bytes / rate / 1e9 for rate in rates)
-        what = "training stands still for a save" if name == "save" else "a load takes"
-        results.append(Result(f"{tier}, {what}", round(seconds, 2), "s"))
+        what = "training stands still for it" if name == COPY else "takes"
+        results.append(Result(f"{tier}, {name}: {what}", round(seconds, 2), "s"))
     return results
 
 
