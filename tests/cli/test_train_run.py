@@ -206,7 +206,8 @@ def test_another_signal_saves_and_training_goes_on(
     assert [path.name for path in Checkpoints(run / "checkpoints").folders()][-1] == f"step-{step}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) > step
-    assert [line["step"] for line in lines if "checkpoint_seconds" in line] == [step + 1]
+    # The copy stood in the way of the next step, and the end of the save, maybe, of a later one.
+    assert next(line["step"] for line in lines if "checkpoint_seconds" in line) == step + 1
 
 
 def test_two_processes_cannot_train_in_one_folder(

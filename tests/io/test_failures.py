@@ -209,6 +209,7 @@ def test_nothing_is_left(kind, tmp_path):
             file = engine.open(tmp_path / "file", num_bytes=MIB)
             engine.write(file, 0, pages(MIB)).wait()
     deadline = time.monotonic() + 120  # a thread of Python is joined a moment before the system has ended it
-    while num_threads() != before[1] and time.monotonic() < deadline:
+    while num_threads() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (num_open(), num_threads()) == before
+    assert num_open() == before[0]
+    assert num_threads() <= before[1], "one of an earlier test may have ended meanwhile"

@@ -165,7 +165,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row = found[f"{name} {group}"].fields()
         assert row["reference"] == "plain PyTorch"
         assert (row["slowdown"] > 0, row["pairs"], row["steps_in_a_block"]) == (True, 3, 2)
-        assert (row["nvme_read_bytes"] > row["nvme_write_bytes"] > 0) == ("nvme" in name)
+        # Weights are read again for a backward, where the ring of updates does not hold them still.
+        assert (row["nvme_read_bytes"] >= row["nvme_write_bytes"] > 0) == ("nvme" in name)
         assert row["d2h_bytes"] > 0
         assert row["peak_device_bytes"] > 0
     assert not list(tmp_path.rglob("*.bin"))
