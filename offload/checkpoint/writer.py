@@ -65,6 +65,7 @@ class Writer:
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
         self._writes: set[asyncio.Task[Any]] = set()
+        self._turns = asyncio.Semaphore(_IN_FLIGHT)  # who waits for his turn writes nothing after an error
         self._closing = asyncio.Lock()
         self._ended: Future[None] | None = None
         self._is_open = True
@@ -181,15 +182,16 @@ class Writer:
         task = asyncio.current_task()
         assert task is not None
         self._writes.add(task)
-        if self._error is None:
-            offset = index * self._chunk_bytes
-            what = f"the write of {num_bytes} bytes at offset {offset}"
-            try:
-                self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
-            except OSError as error:
-                self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
-            except Exception as error:  # whoever waits for a buffer must get it
-                self._error = self._error or error
+        async with self._turns:
+            if self._error is None:
+                offset = index * self._chunk_bytes
+                what = f"the write of {num_bytes} bytes at offset {offset}"
+                try:
+                    self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
+                except OSError as error:
+                    self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
+                except Exception as error:  # whoever waits for a buffer must get it
+                    self._error = self._error or error
         self._free.put(chunk)
 
     async def _close(self, syncs: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,6 +426,35 @@ def test_a_failing_write_stops_the_others(tmp_path, monkeypatch, where, code):
     monkeypatch.setattr(writer, where, fail)
     with pytest.raises(DiskError, match=rf"rank-0.bin.*{errno.errorcode[code]}"):
         fill(Checkpoints(tmp_path), 1)
+    assert len(calls) <= 4
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_waits_in_a_copy_is_not_written_after_a_failure_or_the_end(tmp_path, monkeypatch, fails):
+    calls, gate = [], threading.Event()
+
+    async def late(*args: object) -> str:
+        calls.append(args)
+        while not gate.is_set() and not it._error:
+            await asyncio.sleep(0.001)
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return ""
+
+    monkeypatch.setattr(writer, "_write", late)
+    contents = {"weight": Entry((20, 4096), {"bytes": torch.uint8})}
+    with (
+        Save(tmp_path / "here") as made,
+        Writer(made.path, 0, contents, chunk_bytes=4096, spare_bytes=20 * 4096) as it,
+    ):
+        it.write("weight", "bytes", 0, torch.zeros(20 * 4096, dtype=torch.uint8))
+        it.end()
+        it._run(asyncio.sleep(0))  # whatever can begin has begun
+        if fails:
+            gate.set()
+            with pytest.raises(DiskError, match="EIO"):
+                it.finish()
     assert len(calls) <= 4
     assert names(tmp_path) == []
 
