@@ -5,6 +5,7 @@ another placement can read what this one wrote.
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -63,13 +64,15 @@ class Saving:
         for name, entry in moved.items():
             planes = contents[name].planes if name in contents else {}
             contents[name] = Entry(entry.shape, {**planes, **entry.planes})
-        self._comm, self._contents, self._meta, self._save = comm, contents, dict(meta), None
+        self._comm, self._contents, self._save = comm, contents, None
         self._random = _random(parts)
-        self._own = {**decided, "step": parts.stream.step_number, "updates": dict(_updates(parts))}
-        self._own |= {"built_in": _built_in(parts), "conversions": _conversions(parts)}
+        own = {**decided, "step": parts.stream.step_number, "updates": dict(_updates(parts))}
+        own |= {"built_in": _built_in(parts), "conversions": _conversions(parts)}
         with ExitStack() as opened:
             with as_one(comm, "making of the checkpoint"):
                 if comm.rank == 0:
+                    # What of it is somebody's, the steps that follow may change.
+                    self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
                     self._save = opened.enter_context(Save(folder))
                     for name, data in {**_configuration(parts), **(files or {})}.items():
                         self._save.attach(name, data)
@@ -98,10 +101,10 @@ class Saving:
             with as_one(comm, "writing of the checkpoint"):
                 part = self._writer.finish()
             told = comm.gather_objects((part, self._random), "parts of the checkpoint")
-            own = {**self._own, "random": [random for _, random in told]}
             with as_one(comm, "end of the checkpoint"):
                 if self._save is not None:
-                    self._save.commit(self._contents, [its for its, _ in told], {"engine": own, "meta": self._meta})
+                    self._meta["engine"]["random"] = [random for _, random in told]
+                    self._save.commit(self._contents, [its for its, _ in told], self._meta)
 
     def abort(self) -> None:
         """Remove what was written; nothing to do after `finish`. Not collective."""

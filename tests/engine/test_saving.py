@@ -185,6 +185,22 @@ def test_what_is_saved_is_what_was_when_the_save_began(
     twin.close()
 
 
+def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path: Path) -> None:
+    """A note that its owner changes, and what is decided at the first batch of another kind."""
+    engine, note = make("cpu", tmp_path), {"losses": [1.0]}
+    train(engine, 0)
+    engine.save_checkpoint(tmp_path / "wanted", note)
+    with engine.begin_checkpoint(tmp_path / "found", note) as saving:
+        note["losses"].append(2.0)
+        engine.step({**tokens(1), "attention_mask": torch.ones_like(tokens(1)["input_ids"])})
+        saving.finish()
+    assert files(tmp_path / "found") == files(tmp_path / "wanted")
+    with pytest.raises(TypeError, match="JSON"):
+        engine.begin_checkpoint(tmp_path / "other", {"note": object()})
+    assert not (tmp_path / "other").exists()
+    engine.close()
+
+
 def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     """A budget has room for the states, and for half of them again: the rest is waited for."""
     engine = make("cpu", tmp_path)
