@@ -23,6 +23,7 @@ from offload.checkpoint.reader import Reader, Span
 from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.engine.assemble import Assembly
+from offload.engine.meeting import meet
 from offload.errors import CheckpointError, ConfigError
 from offload.lanes.ticket import Ticket
 from offload.partition.layout import PLANES, Region
@@ -98,6 +99,7 @@ class Saving:
         """Wait until all is on the disk, and publish it. Collective. Raises as the making of it."""
         comm = self._comm
         with self._opened:
+            meet(comm, "finish of a checkpoint")
             with as_one(comm, "writing of the checkpoint"):
                 part = self._writer.finish()
             told = comm.gather_objects((part, self._random), "parts of the checkpoint")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from offload import Engine
 from offload.checkpoint import writer as writing
 from offload.checkpoint.writer import Writer
-from offload.errors import DiskError, OffloadError
+from offload.errors import ConfigError, DiskError, OffloadError
 from offload.partition.joining import open_comm
 from tests.engine.families import build
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
@@ -74,6 +76,18 @@ def refused_later(path: str) -> tuple[str, str]:
         engine.step(share(batch(2, 4), (2, 2), comm.rank))
         engine.close()
     return told
+
+
+def parted(path: str) -> tuple[str, str]:
+    """Rank 0 ends a save while the others go on with a step; return the error."""
+    with open_comm() as comm:
+        engine, batch = opened(comm, CASES["plain"]), share(CASES["plain"].batch(0, 4), (2, 2), comm.rank)
+        saving = engine.begin_checkpoint(path)
+        with saving, pytest.raises(ConfigError) as caught:
+            saving.finish() if comm.rank == 0 else engine.step(batch)
+        engine.step(batch)
+        engine.close()
+    return type(caught.value).__name__, str(caught.value)
 
 
 def moved_apart(path: str) -> list[dict[str, Any]]:

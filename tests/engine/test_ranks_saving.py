@@ -10,7 +10,7 @@ import torch
 
 from offload.checkpoint.reader import Reader
 from tests.engine.ranks import run
-from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, refused, refused_later, save
+from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, parted, refused, refused_later, save
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
@@ -55,6 +55,13 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(job
     assert errors[0][0] == "DiskError"
     assert errors[0][1].startswith("[rank 1] the write of ")
     assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_a_rank_that_ends_a_save_while_others_take_a_step_is_told_so(tmp_path: Path) -> None:
+    errors = run(2, parted, path=str(tmp_path / "saved"))
+    assert errors[0] == errors[1]
+    assert "rank 0: finish of a checkpoint; rank 1: step" in errors[0][1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
