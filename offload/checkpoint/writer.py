@@ -43,8 +43,9 @@ _T = TypeVar("_T")
 class Writer:
     """Writes slices of parameters into `folder`, which a `Save` made. Used from one thread.
 
-    num_bytes: handed in so far. A failed write is raised as DiskError by a later `write` or by `finish`; nothing is
-    written after it. Leaving the `with` block before `finish` has returned removes the file.
+    num_bytes: handed in so far. spare_bytes: of the spare memory; 0 where there was none to be had. A failed write is
+    raised as DiskError by a later `write` or by `finish`; nothing is written after it. Leaving the `with` block before
+    `finish` has returned removes the file.
     """
 
     def __init__(
@@ -60,7 +61,12 @@ class Writer:
         self._checksums: dict[int, str] = {}
         # The one that was given back last comes first: of the spare memory only what is needed is ever touched.
         self._free: queue.LifoQueue[np.ndarray] = queue.LifoQueue()
-        for buffer in chunk_buffers(_BUFFERS + spare_bytes // chunk_bytes, chunk_bytes):
+        try:
+            buffers = list(chunk_buffers(_BUFFERS + spare_bytes // chunk_bytes, chunk_bytes))
+        except OSError:  # a limit on addresses, or a system that promises no more than it has
+            spare_bytes, buffers = 0, list(chunk_buffers(_BUFFERS, chunk_bytes))
+        self.spare_bytes = spare_bytes
+        for buffer in buffers:
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None

@@ -82,8 +82,8 @@ class Saving:
                 parts.host.make_room()  # of a copy that another save has still
                 spare_bytes = _spare_bytes(parts, contents) if copies else 0
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
-                if spare_bytes:
-                    opened.enter_context(_borrowed(parts.host, spare_bytes, self._writer))
+                if self._writer.spare_bytes:
+                    opened.enter_context(_borrowed(parts.host, self._writer))
                 _write(parts, self._writer)
                 for name, plane, value in parts.moved.own(comm.rank, moved):
                     self._writer.write(name, plane, 0, value)
@@ -133,10 +133,9 @@ def _spare_bytes(parts: Assembly, contents: Contents) -> int:
 
 
 @contextmanager
-def _borrowed(host: Ledger, num_bytes: int, writer: Writer) -> Iterator[None]:
+def _borrowed(host: Ledger, writer: Writer) -> Iterator[None]:
     """Enter a copy into the ledger for as long as it is there, which is until somebody else needs the memory."""
-
-    is_held = True
+    is_held, num_bytes = True, writer.spare_bytes
 
     def release() -> None:
         nonlocal is_held

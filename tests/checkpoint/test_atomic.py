@@ -459,6 +459,22 @@ def test_what_waits_in_a_copy_is_not_written_after_a_failure_or_the_end(tmp_path
     assert names(tmp_path) == []
 
 
+def test_a_copy_for_which_there_is_no_memory_is_not_made(tmp_path):
+    """A limit on addresses, or a system that promises no more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with Save(tmp_path / "here") as made:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), hard))
+        try:
+            it = Writer(made.path, 0, CONTENTS, spare_bytes=4 << 30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with it:
+            assert it.spare_bytes == 0
+            it.write("scale", "weights", 0, torch.zeros(1))
+            it.finish()
+
+
 def test_an_interrupted_save(tmp_path):
     def interrupt(index: int) -> None:
         if index == 9:
