@@ -396,7 +396,8 @@ class Engine:
         """Begin what `save_checkpoint` does: all states are copied into host memory that is left over (of the budget,
         or half of what is free without one), and are on their way to the disk when this returns. What has no room there
         is waited for. Steps may follow; the checkpoint is there once `finish` of what this returns has returned, which
-        is collective as well. It `is_done` (on this rank) when `finish` need not wait; `abort` gives it up.
+        is collective as well, and comes before `close`. It `is_done` (on this rank) when `finish` need not wait;
+        `abort` gives it up.
 
         Raises as `save_checkpoint`; what the disk refuses later is raised by `finish`, on all ranks.
         """
