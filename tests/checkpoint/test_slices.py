@@ -29,6 +29,7 @@ from offload.checkpoint.writer import Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
 from tests.forks import PATIENCE_S
+from tests.lanes.patience import eventually
 
 
 def cut(numel: int, num_cuts: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -253,10 +254,12 @@ class TestBounds:
 
         thread = threading.Thread(target=run)
         thread.start()
-        for _ in range(writing._BUFFERS):
+        for _ in range(writing._IN_FLIGHT):
             assert entered.acquire(timeout=120)
         assert not entered.acquire(timeout=0.2)
-        assert writer[0].num_bytes == writing._BUFFERS * self.CHUNK_BYTES
+        full = writing._BUFFERS * self.CHUNK_BYTES
+        assert eventually(lambda: writer[0].num_bytes == full)
+        assert writer[0].num_bytes == full, "and no more"
         gate.set()
         thread.join(120)
         verify(tmp_path / "here")
