@@ -199,6 +199,7 @@ class Player:
 
     def _reopen(self, op: Op) -> Any:
         """Go on in a new engine, which lies elsewhere."""
+        self.settle()
         before, lr = self._saved, self.engine.lr
         self._save(op)
         self.settle()
@@ -209,6 +210,7 @@ class Player:
 
     def _world(self, op: Op) -> Any:
         """Let one rank alone load what all have saved, and save it; all go on from that."""
+        self.settle()
         before = self._saved
         self._save(op)
         self.settle()
