@@ -60,7 +60,7 @@ class Saves:
         return self._under_way is not None and self._under_way.saving.is_done
 
     def save(self, *args: Any) -> None:
-        """Save a step (as `begin_to_save`), and wait until it is on the disk. Collective.
+        """Save a step, with what `try_to_save` takes, and wait until it is on the disk. Collective.
 
         Raises DiskError, on all ranks, after which training can go on.
         """

@@ -289,14 +289,10 @@ def _lent(parts: Assembly) -> Generator[tuple[Region, Part, Loan], None, None]:
                 open_now.append((region, part, part.lend(*_STATES)))
             if number:
                 yield open_now[0]
-                _give_back(open_now.popleft()[2])
+                open_now.popleft()[2].give_back()
     finally:
         for _, _, loan in open_now:
-            _give_back(loan)
-
-
-def _give_back(loan: Loan) -> None:
-    loan.read(Ticket("compute", is_done=True))
+            loan.give_back()
 
 
 def _wanted(parts: Assembly, state: RegionState, part: Part) -> Iterator[Span]:

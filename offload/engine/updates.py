@@ -194,7 +194,7 @@ class Updates:
         """What was read early of these parts is not updated."""
         for part in parts:
             if (loan := self._early.pop(part, None)) is not None:
-                loan.read(Ticket("compute", is_done=True))
+                loan.give_back()
 
     def _lend(self, part: Part, names: Sequence[str]) -> Loan:
         """Lend a part's planes for its update: those that were read early, or anew."""

@@ -35,15 +35,14 @@ class Ring:
 
     def has_room(self, num_bytes: int) -> bool:
         """True where so much could be taken beside what is open."""
-        begin, end = self._next(num_bytes)
-        return end <= self.memory.nbytes and not any(other.is_open for other in self._over(begin, end))
+        return self._find(num_bytes) is not None
 
     def take(self, num_bytes: int) -> Stretch | None:
         """Return a stretch, or None where the buffer is too small beside what is open."""
-        if not self.has_room(num_bytes):
+        found = self._find(num_bytes)
+        if found is None:
             return None
-        begin, end = self._next(num_bytes)
-        over = self._over(begin, end)
+        begin, end, over = found
         after = [ticket for other in over for ticket in other.fence.before_fill()]
         stretch = Stretch(self.memory[begin:end], begin, end, after, Fence(self.kind))
         for other in over:
@@ -52,13 +51,12 @@ class Ring:
         self._end = end
         return stretch
 
-    def _next(self, num_bytes: int) -> tuple[int, int]:
-        """Return from where to where the next stretch lies."""
+    def _find(self, num_bytes: int) -> tuple[int, int, list[Stretch]] | None:
+        """Return from where to where the next stretch lies, and over which others; None where it cannot."""
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
-        return begin, begin + num_bytes
-
-    def _over(self, begin: int, end: int) -> list[Stretch]:
-        return [other for other in self._taken if other.begin < end and begin < other.end]
+        end = begin + num_bytes
+        over = [other for other in self._taken if other.begin < end and begin < other.end]
+        return None if end > self.memory.nbytes or any(other.is_open for other in over) else (begin, end, over)
 
     def reset(self) -> None:
         """Whoever took a stretch has given it up."""

@@ -578,6 +578,13 @@ def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
 
 
+def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
+    """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
+    slots = engine._parts.slots
+    slots.fetch(slots.cargo_of(unit.regions), 0)
+    return slots.place(unit.regions)[state.region][state.span(0)]
+
+
 @BROKEN
 def test_an_update_is_written_once_the_fetch_has_read_its_record(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -591,8 +598,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
         monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
     parts.store.reset()  # else it goes up from the ring of updates
     with held_up(parts.lanes.fetch_read):
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[region][state.span(0)]
+        shown = brought_up(on_disk, unit, state)
         update(on_disk, state, torch.ones(region.numel))
     settle(on_disk)
     assert torch.equal(shown, before.view(-1)) == (not broken)
@@ -617,8 +623,7 @@ def test_weights_go_up_from_the_ring_once_they_were_read(
     parts.store._nvme.updates._ring.memory.zero_()
     with held_up(parts.lanes.update_read):
         read_early(on_disk, state)
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+        shown = brought_up(on_disk, unit, state)
     settle(on_disk)
     assert torch.equal(shown, before.view(-1)) == (not broken)
 
@@ -635,8 +640,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
     with held_up(parts.lanes.update):
         update(on_disk, state, torch.ones(state.region.numel))
         parts.lanes.update_read.drain()
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+        shown = brought_up(on_disk, unit, state)
     settle(on_disk)
     assert torch.equal(shown, parts.store.read(state.region.parameters[0]).view(-1)) == (not broken)
 
@@ -651,8 +655,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
         monkeypatch.setattr(Part, "renewed", lambda self, loan: loan)
     read_early(on_disk, state)
     with held_up(parts.lanes.h2d):
-        parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
-        shown = parts.slots.place(unit.regions)[state.region][state.span(0)]
+        shown = brought_up(on_disk, unit, state)
         update(on_disk, state, torch.ones(state.region.numel))
     settle(on_disk)
     assert torch.equal(shown, before.view(-1)) == (not broken)

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from offload import Engine, Placement
-from offload.checkpoint import writer as writing
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
 from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
+from tests.disks import held_back
 from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.families import build, tokens
 from tests.engine.handmade import RunningStatistics, Shifting, cross_entropy, words
@@ -155,20 +155,14 @@ def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Pa
 def test_what_is_saved_is_what_was_when_the_save_began(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), writing._write
-
-    async def late(fd: int, offset: int, data: Any) -> str:
-        while not gate.is_set():
-            await writing.asyncio.sleep(0.001)
-        return await write(fd, offset, data)
-
+    gate = threading.Event()
     engine, twin = make(place, tmp_path, precision="bf16"), make(place, tmp_path, precision="bf16")
     for each in (engine, twin):
         train(each, 0, 1)
     twin.save_checkpoint(tmp_path / "wanted", {"note": 1})
     before = engine.allocations
     with monkeypatch.context() as during:
-        during.setattr(writing, "_write", late)
+        held_back(during, gate)
         saving = engine.begin_checkpoint(tmp_path / "found", {"note": 1})
         copied = [size for _, name, size in engine.allocations if name == "copy for a checkpoint"]
         assert copied >= [sum(file.stat().st_size for file in (tmp_path / "wanted").glob("*.bin"))]

@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload.checkpoint import writer as writing
 from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.reader import verify
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
 from offload.saves import Saves
-from tests.disks import mounted
+from tests.disks import held_back, mounted
 from tests.trainer.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -304,20 +303,6 @@ def test_a_full_disk_during_a_save(
     assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
-
-
-def held_back(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, error: OSError | None = None) -> None:
-    """Let no chunk of a checkpoint be written before a gate is open."""
-    write = writing._write
-
-    async def late(fd: int, offset: int, data: Any) -> str:
-        while not gate.is_set():
-            await writing.asyncio.sleep(0.001)
-        if error is not None:
-            raise error
-        return await write(fd, offset, data)
-
-    monkeypatch.setattr(writing, "_write", late)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
