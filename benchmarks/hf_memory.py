@@ -65,7 +65,7 @@ def make_source(folder: Path) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from offload.checkpoint.hf_write import write_model
+    from offload.hf.write import write_model
 
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
@@ -83,8 +83,8 @@ def measure(placement: str, folder: Path) -> dict[str, float]:
     from transformers import LlamaForCausalLM  # noqa: F401 - with torch, and what both of them import
 
     from offload import Engine, Placement
-    from offload.checkpoint.models import build_model
-    from offload.sections import ModelSection
+    from offload.config.sections import ModelSection
+    from offload.hf.models import build_model
 
     found = {"peak after the imports of Python": _peak()}
     begin = time.perf_counter()
@@ -117,7 +117,7 @@ def _peak() -> int:
 
 
 def _num_different(one: Path, other: Path) -> int:
-    from offload.checkpoint.tensor_file import TensorFile
+    from offload.hf.safetensors_file import TensorFile
 
     def hashes(folder: Path) -> dict[str, str]:
         found = {}

@@ -1,4 +1,4 @@
-// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native.py and offload/native_io.py, the
+// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py and offload/native/io.py, the
 // only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -56,6 +56,15 @@ int64_t py_correct_adamw(Address master, Address lo, Address exp_avg, Address ex
   const CorrectionScalars scalars{f(applied_scale),  f(grad_scale),       f(lerp_weight), f(one_minus_beta2),
                                   f(least_v_per_m2), f(sqrt_correction2), f(eps),         f(neg_step_size)};
   return correct_adamw(arrays, scalars, execution(threads, isa));
+}
+
+int64_t py_lion(Address master, Address lo, Address exp_avg, Address grad, bool grad_is_bf16, int64_t n,
+                double grad_scale, double decay, double beta1, double one_minus_beta1, double beta2,
+                double one_minus_beta2, double lr, int threads, int isa) {
+  const LionArrays arrays{at<void>(master), at<int16_t>(lo), at<float>(exp_avg), at<const void>(grad), grad_is_bf16, n};
+  const auto f = [](double x) { return static_cast<float>(x); };
+  const LionScalars scalars{f(grad_scale), f(decay), f(beta1), f(one_minus_beta1), f(beta2), f(one_minus_beta2), f(lr)};
+  return lion(arrays, scalars, execution(threads, isa));
 }
 
 void py_split(Address master, Address hi, Address lo, int64_t n, int threads, int isa) {
@@ -125,6 +134,7 @@ NB_MODULE(_core, module) {
   module.def("physical_cores", &physical_cores);
   module.def("adamw", &py_adamw, no_gil);
   module.def("correct_adamw", &py_correct_adamw, no_gil);
+  module.def("lion", &py_lion, no_gil);
   module.def("split", &py_split, no_gil);
   module.def("join", &py_join, no_gil);
   module.def("to_bf16", &py_to_bf16, no_gil);

@@ -1,4 +1,4 @@
-// The I/O engines as Python sees them. offload/native_io.py holds on to the memory and the files of every request.
+// The I/O engines as Python sees them. offload/native/io.py holds on to the memory and the files of every request.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>

@@ -55,6 +55,28 @@ int64_t adamw(const AdamwArrays& arrays, const AdamwScalars& scalars, Execution 
 // the two scales are equal it counts and writes nothing.
 int64_t correct_adamw(const AdamwArrays& arrays, const CorrectionScalars& scalars, Execution how);
 
+struct LionScalars {
+  float grad_scale;  // 1 for none
+  float decay;       // 1 - lr * weight_decay
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float lr;
+};
+
+struct LionArrays {  // as AdamwArrays
+  void* master;
+  int16_t* lo;
+  float* exp_avg;
+  const void* grad;
+  bool grad_is_bf16;
+  int64_t n;
+};
+
+// Returns as adamw does.
+int64_t lion(const LionArrays& arrays, const LionScalars& scalars, Execution how);
+
 void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
 void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);
 void to_bf16(const float* from, uint16_t* to, int64_t n, Execution how);

@@ -9,20 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config import Config as Config
+    from offload.config.config import Config as Config
     from offload.engine.engine import Engine as Engine
     from offload.optim.adamw import AdamW as AdamW
+    from offload.optim.lion import Lion as Lion
     from offload.tiers.placement import Placement as Placement
-    from offload.trainer import Trainer as Trainer
+    from offload.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Config": "offload.config",
+    "Config": "offload.config.config",
     "Engine": "offload.engine.engine",
     "AdamW": "offload.optim.adamw",
+    "Lion": "offload.optim.lion",
     "Placement": "offload.tiers.placement",
-    "Trainer": "offload.trainer",
+    "Trainer": "offload.training.trainer",
 }
 __all__ = [*_HOMES, "native"]
 

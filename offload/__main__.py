@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import typing
 
-from offload.cli import run_command
+from offload.config.command_line import run_command
 from offload.errors import ConfigError, nearest, shorten
 
 COMMANDS = {

@@ -1,5 +1,5 @@
-"""The C++ kernels (csrc/bind.cpp) and I/O engines (csrc/bind_io.cpp). Arrays are addresses; `offload.native` and
-`offload.native_io` check what they point to.
+"""The C++ kernels (csrc/bind.cpp) and I/O engines (csrc/bind_io.cpp). Arrays are addresses;
+`offload.native.kernels` and `offload.native.io` check what they point to.
 
 `isa` is the number of an instruction set in csrc/cpu.h.
 """
@@ -44,6 +44,24 @@ def correct_adamw(
     sqrt_correction2: float,
     eps: float,
     neg_step_size: float,
+    threads: int,
+    isa: int,
+    /,
+) -> int: ...
+def lion(
+    master: int,
+    lo: int,
+    exp_avg: int,
+    grad: int,
+    grad_is_bf16: bool,
+    n: int,
+    grad_scale: float,
+    decay: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    lr: float,
     threads: int,
     isa: int,
     /,

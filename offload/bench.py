@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from offload.cli import run_command
+from offload.config.command_line import run_command
 
 # name -> what it measures. The module offload.benches.NAME
 # has add_arguments(parser) and run(arguments) -> list[Result].

@@ -6,31 +6,25 @@ import argparse
 import json
 from typing import Any
 
-from offload.cli import run_command
-from offload.errors import ConfigError, format_bytes
+from offload.config.command_line import run_command
+from offload.errors import format_bytes
 
 DESCRIPTION = (
     "Tell what this machine has: versions, kernels, the I/O engine, and what the directories for the nvme tier can do. "
-    "Exit codes: 0 fine, 1 a directory cannot be used or a folder not be removed, 2 bad arguments."
+    "Exit codes: 0 fine, 1 a directory cannot be used, 2 bad arguments."
 )
 
 
 def main(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
-    if arguments.clean and not arguments.nvme_dir:
-        raise ConfigError(
-            "--clean is given without a directory; name those in which folders of dead runs are to be removed: --clean "
-            "--nvme-dir DIR."
-        )
-    from offload.planning.diagnosis import diagnose  # imports torch
+    from offload.machine.diagnosis import diagnose  # imports torch
 
-    found = diagnose(arguments.nvme_dir, arguments.clean)
+    found = diagnose(arguments.nvme_dir)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
         _show(found)
-    is_well = all(each["usable"] for each in found["nvme"]) and not (found["cleaned"] or {}).get("failed")
-    return 0 if is_well else 1
+    return 0 if all(each["usable"] for each in found["nvme"]) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,9 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="DIR",
-        help="directories to examine, as for --offload.nvme_dir of train; a small file is written and removed",
+        help="directories to examine, as for --offload.nvme_dir of train; a small file without a name is written there",
     )
-    parser.add_argument("--clean", action="store_true", help="remove what dead runs left in these directories")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -64,9 +57,6 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row()
         for name, text in _directory(each):
             table.add_row(name, text)
-    if found["cleaned"] is not None:
-        table.add_row()
-        table.add_row("cleaned", _cleaned(found["cleaned"]))
     Console(highlight=False, markup=False).print(table)
 
 
@@ -106,20 +96,7 @@ def _directory(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("", f"usable, {'O_DIRECT' if about['direct'] else 'buffered: ' + about['why_buffered']}"))
     else:
         rows.append(("", f"cannot be used: {about['refusal']}"))
-    if about["stale"]:
-        rows.append(("stale", "\n".join([*map(_folder, about["stale"]), "remove with --clean"])))
     return rows
-
-
-def _folder(stale: dict[str, Any]) -> str:
-    started = f", started {stale['started']}" if stale["started"] else ""
-    return f"{stale['path']}: {format_bytes(stale['num_bytes'])} of process {stale['pid']}{started}"
-
-
-def _cleaned(cleaned: dict[str, Any]) -> str:
-    lines = [f"removed {_folder(each)}" for each in cleaned["removed"]]
-    lines += [f"could not remove {_folder(each)}: {each['reason']}" for each in cleaned["failed"]]
-    return "\n".join(lines) or "there was nothing to remove"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.cli import parse_options, run_command
+from offload.config.command_line import parse_options, run_command
+from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
-from offload.sections import parse_size
 
 DESCRIPTION = (
     "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "
@@ -50,8 +50,8 @@ def main(words: list[str]) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
     from offload.checkpoint.given import chosen_checkpoint  # imports torch
-    from offload.checkpoint.models import quiet_transformers
     from offload.checkpoint.stored import DTYPES, export_stored
+    from offload.hf.models import quiet_transformers
 
     quiet_transformers()
     folder = chosen_checkpoint(given, _say)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.cli import parse_options, run_command
+from offload.config.command_line import parse_options, run_command
+from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
-from offload.sections import parse_size
 
 DESCRIPTION = (
     "Continue a text with a causal or an encoder-decoder model. Weights that do not fit the memory are read again for "
@@ -80,9 +80,9 @@ def main(words: list[str]) -> int:
     import torch
 
     from offload.checkpoint.given import chosen_model
-    from offload.checkpoint.models import quiet_transformers
     from offload.checkpoint.stored import DTYPES
-    from offload.sampling import Choices, Sampler, free_memory
+    from offload.hf.models import quiet_transformers
+    from offload.inference.sampler import Choices, Sampler, free_memory
 
     quiet_transformers()
     if options.device == "cuda" and not torch.cuda.is_available():

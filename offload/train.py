@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from offload import __version__
-from offload.cli import importing, parse_config, run_command, take_gpus
-from offload.launch import end_with_launcher, launch
+from offload.config.command_line import importing, parse_config, run_command, take_gpus
+from offload.distributed.launch import end_with_launcher, launch
 
 DESCRIPTION = (
     "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
     with importing():  # only once the configuration is known to be sound
         import transformers.modeling_utils  # noqa: F401 - what its models have in common, half of these seconds
 
-        from offload.trainer import Trainer
+        from offload.training.trainer import Trainer
 
     Trainer(config).run()
     return 0

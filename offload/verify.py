@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from offload.cli import parse_options, run_command
+from offload.config.command_line import parse_options, run_command
 from offload.errors import ConfigError, OffloadError
 
 DESCRIPTION = (
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     if not path.is_dir():
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
     from offload.checkpoint.given import checkpoints_of, is_checkpoint  # imports torch
-    from offload.checkpoint.models import quiet_transformers
+    from offload.hf.models import quiet_transformers
 
     quiet_transformers()
     report = _Report(options.json)
@@ -69,7 +69,7 @@ class _Report:
     def check(self, folder: Path, is_stored: bool) -> None:
         """Check one folder."""
         from offload.checkpoint.given import verify_shown
-        from offload.checkpoint.hf_verify import verify_folder
+        from offload.hf.verify import verify_folder
 
         try:
             found, is_whole = verify_shown(folder) if is_stored else verify_folder(folder), True

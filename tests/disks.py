@@ -1,17 +1,19 @@
-"""Small file systems of their own, that can be filled; and a disk that takes its time."""
+"""Small file systems of their own, that can be filled; a disk that takes its time; and files that have no names."""
 
 from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.checkpoint import writer as writing
+from tests.forks import PATIENCE_S
 
 
 @contextmanager
@@ -26,8 +28,26 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no file system can be mounted here: {error}")
-    yield point
-    subprocess.run(["umount", point], check=True)
+    try:
+        yield point
+    finally:
+        until = time.monotonic() + PATIENCE_S  # the kernel lets go of an io_uring's files a little after its process
+        while subprocess.run(["umount", point], check=False, capture_output=True).returncode:
+            if time.monotonic() > until:
+                subprocess.run(["umount", "--lazy", point], check=True)
+                raise AssertionError("somebody still uses the disk")
+            time.sleep(0.02)
+
+
+def nameless(folder: Path, pid: int | str = "self") -> list[Path]:
+    """Return the files below a folder that a process has open and that are in no directory: paths to open them."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed just now
+            target = str(link.readlink())
+            if target.startswith(f"{folder.resolve()}/") and target.endswith(" (deleted)"):
+                found.append(link)
+    return found
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, error: OSError | None = None) -> None:

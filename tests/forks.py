@@ -240,7 +240,7 @@ def _preload() -> None:
 
     import offload.doctor
     import offload.engine.engine
-    import offload.trainer  # noqa: F401
+    import offload.training.trainer  # noqa: F401
 
     torch.set_num_threads(1)
     handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offload import native
 from offload.benches.report import Result
 from offload.errors import ConfigError
+from offload.native import kernels
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measure, and return one result per contender and number of threads."""
     n = parse_count(arguments.n)
-    threads = arguments.threads or sorted({1, native.num_threads()})
+    threads = arguments.threads or sorted({1, kernels.num_threads()})
     if arguments.reps < 1 or min(threads) < 1:
         raise ConfigError(f"--reps is {arguments.reps} and --threads {threads}; each must be at least 1.")
-    if not native.is_native():
+    if not kernels.is_native():
         raise ConfigError("the C++ kernels are missing: there is nothing to measure; build them with `make build`.")
     import torch
 
@@ -116,12 +116,12 @@ def rooflines(n: int) -> list[Contender]:
     planes, bf16_grad = (halves[:n], halves[n:]), g.view(torch.bfloat16)[:n]
 
     def fp32(variant: int) -> Callable[[int], object]:
-        return lambda threads: native.roofline(p, m, v, g, variant=variant, threads=threads)
+        return lambda threads: kernels.roofline(p, m, v, g, variant=variant, threads=threads)
 
     def split(variant: int) -> Callable[[int], object]:
-        return lambda threads: native.roofline(planes, m, v, bf16_grad, variant=variant, threads=threads)
+        return lambda threads: kernels.roofline(planes, m, v, bf16_grad, variant=variant, threads=threads)
 
-    variants = range(native.NUM_ROOFLINE_VARIANTS)
+    variants = range(kernels.NUM_ROOFLINE_VARIANTS)
     return [
         *(Contender("roofline fp32", fp32(variant), FP32_BYTES) for variant in variants),
         *(Contender("roofline split", split(variant), SPLIT_BYTES) for variant in variants),
@@ -129,7 +129,7 @@ def rooflines(n: int) -> list[Contender]:
 
 
 def ours(n: int, chain: str) -> list[Contender]:
-    """Make the kernels of offload.native, and the split one after the pass over the gradients that clipping needs.
+    """Make our kernels, and the split one after the pass over the gradients that clipping needs.
 
     chain: the name of the contender that does the work of the latter in separate passes.
     """
@@ -137,18 +137,18 @@ def ours(n: int, chain: str) -> list[Contender]:
 
     p, g = torch.randn(n).mul_(0.02), torch.randn(n).mul_(1e-2)
     m, v = torch.ones(n).zero_(), torch.ones(n).zero_()
-    planes, split_m, split_v, bf16_grad = native.split(p), m.clone(), v.clone(), g.bfloat16()
+    planes, split_m, split_v, bf16_grad = kernels.split(p), m.clone(), v.clone(), g.bfloat16()
 
     def fp32(threads: int) -> None:
-        native.adamw(p, m, v, g, step=STEP, threads=threads, **HYPERPARAMETERS)
+        kernels.adamw(p, m, v, g, step=STEP, threads=threads, **HYPERPARAMETERS)
 
     def split(threads: int, grad_scale: float = 1.0) -> None:
-        native.adamw(
+        kernels.adamw(
             planes, split_m, split_v, bf16_grad, step=STEP, grad_scale=grad_scale, threads=threads, **HYPERPARAMETERS
         )
 
     def clipped(threads: int) -> None:
-        norm = native.sum_squares(bf16_grad, threads=threads) ** 0.5
+        norm = kernels.sum_squares(bf16_grad, threads=threads) ** 0.5
         split(threads, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
 
     return [

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from offload.benches.blocks import turned
 from offload.benches.report import Result
+from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
-from offload.native_io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
-from offload.sections import parse_size
+from offload.native.io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
 
 if TYPE_CHECKING:
     import torch

@@ -97,11 +97,12 @@ def run(arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace]
     """Measure, and return one result per ratio and clip mode."""
     import torch
 
-    from offload import AdamW, Engine, Placement, native
+    from offload import AdamW, Engine, Placement
+    from offload.native import kernels
 
     threads = arguments.threads or 1
     torch.set_num_threads(threads)
-    native.set_threads(threads)
+    kernels.set_threads(threads)
     precision = arguments.precision[0]
 
     def make(**settings: Any) -> Any:

@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
     import cpuinfo
     import psutil
 
-    from offload import native
+    from offload.native import kernels
 
     cpu = cpuinfo.get_cpu_info()
     return {
@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "logical_cpus": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "kernels": {key: value for key, value in native.describe().items() if key != "module"},
+        "kernels": {key: value for key, value in kernels.describe().items() if key != "module"},
     }
 
 

@@ -62,11 +62,11 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         return overlap.run(arguments, _model)
     import torch
 
-    from offload import native
+    from offload.native import kernels
 
-    threads = arguments.threads or native.num_threads()
+    threads = arguments.threads or kernels.num_threads()
     torch.set_num_threads(threads)
-    native.set_threads(threads)
+    kernels.set_threads(threads)
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.batch, arguments.sequence)
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]

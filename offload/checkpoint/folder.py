@@ -12,10 +12,10 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from offload.checkpoint import saving
+from offload.checkpoint.publish import foreign_names
 from offload.checkpoint.reader import verify
-from offload.checkpoint.saving import foreign_names, write_small
 from offload.errors import CheckpointError, DiskError
+from offload.files.atomic_folder import as_disk_errors, clear, remove, write_small
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LATEST = "latest"
@@ -59,7 +59,7 @@ class Checkpoints:
         DiskError.
         """
         target = self.path / f"step-{step}"
-        with saving.as_disk_errors("the look", target):
+        with as_disk_errors("the look", target):
             is_foreign = bool(foreign_names(target))
         if is_foreign:
             self._move(target, "foreign")
@@ -75,7 +75,7 @@ class Checkpoints:
             for old in reversed(self.folders()[keep:]):
                 if old.name != new.name:
                     with contextlib.suppress(DiskError):
-                        saving.remove(old)
+                        remove(old)
 
     def move_aside(self, step: int) -> list[Path]:
         """Rename the checkpoints above a step, from which a run goes on: they are damaged, or of steps that it makes
@@ -86,12 +86,12 @@ class Checkpoints:
 
     def _move(self, folder: Path, kind: str) -> Path:
         moved = folder.with_name(f"{folder.name}.{kind}-{secrets.token_hex(4)}")
-        with saving.as_disk_errors("the renaming", folder):
+        with as_disk_errors("the renaming", folder):
             return folder.rename(moved)
 
     def clear(self) -> list[Path]:
         """Remove what dead processes left of checkpoints, at the start of a run; return what was removed."""
-        return saving.clear(self.path)
+        return clear(self.path)
 
 
 def is_step_folder(folder: Path) -> bool:

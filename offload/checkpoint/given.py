@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
-
 from offload.checkpoint.folder import Checkpoints, is_step_folder
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader
@@ -62,14 +60,3 @@ def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
     """Return the Hugging Face folder or the checkpoint that is meant; as `chosen_checkpoint` for a run."""
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
     return path if is_folder else chosen_checkpoint(path, say)
-
-
-def configuration(folder: Path) -> PreTrainedConfig:
-    """Return the configuration in a folder. Raises ConfigError."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json, so what model it holds is not known.")
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        raise ConfigError(f"{folder / 'config.json'} cannot be read: {reason}") from error

@@ -200,7 +200,7 @@ class Manifest(BaseModel):
                 raise ValueError(f"the slices in {name} have {num_bytes} bytes of its {self.files[name].num_bytes}")
 
 
-class Part(BaseModel):
+class RankManifest(BaseModel):
     """One rank's share of a manifest: its files, and (name, plane, slice) of what it wrote."""
 
     model_config = _STRICT
@@ -219,7 +219,7 @@ def gather(
     slices: dict[tuple[str, str], list[Slice]] = {
         (name, plane): [] for name, entry in contents.items() for plane in entry.planes
     }
-    for part in map(Part.model_validate, parts):
+    for part in map(RankManifest.model_validate, parts):
         if twice := files.keys() & part.files.keys():
             raise ValueError(f"two ranks wrote {', '.join(sorted(twice))}")
         files.update(part.files)

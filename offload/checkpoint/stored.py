@@ -15,17 +15,16 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig
 
-from offload import native
-from offload.checkpoint.deferred import DeferredInit
 from offload.checkpoint.folder import offering_another
-from offload.checkpoint.given import configuration
-from offload.checkpoint.hf_names import Shape, settle_buffers, stays_fp32, use_conversions
-from offload.checkpoint.hf_write import SHARD_BYTES, Exported, write_model
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
-from offload.checkpoint.models import attention_options, model_kind
 from offload.checkpoint.reader import Reader
+from offload.config.sections import ModelSection
 from offload.errors import ConfigError
-from offload.sections import ModelSection
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.models import attention_options, configuration, model_kind
+from offload.hf.names import Shape, settle_buffers, stays_fp32, use_conversions
+from offload.hf.write import SHARD_BYTES, Exported, write_model
+from offload.native import kernels
 from offload.telemetry.byte_progress import byte_progress
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -55,7 +54,7 @@ class Stored:
         for low in range(begin, end, _BLOCK_NUMEL):
             high = min(low + _BLOCK_NUMEL, end)
             block = self._plane("weights", low, high)
-            found[low - begin : high - begin] = native.join(block, self._plane("low", low, high)) if has_low else block
+            found[low - begin : high - begin] = kernels.join(block, self._plane("low", low, high)) if has_low else block
         return found
 
     def _plane(self, plane: str, begin: int, end: int) -> torch.Tensor:

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from offload.checkpoint.direct import chunk_buffers, set_direct
-from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, Part, Slice, check_span, checksum, raw
-from offload.native_io import disk_error
+from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, RankManifest, Slice, check_span, checksum, raw
+from offload.native.io import disk_error
 
 _IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied
 _BUFFERS = _IN_FLIGHT + 1  # and one that is being filled
@@ -145,7 +145,7 @@ class Writer:
         self._stop()
         checksums = [self._checksums[index] for index in range(len(self._checksums))]
         file = DataFile(num_bytes=self.num_bytes, chunk_bytes=self._chunk_bytes, checksums=checksums)
-        return Part(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
+        return RankManifest(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
 
     def abort(self) -> None:
         """Remove the file, and write nothing more; nothing to do after `finish`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from offload.errors import ConfigError
-from offload.native_io import sync_path
+from offload.native.io import sync_path
 
 T = TypeVar("T")
 

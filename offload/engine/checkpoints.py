@@ -1,274 +1,341 @@
-"""Activation checkpoints below the device: the inputs of units, from their forward to their backward."""
+"""All states into a checkpoint and back: by parameter name and slice, so that another number of ranks, another stage or
+another placement can read what this one wrote.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+import base64
+import json
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
 
 import torch
 
-from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
-from offload.partition.layout import align
-from offload.telemetry.counters import Counters
-from offload.tiers.device import Device
-from offload.tiers.host import Arena
+from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
+from offload.checkpoint.publish import Save
+from offload.checkpoint.reader import Reader, Span
+from offload.checkpoint.writer import Writer
+from offload.distributed.outcome import as_one
+from offload.engine.loss.batch_agreement import meet
+from offload.engine.state import EngineState
+from offload.errors import CheckpointError, ConfigError
+from offload.hf.names import CannotStream, conversions_used
+from offload.hf.write import write_configuration
+from offload.lanes.ticket import Ticket
+from offload.layout.regions import Region
+from offload.machine.environment import memory
+from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
-from offload.tiers.nvme import RING_TILES, Nvme, Stripes
+from offload.tiers.store import RegionState, Tile
 
-_PAGE_BYTES = 4096
-_LINE_BYTES = 64
+_COPY = "copy for a checkpoint"
+_BUFFER = "buffer"  # the only plane of a buffer
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor lies in memory: its strides, and where in a line of the cache it begins, both in elements.
+class Saving:
+    """A checkpoint on its way: what is to be in it is copied, and goes to the disk while training goes on.
 
-    Kernels choose by these how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
-    batch norm by the order of the axes), so that a copy which lies in another way gives other last bits.
+    What was in the folder before stays until `finish`. Leaving the `with` block before that removes what was written.
     """
 
-    strides: tuple[int, ...]
-    begin: int
+    def __init__(
+        self,
+        engine: EngineState,
+        folder: Path,
+        decided: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+        *,
+        copies: bool = False,
+    ) -> None:
+        """Hand in all states, and what a step depends on beside its batch, for `folder`; `decided` (what the engine
+        has, once and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update
+        may be on its way. `copies`: into memory that is left over, as far as it reaches; else the disk is waited for.
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        """Return the layout of a tensor."""
-        return cls(tensor.stride(), tensor.data_ptr() % _LINE_BYTES // tensor.element_size())
-
-    def part(self, part: torch.Tensor, whole: Sequence[int]) -> Layout:
-        """Return the layout that a part of a tensor had, which is now told from its copy, contiguous in the shape
-        `whole`, of which `part` is a view.
+        Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
         """
-        begin, rest = self.begin, int(part.storage_offset())
-        for axis, stride in enumerate(self.strides):
-            index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
-            begin += index * stride
-        return Layout(self.strides, begin % (_LINE_BYTES // part.element_size()))
+        comm, contents = engine.comm, _contents(engine)
+        moved = engine.moved.find(comm, _buffers(engine))
+        for name, entry in moved.items():
+            planes = contents[name].planes if name in contents else {}
+            contents[name] = Entry(entry.shape, {**planes, **entry.planes})
+        self._comm, self._contents, self._save = comm, contents, None
+        self._random = _random(engine)
+        own = {**decided, "step": engine.runner.step_number, "updates": dict(_updates(engine))}
+        own |= {"built_in": _built_in(engine), "conversions": _conversions(engine)}
+        with ExitStack() as opened:
+            with as_one(comm, "making of the checkpoint"):
+                if comm.rank == 0:
+                    # What of it is somebody's, the steps that follow may change.
+                    self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
+                    self._save = opened.enter_context(Save(folder))
+                    for name, data in {**_configuration(engine), **(files or {})}.items():
+                        self._save.attach(name, data)
+            path: Any = comm.gather_objects(self._save and self._save.path, "folder of the checkpoint")[0]
+            with as_one(comm, "writing of the checkpoint"):
+                engine.host.make_room()  # of a copy that another save has still
+                spare_bytes = _spare_bytes(engine, contents) if copies else 0
+                self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
+                if self._writer.spare_bytes:
+                    opened.enter_context(_borrowed(engine.host, self._writer))
+                _write(engine, self._writer)
+                for name, plane, value in engine.moved.own(comm.rank, moved):
+                    self._writer.write(name, plane, 0, value)
+                self._writer.end()
+            self._opened = opened.pop_all()
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy that lies so."""
-        shape = [size if stride else 1 for size, stride in zip(tensor.shape, self.strides, strict=True)]  # expanded
-        span = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, self.strides, strict=True))
-        room = torch.empty(self.begin + span, dtype=tensor.dtype, device=tensor.device)
-        room.as_strided(shape, self.strides, self.begin).copy_(tensor.as_strided(shape, tensor.stride()))
-        return room.as_strided(tensor.shape, self.strides, self.begin)
+    @property
+    def is_done(self) -> bool:
+        """True once `finish` need not wait for this rank's disk."""
+        return self._writer.is_done
 
+    def finish(self) -> None:
+        """Wait until all is on the disk, and publish it. Collective. Raises as the making of it."""
+        comm = self._comm
+        with self._opened:
+            meet(comm, "finish of a checkpoint")
+            with as_one(comm, "writing of the checkpoint"):
+                written = self._writer.finish()
+            told = comm.gather_objects((written, self._random), "parts of the checkpoint")
+            with as_one(comm, "end of the checkpoint"):
+                if self._save is not None:
+                    self._meta["engine"]["random"] = [random for _, random in told]
+                    self._save.commit(self._contents, [its for its, _ in told], self._meta)
 
-@dataclass(eq=False)
-class _Buffer:
-    """What stands for a tensor that was put away; on the host it also lies there. `shape`, `layout`: the tensor's."""
+    def abort(self) -> None:
+        """Remove what was written; nothing to do after `finish`. Not collective."""
+        self._opened.close()
 
-    memory: torch.Tensor
-    shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
-    layout: Layout = Layout((), 0)
-    fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
+    def __enter__(self) -> Saving:
+        return self
 
-
-@dataclass(eq=False)
-class _Extent(_Buffer):
-    """A buffer on disk: its memory is an address that nobody touches, so that parts of it can be told."""
-
-    file: Stripes | None = None
-    offset: int = 0
-
-
-_B = TypeVar("_B", bound=_Buffer)
-
-
-class _Place(Protocol[_B]):
-    """Where buffers are."""
-
-    def make(self, num_bytes: int) -> _B:
-        """Make one more."""
-
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
-        """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
-
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
-        """Move a part of a buffer's view to the device."""
-
-
-class Checkpoints(Generic[_B]):
-    """A pool of buffers, grown to what a step needs and used again by every step after it."""
-
-    def __init__(self, place: _Place[_B], device: Device, counters: Counters) -> None:
-        self._place, self._device, self._counters = place, device, counters
-        self._free: dict[int, list[_B]] = {}
-        self._taken: dict[int, _B] = {}
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put a tensor away behind compute; return what stands for it, of the same shape."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        if not num_bytes:
-            return tensor
-        free = self._free.setdefault(num_bytes, [])
-        buffer = free[-1] if free else self._place.make(num_bytes)
-        self._taken[buffer.memory.data_ptr()] = buffer
-        if free:
-            free.pop()
-        buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
-        copy = buffer.memory.view(tensor.dtype).view(tensor.shape)
-        buffer.fence.fill(*self._place.put(tensor, copy, buffer))
-        self._counters.d2h_bytes += num_bytes
-        return copy
-
-    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout]:
-        """Return a device copy of what was put away, or of a part of it, the tickets after which it is there, and how
-        that lay; any other tensor as it is.
-        """
-        buffer = self._taken.get(tensor.untyped_storage().data_ptr())
-        if buffer is None:
-            return tensor, (), Layout.of(tensor)
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
-        self._counters.h2d_bytes += copy.nbytes
-        return copy, self._place.get(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
-
-    def has(self, storage: int) -> bool:
-        """True where a storage (by its address) is one of the pool's."""
-        return storage in self._taken
-
-    def free(self, storage: int) -> bool:
-        """Give a buffer back to the pool; False where it is none of the pool's."""
-        buffer = self._taken.get(storage)
-        if buffer is not None:
-            free = self._free[buffer.memory.nbytes]
-            if buffer not in free:
-                free.append(buffer)
-            del self._taken[storage]
-        return buffer is not None
-
-    def reset(self) -> None:
-        """Nobody needs any buffer any more."""
-        for storage in list(self._taken):
-            self.free(storage)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.abort()
 
 
-class OnHost:
-    """Buffers in host memory: copies go down on the d2h lane, and come back on the h2d lane."""
-
-    def __init__(self, device: Device, lanes: Lanes, host: Ledger) -> None:
-        self._device, self._lanes, self._host = device, lanes, host
-
-    def make(self, num_bytes: int) -> _Buffer:
-        """Take host memory."""
-        self._host.reserve("activation checkpoints", num_bytes)
-        return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
-
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Copy down."""
-        ticket = self._lanes.d2h.submit(
-            partial(self._device.copy, copy, tensor),
-            after=self._lanes.mark(),
-            behind=buffer.fence.before_fill(),
-            name="activations",
-            num_bytes=copy.nbytes,
-        )
-        return (ticket,)
-
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Copy up."""
-        ticket = self._lanes.h2d.submit(
-            partial(self._device.copy, copy, part),
-            # The copy's memory may be what compute has just let go of.
-            after=(*buffer.fence.before_read(), *self._lanes.mark()),
-            name="activations",
-            num_bytes=copy.nbytes,
-        )
-        buffer.fence.read(ticket)
-        return (ticket,)
-
-
-class OnDisk:
-    """Buffers in files: tiles go down and up through a ring, in turn by the lanes of the device and of the disk."""
-
-    def __init__(self, device: Device, lanes: Lanes, nvme: Nvme) -> None:
-        self._device, self._lanes, self._nvme, self._channel = device, lanes, nvme, nvme.activations
-        # A part may begin and end within a page.
-        self._tile_bytes = nvme.activations.num_bytes // RING_TILES - 2 * _PAGE_BYTES
-
-    def make(self, num_bytes: int) -> _Extent:
-        """Take room in a file."""
-        file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
-        return _Extent(Arena(num_bytes).take(num_bytes, torch.uint8), file=file, offset=offset)
-
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
-        """Copy down and write, tile by tile."""
-        assert buffer.file is not None
-        flat, behind, tickets = tensor.reshape(-1).view(torch.uint8), buffer.fence.before_fill(), []
-        for begin in range(0, copy.nbytes, self._tile_bytes):
-            tile = flat[begin : begin + self._tile_bytes]
-            stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))
-            down = self._lanes.d2h.submit(
-                partial(self._device.copy, stretch.flat[: tile.nbytes], tile),
-                after=self._lanes.mark(),
-                behind=stretch.after,
-                name="activations",
-                num_bytes=tile.nbytes,
-            )
-            stretch.fence.fill(down)
-            tickets.append(
-                self._channel.write(
-                    buffer.file,
-                    buffer.offset + begin,
-                    stretch,
-                    stretch.flat.nbytes,
-                    after=(down,),
-                    behind=behind,
-                    name="activations",
-                )
-            )
-            stretch.is_open = False
-        return tickets
-
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
-        """Read and copy up, tile by tile."""
-        assert buffer.file is not None
-        tickets, after, end = [], buffer.fence.before_read(), 0
-        target = copy.view(-1).view(torch.uint8)
-        for begin, num_rows, row_bytes, run_bytes in _tiles(part, self._tile_bytes):
-            first = begin // _PAGE_BYTES * _PAGE_BYTES
-            last = align(begin + (num_rows - 1) * row_bytes + run_bytes, _PAGE_BYTES)
-            stretch = self._channel.take(last - first)
-            reading = self._channel.read(
-                buffer.file, buffer.offset + first, stretch, after=after, name="activations", is_ahead=False
-            )
-            buffer.fence.read(reading)
-            size = num_rows * run_bytes
-            offset = stretch.flat.storage_offset() + begin - first
-            source = stretch.flat.as_strided((num_rows, run_bytes), (row_bytes, 1), offset)
-            up = self._lanes.h2d.submit(
-                partial(self._device.copy, target[end : end + size].view(num_rows, run_bytes), source),
-                after=(reading, *self._lanes.mark()),
-                name="activations",
-                num_bytes=size,
-            )
-            stretch.fence.read(up)
-            stretch.is_open = False
-            tickets.append(up)
-            end += size
-        return tickets
-
-
-def _tiles(part: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a part of a contiguous tensor (a range along one of its axes) in tiles, in order: where it begins in the
-    tensor, how many rows it has, from row to row, and of each row; all but the second in bytes.
+def _spare_bytes(engine: EngineState, contents: Contents) -> int:
+    """Return how much host memory this rank may take for a copy of its share: what is left of its budget, which it
+    gives back as soon as somebody else needs it, or without one half of what is free.
     """
-    item, begin = part.element_size(), int(part.storage_offset()) * part.element_size()
-    run, axis = 1, part.dim()
-    while axis and (part.shape[axis - 1] == 1 or part.stride(axis - 1) == run):
-        axis -= 1
-        run *= part.shape[axis]
-    num_rows, row_bytes, run_bytes = part.numel() // run, 0, run * item
-    if axis:
-        row_bytes = part.stride(axis - 1) * item
-    per_tile = max(1, most_bytes // row_bytes) if row_bytes else 1
-    for row in range(0, num_rows, per_tile):
-        if per_tile > 1:
-            yield begin + row * row_bytes, min(per_tile, num_rows - row), row_bytes, run_bytes
-            continue
-        for start in range(0, run_bytes, most_bytes):
-            yield begin + row * row_bytes + start, 1, 0, min(most_bytes, run_bytes - start)
+    share = sum(entry.numel * dtype.itemsize for entry in contents.values() for dtype in entry.planes.values())
+    host = engine.host
+    if host.budget_bytes is not None:
+        free = host.budget_bytes - host.current_bytes
+    else:
+        free = memory().get("available_bytes", 0) // engine.comm.local_size // 2
+    return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
+
+
+@contextmanager
+def _borrowed(host: Ledger, writer: Writer) -> Iterator[None]:
+    """Enter a copy into the ledger for as long as it is there, which is until somebody else needs the memory."""
+    is_held, num_bytes = True, writer.spare_bytes
+
+    def release() -> None:
+        nonlocal is_held
+        if is_held and _COPY in host.allocations:  # the engine may be closed by now
+            host.release(_COPY, num_bytes)
+        is_held = False
+        if host.give_way is give_way:
+            host.give_way = None
+
+    def give_way() -> None:
+        if writer.has_ended:
+            writer.wait()
+            release()
+
+    host.reserve(_COPY, num_bytes)
+    host.give_way = give_way
+    try:
+        yield
+    finally:
+        release()
+
+
+def load_states(engine: EngineState, reader: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
+    rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
+    number of ranks is the same.
+
+    Raises CheckpointError where the data are damaged: the states belong to no step then.
+    """
+    own = reader.meta["engine"]
+    reader.expect(span for state in engine.store.states for tile in state.held for span in _wanted(engine, state, tile))
+    for state in engine.store.states:
+        for tile in state.held:
+            _fill(engine, reader, state.region, tile)
+        state.steps = [own["updates"].get(engine.infos[index].name, 0) for index in state.region.parameters]
+    for name, buffer in _buffers(engine).items():
+        value = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read(name, _BUFFER, 0, value)
+        buffer.copy_(value)
+    engine.moved.load(reader, engine.comm.rank, len(own["random"]) == engine.comm.size)
+    engine.runner.step_number = own["step"]
+    if len(own["random"]) == engine.comm.size:
+        states = [base64.b64decode(text) for text in own["random"][engine.comm.rank]]
+        if len(states) == len(engine.device.random_state()):
+            engine.device.set_random_state(
+                tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
+            )
+    return own, reader.meta["meta"]
+
+
+def check_contents(engine: EngineState, reader: Reader) -> None:
+    """Raise ConfigError where a checkpoint is not one of this model, trained and stored alike."""
+    wanted, found = _contents(engine), without_moved(reader.contents)
+    if "engine" not in reader.meta:
+        raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            raise ConfigError(
+                f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
+                f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters, the --train.precision and "
+                "the --optimizer.name that it was made with."
+            )
+
+
+def _shown(entry: Entry | None) -> str:
+    if entry is None:
+        return "nothing"
+    planes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in entry.planes.items())
+    return f"{list(entry.shape)} as {planes}"
+
+
+def _contents(engine: EngineState) -> dict[str, Entry]:
+    contents = {}
+    for state in engine.store.states:
+        planes = {plane.name: plane.dtype for plane in state.region.states}
+        for index in state.region.parameters:
+            contents[engine.infos[index].name] = Entry(tuple(engine.infos[index].shape), planes)
+    for name, buffer in _buffers(engine).items():
+        contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
+    return contents
+
+
+def _buffers(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a model's state, each by the first of its names."""
+    with engine.hold.reading(engine.undo):
+        kept = engine.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
+    found = {name: buffer for name, buffer in engine.model.named_buffers() if kept.get(name) is buffer}
+    return {name: buffer.detach() for name, buffer in found.items()}
+
+
+def _built_in(engine: EngineState) -> dict[str, Any]:
+    """Return the dtype in which most of the model was built, and those of the other parameters: by them it is decided
+    what is kept in fp32.
+    """
+    dtypes = {info.name: name_of(dtype) for info, dtype in zip(engine.infos, engine.dtypes, strict=True)}
+    counts: Counter[str] = Counter()
+    for info in engine.infos:
+        counts[dtypes[info.name]] += info.numel
+    main = counts.most_common(1)[0][0]
+    return {"main": main, "others": {name: dtype for name, dtype in dtypes.items() if dtype != main}}
+
+
+def _conversions(engine: EngineState) -> dict[str, Any]:
+    """Return what an export needs beside the configuration."""
+    try:
+        return conversions_used(engine.model)
+    except CannotStream:  # an export without it goes by the family's own rules; no reason to lose a checkpoint
+        return {}
+
+
+def _configuration(engine: EngineState) -> dict[str, bytes]:
+    """Return the files that say how to build the model again, by name, as it was given."""
+    with TemporaryDirectory() as folder, engine.caches.as_given(engine.undo):
+        write_configuration(engine.model, Path(folder))
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def _write(engine: EngineState, writer: Writer) -> None:
+    """Write this rank's ranges; in stage 0, where all have all, each writes its share too. Rank 0 has the buffers."""
+    if engine.comm.rank == 0:
+        for name, buffer in _buffers(engine).items():
+            writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
+    sharding = engine.store.sharding
+    with closing(_lent(engine)) as lent:
+        for region, tile, lease in lent:
+            shard = sharding.shard(region)
+            engine.lanes.wait(lease.reads)
+            for name, plane in lease.planes.items():
+                for index, begin, end, start in _pieces(engine, region, tile):
+                    begin, end = max(begin, shard.start), min(end, shard.stop)
+                    if begin < end:
+                        piece = plane[begin - tile.begin : end - tile.begin].cpu()
+                        writer.write(engine.infos[index].name, name, begin - start, piece)
+
+
+def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, None]:
+    """Yield the parts that this rank writes, lent; what of the next one is on disk is on its way meanwhile."""
+    shares = [(state.region, engine.store.sharding.shard(state.region), state.tiles) for state in engine.store.states]
+    wanted = [
+        (region, tile)
+        for region, shard, its in shares
+        for tile in its
+        if tile.begin < shard.stop and shard.start < tile.end
+    ]
+    open_now: deque[tuple[Region, Tile, Lease]] = deque()
+    try:
+        for number in range(len(wanted) + 1):
+            if number < len(wanted):
+                region, tile = wanted[number]
+                open_now.append((region, tile, tile.lend(*tile.states)))
+            if number:
+                yield open_now[0]
+                open_now.popleft()[2].give_back()
+    finally:
+        for _, _, lease in open_now:
+            lease.give_back()
+
+
+def _wanted(engine: EngineState, state: RegionState, tile: Tile) -> Iterator[Span]:
+    """Yield what `_fill` reads, in its order."""
+    for name in tile.states:
+        for index, begin, end, start in _pieces(engine, state.region, tile):
+            yield engine.infos[index].name, name, begin - start, end - begin
+
+
+def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile) -> None:
+    """Read all of a tile's states. What of them is on disk is written while the next tile is read."""
+    lease = tile.land(*tile.states)
+    give_back = lease.done_reading
+    try:
+        engine.lanes.wait(lease.reads, fills=lease.fills)
+        for name in tile.states:
+            plane, filled = lease.planes[name], tile.begin
+            for index, begin, end, start in _pieces(engine, region, tile):
+                plane[filled - tile.begin : begin - tile.begin] = 0  # between parameters
+                target, filled = plane[begin - tile.begin : end - tile.begin], end
+                piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
+                reader.read(engine.infos[index].name, name, begin - start, piece)
+                if piece is not target:
+                    target.copy_(piece)
+            plane[filled - tile.begin :] = 0
+        give_back = lease.done_writing
+    finally:
+        give_back(Ticket("compute", is_done=True))
+
+
+def _pieces(engine: EngineState, region: Region, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (parameter, its elements in a tile from which to which, where it begins), counted in the region."""
+    for position, index in enumerate(region.parameters):
+        span = engine.store[region].span(position)
+        begin, end = max(span.start, tile.begin), min(span.stop, tile.end)
+        if begin < end:
+            yield index, begin, end, span.start
+
+
+def _updates(engine: EngineState) -> Iterator[tuple[str, int]]:
+    """Yield how often each parameter was updated."""
+    for state in engine.store.states:
+        for index, count in zip(state.region.parameters, state.steps, strict=True):
+            yield engine.infos[index].name, count
+
+
+def _random(engine: EngineState) -> list[str]:
+    return [base64.b64encode(state.numpy().tobytes()).decode() for state in engine.device.random_state()]

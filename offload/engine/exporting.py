@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.hf_write import write_model
-from offload.engine.assemble import Assembly
+from offload.distributed.outcome import outcome
+from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.partition.outcome import outcome
+from offload.hf.write import write_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1
 
 
 def export_model(
-    parts: Assembly,
+    state: EngineState,
     folder: Path,
     dtype: torch.dtype | None,
     shard_bytes: int,
@@ -32,40 +32,40 @@ def export_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
-    comm = parts.comm
+    comm = state.comm
     # What the device uses is rounded to bf16 at most: any other dtype is made of the fp32 masters.
-    read = partial(parts.store.read_range, travelling=dtype in (None, torch.bfloat16))
+    read = partial(state.store.read_range, travelling=dtype in (None, torch.bfloat16))
     if comm.rank:
-        while (wanted := _told(parts, _END, 0, 0))[0] != _END:
+        while (wanted := _told(state, _END, 0, 0))[0] != _END:
             read(*wanted)
         outcome(comm, None, None, "export")
         return
-    index_of = {info.name: info.index for info in parts.infos}
+    index_of = {info.name: info.index for info in state.infos}
     failure: Exception | None = None
     is_reading = False
 
     def get(name: str, begin: int, end: int) -> torch.Tensor:
         nonlocal is_reading
         is_reading = True
-        values = read(*_told(parts, index_of[name], begin, end))
+        values = read(*_told(state, index_of[name], begin, end))
         is_reading = False
         return values
 
     try:
-        with parts.unchanged_config(), parts.at_rest():
-            write_model(parts.model, get, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
+        with state.caches.as_given(state.undo), state.at_rest():
+            write_model(state.model, get, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
         if is_reading or comm.size == 1:  # the others are not where they could be told
             raise
         failure = error
-    _told(parts, _END, 0, 0)
+    _told(state, _END, 0, 0)
     outcome(comm, None, failure, "export")
 
 
-def _told(parts: Assembly, index: int, begin: int, end: int) -> tuple[int, int, int]:
+def _told(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:
     """Return rank 0's three numbers."""
-    if parts.comm.size == 1:
+    if state.comm.size == 1:
         return index, begin, end
     numbers = torch.tensor([index, begin, end])
-    parts.comm.broadcast(numbers, 0, "what is exported next")
+    state.comm.broadcast(numbers, 0, "what is exported next")
     return tuple(numbers.tolist())

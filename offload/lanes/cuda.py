@@ -130,9 +130,9 @@ class CudaLanes(Lanes):
         if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
             self._show()
 
-    def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, behind)  # until they are in their streams
-        late = [ticket for ticket in (*tickets, *behind) if not ticket.is_over]
+    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+        self._await(tickets, fills)  # until they are in their streams
+        late = [ticket for ticket in (*tickets, *fills) if not ticket.is_over]
         if not late:
             return
         begin, stream = self.now(), torch.cuda.current_stream(self.device)
@@ -140,9 +140,9 @@ class CudaLanes(Lanes):
             stream.wait_event(ticket.event)
         self.timed.append(_Stretch(late[-1].lane, "", begin, self.now(), is_wait=True))
 
-    def wait(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, behind)
-        for ticket in (*tickets, *behind):
+    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+        self._await(tickets, fills)
+        for ticket in (*tickets, *fills):
             if ticket.event is not None:
                 begin = time.perf_counter()
                 ticket.event.synchronize()

@@ -39,13 +39,13 @@ class Lane(Protocol):
         self,
         work: Callable[[], object],
         *,
-        after: Sequence[Ticket] = (),
-        behind: Sequence[Ticket] = (),
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
         name: str = "",
         num_bytes: int = 0,
     ) -> Ticket:
-        """Queue `work`, which moves `num_bytes`. It begins when the tickets of `after` are done, and fails if one of
-        them failed; those of `behind` only have to be over (they used a buffer that this will fill).
+        """Queue `work`, which moves `num_bytes`. It begins when the tickets of `reads` are done, and fails if one of
+        them failed; those of `fills` only have to be over (they used a buffer that this will fill).
         """
 
     def revoke(self, since: int = 0) -> None:
@@ -86,13 +86,13 @@ class InlineLane:
         self,
         work: Callable[[], object],
         *,
-        after: Sequence[Ticket] = (),
-        behind: Sequence[Ticket] = (),
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
         name: str = "",
         **_rest: object,
     ) -> Ticket:
         self.position += 1
-        self._wait(after, behind)
+        self._wait(reads, fills)
         begin = time.perf_counter()
         work()
         end = time.perf_counter()
@@ -125,8 +125,8 @@ class Work:
     """One piece in a lane's queue."""
 
     run: Callable[[], object]
-    after: Sequence[Ticket]
-    behind: Sequence[Ticket]
+    reads: Sequence[Ticket]
+    fills: Sequence[Ticket]
     name: str
     num_bytes: int
     ticket: Ticket
@@ -190,8 +190,8 @@ class ThreadLane:
         self,
         work: Callable[[], object],
         *,
-        after: Sequence[Ticket] = (),
-        behind: Sequence[Ticket] = (),
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
         name: str = "",
         num_bytes: int = 0,
     ) -> Ticket:
@@ -204,8 +204,8 @@ class ThreadLane:
                 self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
                 _serving.add(self)
                 self._thread.start()
-            waits = Countdown((*after, *behind), self._wake)
-            self._queue.append(Work(work, after, behind, name, num_bytes, ticket, waits, time.perf_counter()))
+            waits = Countdown((*reads, *fills), self._wake)
+            self._queue.append(Work(work, reads, fills, name, num_bytes, ticket, waits, time.perf_counter()))
             self._wake()
         return ticket
 
@@ -300,12 +300,12 @@ class ThreadLane:
     def _do(self, work: Work) -> BaseException | None:
         if not work.has_begun:
             return _given_up(work)
-        for ticket in work.after:
+        for ticket in work.reads:
             if ticket.error is not None:
                 return ticket.error
         try:
             self._enter()
-            for ticket in (*work.after, *work.behind):
+            for ticket in (*work.reads, *work.fills):
                 self._order(ticket)
             if self._delays is not None:
                 time.sleep(self._delays.random() * _LONGEST_DELAY_S)
@@ -329,7 +329,7 @@ class ThreadLane:
     def _run(self, work: Work) -> None:
         """Do the work in its time on the link; sleep until that is over, or it is given up."""
         ticket, link = work.ticket, self._link
-        last = max((*work.after, *work.behind), key=lambda t: t.end, default=None)
+        last = max((*work.reads, *work.fills), key=lambda t: t.end, default=None)
         ready = max(work.submitted, last.end if last is not None else 0.0)
         with self._lock:
             if last is not None and last.end == ready > link.free_at:

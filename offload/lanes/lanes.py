@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from offload.lanes.lane import InlineLane, Lane, ThreadLane
 from offload.lanes.link import Link
 from offload.lanes.throttle import LANES, Throttle
@@ -59,7 +57,7 @@ class Lanes:
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter)
 
     def _inline(self, name: str) -> Lane:
-        return InlineLane(name, self.timeline, lambda after, behind: self.compute_after(after, behind=behind))
+        return InlineLane(name, self.timeline, lambda reads, fills: self.compute_after(reads, fills=fills))
 
     def enter(self) -> None:
         """Called by the thread of a lane before its work."""
@@ -81,25 +79,27 @@ class Lanes:
         """Note what compute has done since `begin`."""
         self.timeline.add("compute", name, begin, time.perf_counter())
 
-    def compute_after(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
-        """Let what compute does next come after `tickets` (and raise what they raised) and `behind` others."""
-        self.wait(tickets, behind=behind)
+    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+        """Let what compute does next come after `tickets` (and raise what they raised), and fill what those of `fills`
+        have used.
+        """
+        self.wait(tickets, fills=fills)
 
-    def wait(self, tickets: Sequence[Ticket], *, behind: Sequence[Ticket] = ()) -> None:
+    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         """Block this thread until `tickets` are done (and raise what they raised) and others are over. The time counts
         as exposed, for the lane that was waited for and, before its work could begin, for the one that held it up.
         """
         begin = time.perf_counter()
-        late = [ticket for ticket in (*tickets, *behind) if not ticket.is_done]
+        late = [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
         try:
-            self._await(tickets, behind)
+            self._await(tickets, fills)
         finally:
             if late:
                 self._expose(begin, max(late, key=lambda ticket: ticket.end))
 
-    def _await(self, tickets: Sequence[Ticket], behind: Sequence[Ticket]) -> None:
+    def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
         """Block until all are done; raise what those that are needed raised."""
-        wait_until_done(self.lock, (*tickets, *behind))
+        wait_until_done(self.lock, (*tickets, *fills))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
@@ -164,21 +164,3 @@ class Lanes:
         self.abandon()  # all of them at once
         for lane in self._all:
             lane.close()
-
-
-def overlaps(throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
-    """True where copies and updates run beside compute: on a GPU, and where a link is played or delayed."""
-    return torch.cuda.is_available() or bool(throttle) or delay_seed is not None
-
-
-def open_lanes(
-    throttle: Mapping[str, Throttle], delay_seed: int | None, overlap: bool, has_peers: bool = False
-) -> Lanes:
-    """Return the lanes for the device that there is. `delay_seed`: wait at random, by this seed. `overlap`: beside
-    compute on a CPU too. `has_peers`: other ranks wait for this one's exchanges.
-    """
-    if torch.cuda.is_available():
-        from offload.lanes.cuda import CudaLanes
-
-        return CudaLanes(throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
-    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
-from offload.sections import parse_size
 
 LANES = ("h2d", "d2h", "collective", "nvme_read", "nvme_write", "update")
 """What can be throttled, and is shown. Several lanes may share one of them: see Lanes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from offload.partition.layout import PLANES, SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
+from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
 _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
@@ -14,14 +14,10 @@ _RINGS_SHARE = 4
 """The rings take at most this part of the host's budget, if smaller tiles can make them that small."""
 _MOST_EARLY_TILES = 12
 """With the tiles that a ring has in any case, the states of four of the largest region."""
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    # Weights are fetched twice, read and written in a step, everything else is written once and read once; gradients
-    # are to be on disk only where there is no other place.
-    "parameters": ("weights",),
-    "gradients": ("gradients",),
-    "optimizer": ("low", "exp_avg", "exp_avg_sq"),
-}
-"""The planes of each kind of state, in the order in which they get memory."""
+_KINDS = ("parameters", "gradients", "optimizer")
+"""In the order in which they get memory: weights are fetched twice, read and written in a step, everything else is
+written once and read once; gradients are to be on disk only where there is no other place.
+"""
 
 
 def lay_out(
@@ -41,7 +37,7 @@ def lay_out(
     if "nvme" not in tiers.values() and (left is None or left >= 0):
         return DiskLayout(sharding=sharding)
     tile_numel = _tile_numel(regions, host_bytes, sharding)
-    everything = DiskLayout({region.index: PLANES for region in regions}, tile_numel, sharding)
+    everything = DiskLayout(_everything(regions), tile_numel, sharding)
     decided = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
     left = _left(regions, decided, keeps_gradients, staging_bytes, host_bytes, sharding)
 
@@ -67,10 +63,10 @@ def _give_out(
 ) -> DiskLayout:
     """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
     on_disk: dict[int, set[str]] = {region.index: set() for region in regions}
-    for kind, planes in _KINDS.items():
+    for kind in _KINDS:
         if tiers[kind] == "cpu":
             continue
-        sizes = {region: _bytes(region, planes, True, sharding) for region in regions}
+        sizes = {region: _bytes(region, (kind,), True, sharding) for region in regions}
         if kind == "gradients" and not keeps_gradients:
             kept = set(regions) if tiers[kind] == "auto" and (left is None or left >= staging_bytes) else set()
             used = staging_bytes if kept else 0
@@ -80,10 +76,8 @@ def _give_out(
         left = None if left is None else left - used
         for region in regions:
             if region not in kept:
-                on_disk[region.index].update(planes)
-    layout = {
-        region.index: tuple(plane for plane in _planes(region) if plane in on_disk[region.index]) for region in regions
-    }
+                on_disk[region.index].add(kind)
+    layout = {r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index]) for r in regions}
     return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel, sharding)
 
 
@@ -95,7 +89,7 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):
-            fetch = max(fetch, region.width("weights") * numel)
+            fetch = max(fetch, region.plane("weights").width * numel)
     sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 
@@ -120,13 +114,13 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
 
 
-def _planes(region: Region) -> dict[str, int]:
-    return region.planes(keeps_gradients=True, accumulates=False)
+def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
+    return {region.index: tuple(plane.name for plane in region.table) for region in regions}
 
 
-def _bytes(region: Region, planes: Sequence[str], keeps_gradients: bool, sharding: Sharding) -> int:
-    found = region.planes(keeps_gradients, accumulates=False)
-    return sum(sharding.share(plane, found.get(plane, 0)) for plane in planes)
+def _bytes(region: Region, kinds: Sequence[str], keeps_gradients: bool, sharding: Sharding) -> int:
+    planes = region.planes if keeps_gradients else region.states
+    return sum(sharding.share(plane, plane.width * region.numel) for plane in planes if plane.kind in kinds)
 
 
 def _left(
@@ -140,7 +134,7 @@ def _left(
     """Return what of the host's memory is left once all is there that does not go to disk."""
     if host_bytes is None:
         return None
-    in_memory = [plane for kind, planes in _KINDS.items() if tiers[kind] != "nvme" for plane in planes]
+    in_memory = [kind for kind in _KINDS if tiers[kind] != "nvme"]
     staging = 0 if keeps_gradients or tiers["gradients"] == "nvme" else staging_bytes
     return host_bytes - staging - sum(_bytes(region, in_memory, keeps_gradients, sharding) for region in regions)
 
@@ -163,7 +157,7 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
 
 
 def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
-    everything = {region.index: PLANES for region in regions}
+    everything = _everything(regions)
     tile = _LARGEST_TILE
     while host_bytes is not None and tile > _SMALLEST_TILE:
         if sum(ring_bytes(DiskLayout(everything, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
-from offload.partition.layout import SCRATCH_BYTES, DiskLayout, Region, Sharding
+from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.schedule.build import window_bytes
 
 SLOT = "unit slot"
@@ -61,7 +61,7 @@ def staging_bytes(
     """
     wide = accumulates and sharding.size > 1
     own = sharding.size if wide else sharding.num_ranges
-    sizes = [r.numel * (4 if wide else r.width("gradients")) // own for r in regions if r.trainable]
+    sizes = [r.numel * (4 if wide else r.plane("gradients").width) // own for r in regions if r.trainable]
     return window_bytes(sizes, stagings)
 
 
@@ -105,9 +105,9 @@ def plan_memory(
     totals: dict[tuple[str, str], int] = {}
     for region in regions:
         on_disk = layout.of(region)
-        for plane, num_bytes in region.planes(keeps_gradients or "gradients" in on_disk, accumulates=False).items():
-            key = "nvme" if plane in on_disk else states_tier, plane
-            totals[key] = totals.get(key, 0) + sharding.share(plane, num_bytes)
+        for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
+            key = "nvme" if plane.name in on_disk else states_tier, plane.name
+            totals[key] = totals.get(key, 0) + sharding.share(plane, plane.width * region.numel)
     plan = [Allocation(tier, plane.replace("_", " "), num_bytes) for (tier, plane), num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
         staged = [region for region in regions if "gradients" not in layout.of(region)]

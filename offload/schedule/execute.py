@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 
-from offload.partition.layout import Region
+from offload.layout.regions import Region
 from offload.schedule.build import Room, Schedule, Use, build
 from offload.tiers.slots import Slots
 

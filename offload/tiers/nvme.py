@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,16 +11,17 @@ from pathlib import Path
 import torch
 
 from offload.errors import DiskError
+from offload.files.directories import check_dirs, check_space
+from offload.files.scratch import open_nameless
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.native_io import File, IoEngine, wait_for_all
-from offload.partition.layout import stripe, stripe_bytes
+from offload.layout.regions import stripe, stripe_bytes
+from offload.native.io import File, IoEngine, wait_for_all
 from offload.telemetry.counters import Counters
-from offload.tiers.folder import RunFolders
 from offload.tiers.host import Arena
+from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
-from offload.tiers.loan import Loan
 from offload.tiers.pinning import Pinning
 from offload.tiers.ring import Ring, Stretch
 
@@ -31,14 +31,15 @@ RING_TILES = 4
 
 
 class Stripes:
-    """One range of bytes over a file in each folder, in chunks by turns, so that every transfer is shared by the disks.
+    """One range of bytes over a file without a name on the file system of each directory, in chunks by turns, so that
+    every transfer is shared by the disks.
 
     Space is reserved before it is used.
     """
 
-    def __init__(self, io: IoEngine, paths: Sequence[Path]) -> None:
+    def __init__(self, io: IoEngine, directories: Sequence[Path]) -> None:
         self._io = io
-        self._files = [io.open(path, num_bytes=0) for path in paths]
+        self._files = [io.open(directory, opener=open_nameless) for directory in directories]
         self.why_buffered = self._files[0].why_buffered
         self.num_bytes = 0
 
@@ -54,41 +55,19 @@ class Stripes:
 
     def read(self, offset: int, memory: torch.Tensor) -> None:
         """Fill `memory` from `offset`; DiskError where that fails."""
-        pieces = self._cut(offset, memory)
-        wait_for_all([self._io.read(*piece) for piece in pieces])
-        _check(pieces)  # a hole reads as zeros
+        wait_for_all([self._io.read(*piece) for piece in self._cut(offset, memory)])
 
     def write(self, offset: int, memory: torch.Tensor) -> None:
         """Write `memory` to `offset`; DiskError where that fails."""
-        pieces = self._cut(offset, memory)
-        _check(pieces)  # what was cut off would grow again
-        wait_for_all([self._io.write(*piece) for piece in pieces])
+        wait_for_all([self._io.write(*piece) for piece in self._cut(offset, memory)])
 
-    def _cut(self, offset: int, memory: torch.Tensor) -> list[_Piece]:
+    def _cut(self, offset: int, memory: torch.Tensor) -> list[tuple[File, int, torch.Tensor]]:
         """Return where each part of `memory` lies: (file, offset there, part)."""
         pieces, end = [], 0
         for number, place, size in stripe(offset, memory.nbytes, len(self._files)):
             pieces.append((self._files[number], place, memory[end : end + size]))
             end += size
         return pieces
-
-
-_Piece = tuple[File, int, torch.Tensor]
-
-
-def _check(pieces: Sequence[_Piece]) -> None:
-    """Raise DiskError where somebody has taken space away from the files."""
-    for file, place, memory in pieces:
-        found, size = os.fstat(file.fd).st_size, memory.nbytes
-        if found < place + size or file.has_hole(place, size):
-            raise DiskError(
-                f"{file.path} has {found} bytes, and no longer holds {size} at offset {place}, where states were: "
-                "something has truncated it, and they are lost. Go on from the last checkpoint.",
-                0,
-                file.path,
-                place,
-                size,
-            )
 
 
 class Channel:
@@ -113,18 +92,18 @@ class Channel:
     def take(self, num_bytes: int) -> Stretch:
         """Return memory, which stays this taker's until it says that it is no longer open."""
         stretch = self._ring.take(num_bytes)
-        assert stretch is not None, "the ring was planned for one loan at a time"
+        assert stretch is not None, "the ring was planned for one lease at a time"
         return stretch
 
     def read(
-        self, file: Stripes, offset: int, stretch: Stretch, *, after: Sequence[Ticket], name: str, is_ahead: bool
+        self, file: Stripes, offset: int, stretch: Stretch, *, reads: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
         """Fill a stretch from a file."""
         num_bytes = stretch.flat.nbytes
         ticket = self._reads.submit(
             lambda: file.read(offset, stretch.flat),
-            after=after,
-            behind=stretch.after,
+            reads=reads,
+            fills=stretch.fills,
             name=name,
             num_bytes=num_bytes,
         )
@@ -142,15 +121,15 @@ class Channel:
         stretch: Stretch,
         num_bytes: int,
         *,
-        after: Sequence[Ticket],
-        behind: Sequence[Ticket],
+        reads: Sequence[Ticket],
+        fills: Sequence[Ticket],
         name: str,
     ) -> Ticket:
         """Write the beginning of a stretch to a file."""
         ticket = self._writes.submit(
             lambda: file.write(offset, stretch.flat[:num_bytes]),
-            after=after,
-            behind=behind,
+            reads=reads,
+            fills=fills,
             name=name,
             num_bytes=num_bytes,
         )
@@ -184,59 +163,59 @@ class Record:
         first, last = self._span(names)
         return self.updates.has_room(last - first)
 
-    def lend(self, names: Sequence[str], loan: Loan, *, fetches: bool = False, is_ahead: bool = False) -> Loan:
-        """Lend neighbouring planes beside what a loan has already; `gradients` among them are not written back."""
-        if fetches and (found := self._at_hand(names, loan)) is not None:
+    def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:
+        """Lend neighbouring planes beside what a lease has already; `gradients` among them are not written back."""
+        if fetches and (found := self._at_hand(names, lease)) is not None:
             return found
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
-        after = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
+        reads = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
         stretch = channel.take(last - first)
         name = self.name if fetches else f"update {self.name}"
-        reading = channel.read(self.file, self.offset + first, stretch, after=after, name=name, is_ahead=is_ahead)
+        reading = channel.read(self.file, self.offset + first, stretch, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.read(reading)
         if not fetches:
             self._recent = names, stretch
         kept = [name for name in names if name != "gradients"]
-        return self._loan(names, kept, loan, channel, stretch, (*loan.after, reading), loan.behind)
+        return self._leased(names, kept, lease, channel, stretch, (*lease.reads, reading), lease.fills)
 
-    def land(self, names: Sequence[str], loan: Loan) -> Loan:
-        """Lend memory for neighbouring planes beside what a loan has already, to be written once it is filled. Not that
-        of updates for weights alone: they come while one's own, which were updated there, are still to be sent.
+    def land(self, names: Sequence[str], lease: Lease) -> Lease:
+        """Lend memory for neighbouring planes beside what a lease has already, to be written once it is filled. Not
+        that of updates for weights alone: they come while one's own, which were updated there, are still to be sent.
         """
         channel = self.fetches if list(names) == ["weights"] else self.updates
         first, last = self._span(names)
         stretch = channel.take(last - first)
         self._recent = None
-        behind = (*loan.behind, *stretch.after)
-        return self._loan(names, names, loan, channel, stretch, loan.after, behind)
+        fills = (*lease.fills, *stretch.fills)
+        return self._leased(names, names, lease, channel, stretch, lease.reads, fills)
 
-    def _loan(
+    def _leased(
         self,
         names: Sequence[str],
         kept: Sequence[str],
-        loan: Loan,
+        lease: Lease,
         channel: Channel,
         stretch: Stretch,
-        after: Sequence[Ticket],
-        behind: Sequence[Ticket],
-    ) -> Loan:
-        """Add planes in a stretch to a loan; those of them that are `kept` are written where they were changed."""
+        reads: Sequence[Ticket],
+        fills: Sequence[Ticket],
+    ) -> Lease:
+        """Add planes in a stretch to a lease; those of them that are `kept` are written where they were changed."""
 
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
             stretch.is_open = False
-            loan.read(ticket)
+            lease.done_reading(ticket)
 
         def changed(ticket: Ticket) -> None:
             stretch.fence.fill(ticket)
             self._write_back(kept, channel, stretch, ticket)
-            loan.changed(ticket)
+            lease.done_writing(ticket)
 
-        return Loan(loan.planes | self._views(names, stretch), after, behind, read, changed)
+        return Lease(lease.planes | self._views(names, stretch), reads, fills, read, changed)
 
-    def _at_hand(self, names: Sequence[str], loan: Loan) -> Loan | None:
+    def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
         """Lend planes as they lie in the ring of updates still: as they are on disk, or will be."""
         if self._recent is None:
             return None
@@ -246,11 +225,11 @@ class Record:
 
         def read(ticket: Ticket) -> None:
             place.fence.read(ticket)
-            loan.read(ticket)
+            lease.done_reading(ticket)
 
         views = self._views(lent, place)
-        planes = loan.planes | {name: views[name] for name in names}
-        return replace(loan, planes=planes, after=(*loan.after, *place.fence.before_read()), read=read)
+        planes = lease.planes | {name: views[name] for name in names}
+        return replace(lease, planes=planes, reads=(*lease.reads, *place.fence.before_read()), done_reading=read)
 
     def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
         if names:
@@ -261,8 +240,8 @@ class Record:
                 self.offset + first,
                 stretch,
                 last - first,
-                after=(changed,),
-                behind=fence.before_fill(),
+                reads=(changed,),
+                fills=fence.before_fill(),
                 name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
             )
             fence.fill(writing)
@@ -289,7 +268,7 @@ class Record:
 
 
 class Nvme:
-    """The folders, files and rings of one run; everything is removed when it is closed or the program ends."""
+    """The files and rings of one run. The files have no names: the kernel takes them back however the program ends."""
 
     def __init__(
         self,
@@ -303,21 +282,24 @@ class Nvme:
         host: Ledger,
         pinning: Pinning | None,
     ) -> None:
-        """`num_bytes`: of all records that there will be. `rings`: the bytes of each channel's."""
+        """`num_bytes`: of all records that there will be. `rings`: the bytes of each channel's. Raises ConfigError for
+        a directory that cannot be used, DoesNotFitError where there is too little space, DiskError.
+        """
         self._ledger = ledger
-        self._folders = RunFolders(dirs, num_bytes)
+        directories = check_dirs(dirs)
+        check_space(directories, num_bytes)
+        self._io = IoEngine()
         try:
-            self._io = IoEngine()
-            self._states = self._stripes("states.bin")
+            self._states = Stripes(self._io, directories)
             self._states.reserve(num_bytes)
-            self._activations = self._stripes("activations.bin") if ACTIVATION_RING in rings else self._states
+            self._activations = Stripes(self._io, directories) if ACTIVATION_RING in rings else self._states
             self._arena = Arena(sum(rings.values()), pinning)
             memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
             for name, flat in memory.items():
                 host.reserve(name, flat.nbytes)
                 self._io.register(flat)
         except BaseException:
-            self._folders.close()  # the files go with their engine
+            self._io.close()  # and with it the files, though a traceback may keep the engine
             raise
         self._warn()
         self._next = 0
@@ -357,14 +339,10 @@ class Nvme:
         return self._arena.pinned_bytes
 
     def close(self) -> None:
-        """Remove the files. The lanes must have ended."""
+        """Let go of the files. The lanes must have ended."""
         with contextlib.suppress(DiskError):  # whoever needed that transfer was told
             self._io.close()
         self._arena.close()
-        self._folders.close()
-
-    def _stripes(self, name: str) -> Stripes:
-        return Stripes(self._io, [folder / name for folder in self._folders.paths])
 
     def _warn(self) -> None:
         """Say once what makes this slower than it could be."""

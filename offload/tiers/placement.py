@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
 TIERS = ("device", "cpu", "nvme")
@@ -31,8 +32,6 @@ class Placement:
     nvme_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        from offload.sections import parse_size
-
         for key in ("device_memory", "host_memory", "nvme_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:

@@ -11,14 +11,14 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(eq=False)
 class Stretch:
-    """Memory that was taken. `after` is what has to be over before it is filled; `fence` is its own. While it
+    """Memory that was taken. `fills` is what has to be over before it is filled; `fence` is its own. While it
     `is_open`, nobody else gets it; while it `is_whole`, nobody else was given any of it.
     """
 
     flat: torch.Tensor
     begin: int
     end: int
-    after: list[Ticket]
+    fills: list[Ticket]
     fence: Fence
     is_open: bool = True
     is_whole: bool = True
@@ -43,8 +43,8 @@ class Ring:
         if found is None:
             return None
         begin, end, over = found
-        after = [ticket for other in over for ticket in other.fence.before_fill()]
-        stretch = Stretch(self.memory[begin:end], begin, end, after, Fence(self.kind))
+        fills = [ticket for other in over for ticket in other.fence.before_fill()]
+        stretch = Stretch(self.memory[begin:end], begin, end, fills, Fence(self.kind))
         for other in over:
             other.begin, other.is_whole = end, False  # who takes the rest of it has to wait for the same
         self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]

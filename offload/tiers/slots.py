@@ -11,10 +11,10 @@ from torch import nn
 
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.partition.layout import ParameterInfo, Region
+from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.store import Store, plane_dtype
+from offload.tiers.store import Store
 
 _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
@@ -113,14 +113,14 @@ class Slots:
             if part[0] < part[1]
         ]
         self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
-        behind = [ticket for other in gone for ticket in other.fence.before_fill()]
+        fills = [ticket for other in gone for ticket in other.fence.before_fill()]
         if self._debug:
-            behind = [*behind, self._poison(gone, behind)]
+            fills = [*fills, self._poison(gone, fills)]
         tickets: list[Ticket] = []
         for region in self.cargoes[cargo]:
-            flat = self._memory[offset : offset + region.weight_bytes].view(plane_dtype(region, "weights"))
+            flat = self._memory[offset : offset + region.weight_bytes].view(region.plane("weights").dtype)
             offset += region.weight_bytes
-            tickets += self._bring_up(region, flat, behind, is_ahead)
+            tickets += self._bring_up(region, flat, fills, is_ahead)
         slot.fence.fill(*tickets)
         slot.valid = True
 
@@ -169,7 +169,7 @@ class Slots:
                 placed[region] = self._resident[region.index][0]
             else:
                 flat = self._memory[end : end + region.weight_bytes]
-                placed[region] = flat.view(plane_dtype(region, "weights"))
+                placed[region] = flat.view(region.plane("weights").dtype)
                 end += region.weight_bytes
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return placed
@@ -182,6 +182,10 @@ class Slots:
                 view = flat[offset : offset + size].view(self._infos[index].shape)
                 made[index] = nn.Parameter(view, requires_grad=region.trainable)
         return made
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
+        return self.streams(tensor.data_ptr()) or self.is_weight(tensor)
 
     def streams(self, address: int) -> bool:
         """True where an address lies in the memory through which cargoes stream."""
@@ -220,7 +224,7 @@ class Slots:
             if self.is_resident(region):
                 continue
             flat = self._device.allocate("resident weights", region.weight_bytes)
-            flat = flat.view(plane_dtype(region, "weights"))
+            flat = flat.view(region.plane("weights").dtype)
             self._resident[region.index] = flat, self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
@@ -276,22 +280,22 @@ class Slots:
     def _find(self, cargo: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)
 
-    def _bring_up(self, region: Region, flat: torch.Tensor, behind: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Bring a region's weights to `flat`, part by part, and what other ranks hold of them."""
+    def _bring_up(self, region: Region, flat: torch.Tensor, fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them."""
         self.needs(region)
         if self._store.tier == "device":
-            return self._put_together(region, flat, behind, is_ahead)
+            return self._put_together(region, flat, fills, is_ahead)
         tickets = []
-        for part in self._store[region].held:
-            loan, target = part.fetch(is_ahead), flat[part.begin : part.end]
+        for tile in self._store[region].held:
+            lease, target = tile.fetch(is_ahead), flat[tile.begin : tile.end]
             ticket = self._lanes.h2d.submit(
-                partial(self._device.copy, target, loan.planes["weights"]),
-                after=loan.after,
-                behind=behind,
+                partial(self._device.copy, target, lease.planes["weights"]),
+                reads=lease.reads,
+                fills=fills,
                 name=region.name,
                 num_bytes=target.nbytes,
             )
-            loan.read(ticket)
+            lease.done_reading(ticket)
             tickets.append(ticket)
             if is_ahead:
                 self._counters.next_h2d_bytes += target.nbytes
@@ -300,7 +304,7 @@ class Slots:
         return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
 
     def _put_together(
-        self, region: Region, flat: torch.Tensor, after: Sequence[Ticket], is_ahead: bool
+        self, region: Region, flat: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
     ) -> list[Ticket]:
         """All-gather `flat` from the ranks' ranges: this one's has come up, or rests on the device."""
         store, full = self._store, flat.data  # see Device.copy
@@ -312,11 +316,11 @@ class Slots:
             self._counters.all_gather_elements += region.numel
         return [
             store.exchanges.submit(
-                partial(store.comm.all_gather, full, own, what), after=after, name=what, num_bytes=own.nbytes
+                partial(store.comm.all_gather, full, own, what), reads=reads, name=what, num_bytes=own.nbytes
             )
         ]
 
-    def _poison(self, gone: Sequence[Slot], behind: Sequence[Ticket]) -> Ticket:
+    def _poison(self, gone: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
         """Fill what lies in slots with NaN."""
         stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in gone]
 
@@ -324,7 +328,7 @@ class Slots:
             for stretch in stretches:
                 stretch.fill_(_POISON)
 
-        ticket = self._lanes.h2d.submit(poison, behind=behind, name="poison")
+        ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
         for slot in gone:
             slot.fence.fill(ticket)
         return ticket

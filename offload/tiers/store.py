@@ -1,8 +1,7 @@
 """The one owner of "where is it": every region's planes, on the tier that the placement says.
 
-A plane is a flat tensor over a region: `weights` (what travels: the bf16 high half, or the fp32 master), `low` (the low
-half of a split master), `exp_avg`, `exp_avg_sq`, and `gradients` where they wait for the norm. Over several ranks each
-holds what its sharding says of a plane.
+A plane is a flat tensor over a region, whose table says which there are (`offload.layout.planes`). Over several ranks
+each holds what its sharding says of a plane.
 """
 
 from __future__ import annotations
@@ -14,33 +13,26 @@ from functools import partial
 
 import torch
 
-from offload import native
+from offload.distributed.comm import Alone, Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.partition.comm import Alone, Comm
-from offload.partition.layout import PLANES, DiskLayout, ParameterInfo, Region
+from offload.layout.planes import MASTER
+from offload.layout.regions import DiskLayout, ParameterInfo, Region
+from offload.native import kernels
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
+from offload.tiers.lease import NOTHING, Lease
 from offload.tiers.ledger import Ledger
-from offload.tiers.loan import NOTHING, Loan
 from offload.tiers.nvme import Nvme, Record
 
 Read = Callable[[int, int], torch.Tensor]
 _PIECE = 1 << 20
 """Elements of a parameter that are taken over at once."""
-_MASTER = ("weights", "low")
-
-
-def plane_dtype(region: Region, plane: str) -> torch.dtype:
-    """Return the dtype of a region's plane; of gradients as they wait for the norm of one backward pass."""
-    if plane in ("weights", "gradients"):
-        return torch.bfloat16 if region.is_split else torch.float32
-    return torch.int16 if plane == "low" else torch.float32
 
 
 @dataclass(eq=False)
-class Part:
+class Tile:
     """Elements `begin` to `end` of a region, which are read, updated and written back at once: all of it, or a tile
     where some of its planes are on disk. `planes` are those in memory, but for the gradients.
 
@@ -53,50 +45,50 @@ class Part:
     record: Record | None
     fence: Fence = field(default_factory=lambda: Fence("weights"))
 
-    def fetch(self, is_ahead: bool) -> Loan:
+    def fetch(self, is_ahead: bool) -> Lease:
         """Lend the weights to the device. `is_ahead`: for the next step."""
         return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
 
     @property
     def states(self) -> list[str]:
-        """The planes that there are of the part, but for the gradients, in the order of a loan."""
+        """The planes that there are of the tile, but for the gradients, in the order of a lease."""
         on_disk = self.record.planes if self.record is not None else {}
-        return [name for where in (self.planes, on_disk) for name in PLANES if name in where and name != "gradients"]
+        return [name for where in (self.planes, on_disk) for name in where if name != "gradients"]
 
-    def land(self, *names: str) -> Loan:
+    def land(self, *names: str) -> Lease:
         """Lend memory for planes whose every element will come from the device, another rank or a file, whatever they
         were before. Where that fails, `read` gives it back.
         """
         return self._lend(names, lands=True)
 
-    def lend(self, *names: str) -> Loan:
+    def lend(self, *names: str) -> Lease:
         """Lend these planes to the host; such as there are of them."""
         return self._lend(names)
 
-    def lend_early(self, *names: str) -> Loan | None:
-        """Lend planes for work that is submitted later, with what `renewed` makes of the loan by then; what of them is
-        on disk is read meanwhile. None where the ring is full of such loans.
+    def lend_early(self, *names: str) -> Lease | None:
+        """Lend planes for work that is submitted later, with what `renewed` makes of the lease by then; what of them is
+        on disk is read meanwhile. None where the ring is full of such leases.
         """
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
         return None if is_full else self._lend(names)
 
-    def renewed(self, loan: Loan) -> Loan:
-        """Return an early loan with what has to be waited for now."""
+    def renewed(self, lease: Lease) -> Lease:
+        """Return an early lease with what has to be waited for now."""
         return replace(
-            loan, after=(*self.fence.before_read(), *loan.after), behind=(*self.fence.before_fill(), *loan.behind)
+            lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
         )
 
     def _lend(
         self, names: Sequence[str], *, lands: bool = False, fetches: bool = False, is_ahead: bool = False
-    ) -> Loan:
+    ) -> Lease:
         planes = {name: self.planes[name] for name in names if name in self.planes}
-        loan = Loan(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
+        lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
         there = self._on_disk(names)
         if self.record is None or not there:
-            return loan
+            return lease
         if lands:
-            return self.record.land(there, loan if planes else NOTHING)  # else what is in memory stays as it is
-        return self.record.lend(there, loan, fetches=fetches, is_ahead=is_ahead)
+            return self.record.land(there, lease if planes else NOTHING)  # else what is in memory stays as it is
+        return self.record.lend(there, lease, fetches=fetches, is_ahead=is_ahead)
 
     def _on_disk(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.record is not None and name in self.record.planes]
@@ -106,15 +98,15 @@ class Part:
 class RegionState:
     """The planes of one region, and how often each of its parameters was updated (torch counts steps by parameter).
 
-    `planes` are those in memory, over what this rank holds of each. `parts` are those that this rank updates, `others`
-    the parts that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
+    `planes` are those in memory, over what this rank holds of each. `tiles` are those that this rank updates, `others`
+    the tiles that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
     this rank updates, behind the `landing` fence.
     """
 
     region: Region
     planes: dict[str, torch.Tensor]
-    parts: list[Part]
-    others: dict[int, list[Part]]
+    tiles: list[Tile]
+    others: dict[int, list[Tile]]
     steps: list[int]
     gradients: torch.Tensor | None = None
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
@@ -122,12 +114,12 @@ class RegionState:
     @property
     def begin(self) -> int:
         """The first element that this rank updates."""
-        return self.parts[0].begin
+        return self.tiles[0].begin
 
     @property
-    def held(self) -> list[Part]:
-        """The parts with weights that this rank holds."""
-        return [part for parts in (self.parts, *self.others.values()) for part in parts]
+    def held(self) -> list[Tile]:
+        """The tiles with weights that this rank holds."""
+        return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
     @property
     def keeps_gradients(self) -> bool:
@@ -142,7 +134,7 @@ class RegionState:
     @property
     def has_room_on_disk(self) -> bool:
         """True where the region's record has a place for gradients."""
-        record = self.parts[0].record
+        record = self.tiles[0].record
         return record is not None and "gradients" in record.planes
 
     def count(self, touched: Sequence[bool]) -> None:
@@ -184,15 +176,12 @@ class Store:
         self._infos, self._layout, self._nvme = infos, layout or DiskLayout(), nvme
         self.comm, self.sharding = comm or Alone(), self._layout.sharding
         self._counters = counters or Counters()
-        # What is on the device is exchanged by compute itself: nothing else would have to wait for it there.
-        self.exchanges = lanes.collective if tier == "cpu" else lanes.here
+        here = (lanes.here,) * 3  # of what is on the device: nothing but compute would have to wait for it there
+        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
+        self.down, self.updating, self.exchanges = lanes_of_states
         self._arenas: dict[str, Arena] = {}
         wanted = {
-            region: {
-                name: plane_dtype(region, name)
-                for name in region.planes(keeps_gradients=False, accumulates=False)
-                if name not in self._layout.of(region)
-            }
+            region: {plane.name: plane.dtype for plane in region.states if plane.name not in self._layout.of(region)}
             for region in regions
         }
         made = self._allocate("states", wanted)
@@ -200,14 +189,14 @@ class Store:
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
-        others = {rank: self._parts(region, planes, rank) for rank in by_rank}
-        parts = others.pop(self.sharding.owner)
-        return RegionState(region, planes, parts, others, [0] * len(region.parameters))
+        others = {rank: self._tiles(region, planes, rank) for rank in by_rank}
+        tiles = others.pop(self.sharding.owner)
+        return RegionState(region, planes, tiles, others, [0] * len(region.parameters))
 
-    def _parts(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Part]:
-        """Return the parts of a rank's range, with what this rank holds of them."""
-        is_own, parts = owner == self.sharding.owner, []
-        dtypes = {name: plane_dtype(region, name) for name in self._layout.on_disk(region, is_own)}
+    def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
+        """Return the tiles of a rank's range, with what this rank holds of them."""
+        is_own, tiles = owner == self.sharding.owner, []
+        dtypes = {name: region.plane(name).dtype for name in self._layout.on_disk(region, is_own)}
         for begin, end in self._layout.tiles(region, owner):
             record = None
             if dtypes:
@@ -216,10 +205,10 @@ class Store:
             mine = {}
             for name, flat in planes.items():
                 start = self.sharding.held(region, name).start
-                if is_own or not self.sharding.is_cut(name):
+                if is_own or not self.sharding.is_cut(region.plane(name)):
                     mine[name] = flat[begin - start : end - start]
-            parts.append(Part(begin, end, mine, record))
-        return parts
+            tiles.append(Tile(begin, end, mine, record))
+        return tiles
 
     def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
         """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several
@@ -227,7 +216,7 @@ class Store:
         """
         trained = [state for state in self.states if state.region.trainable]
         wanted = {
-            s.region: {"gradients": torch.float32 if accumulates else plane_dtype(s.region, "gradients")}
+            s.region: {"gradients": torch.float32 if accumulates else s.region.plane("gradients").dtype}
             for s in trained
             if accumulates or (waits and not s.has_room_on_disk)
         }
@@ -244,12 +233,26 @@ class Store:
             # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
             state.gradients = flat[own.start - start : own.stop - start]
 
+    def stage(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Return memory beside the states, in place of what there was under this name."""
+        if self.tier == "device":
+            self._device.ledger.drop(name)
+            return self._device.allocate(name, num_bytes)
+        self._host.drop(name)
+        self._host.reserve(name, num_bytes)
+        return Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8)
+
+    def came_down(self, num_bytes: int) -> None:
+        """Count what was brought down to the states from the device, if they are elsewhere."""
+        if self.tier == "cpu":
+            self._counters.d2h_bytes += num_bytes
+
     def _allocate(
         self, kind: str, wanted: dict[Region, dict[str, torch.dtype]]
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Make planes: by one arena on the host, one by one on the device."""
         planes = [
-            (region, name, dtype, self.sharding.share(name, region.numel))
+            (region, name, dtype, self.sharding.share(region.plane(name), region.numel))
             for region, names in wanted.items()
             for name, dtype in names.items()
         ]
@@ -287,16 +290,16 @@ class Store:
             else:
                 flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(end - begin, dtype=dtype)
                 self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
-            for parts in (state.parts, *state.others.values()):
-                for planes, mine, its in self._opened(state, position, parts, _MASTER, begin, end, changes=True):
+            for tiles in (state.tiles, *state.others.values()):
+                for planes, mine, its in self._opened(state, position, tiles, MASTER, begin, end, changes=True):
                     self._put(planes, mine, flat[its], state.region.has_low)
 
     @staticmethod
     def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
-        """Set elements of a part, of a split master or a plain one."""
+        """Set elements of a tile, of a split master or a plain one."""
         low: torch.Tensor | int = 0
         if is_split and piece.dtype != torch.bfloat16:
-            piece, low = native.split(piece.float().to(planes["weights"].device))
+            piece, low = kernels.split(piece.float().to(planes["weights"].device))
         planes["weights"][mine].copy_(piece)
         if "low" in planes:
             planes["low"][mine] = low
@@ -311,11 +314,11 @@ class Store:
         of what the device uses (bf16, or fp32). Collective.
         """
         region, _ = self._home[parameter]
-        dtype = plane_dtype(self.states[region].region, "weights") if travelling else torch.float32
+        dtype = self.states[region].region.plane("weights").dtype if travelling else torch.float32
         found = torch.empty(end - begin, dtype=dtype)
-        for planes, mine, its in self.opened(parameter, *_MASTER[: 1 if travelling else 2], begin=begin, end=end):
+        for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
             weights = planes["weights"][mine].cpu()
-            found[its] = native.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
+            found[its] = kernels.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
         return self._completed(parameter, begin, found)
 
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
@@ -335,63 +338,63 @@ class Store:
     def opened(
         self, parameter: int, *names: str, begin: int = 0, end: int | None = None, changes: bool = False
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Return (planes of a part, the parameter's elements in them, the same counted from `begin`) of every part with
+        """Return (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
         a share of elements `begin` to `end` of a parameter that this rank updates, for this thread to read or, with
         `changes`, to write.
         """
         region, position = self._home[parameter]
         state, end = self.states[region], self._infos[parameter].numel if end is None else end
-        return self._opened(state, position, state.parts, names, begin, end, changes)
+        return self._opened(state, position, state.tiles, names, begin, end, changes)
 
     def _opened(
         self,
         state: RegionState,
         position: int,
-        parts: Sequence[Part],
+        tiles: Sequence[Tile],
         names: Sequence[str],
         first: int,
         last: int,
         changes: bool,
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
         first, last = (state.span(position).start + number for number in (first, last))
-        low = bisect_right(parts, first, key=lambda part: part.end)
-        high = bisect_left(parts, last, key=lambda part: part.begin)
-        for part in parts[low:high] if first < last else ():
-            begin, end = max(first, part.begin), min(last, part.end)
-            loan = part.lend(*names)
-            give_back = loan.read
+        low = bisect_right(tiles, first, key=lambda tile: tile.end)
+        high = bisect_left(tiles, last, key=lambda tile: tile.begin)
+        for tile in tiles[low:high] if first < last else ():
+            begin, end = max(first, tile.begin), min(last, tile.end)
+            lease = tile.lend(*names)
+            give_back = lease.done_reading
             try:
-                self._lanes.wait(loan.after, behind=loan.behind if changes else ())
-                mine, its = (slice(begin - start, end - start) for start in (part.begin, first))
-                yield loan.planes, mine, its
-                give_back = loan.changed if changes else loan.read
+                self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
+                mine, its = (slice(begin - start, end - start) for start in (tile.begin, first))
+                yield lease.planes, mine, its
+                give_back = lease.done_writing if changes else lease.done_reading
             finally:
                 give_back(Ticket("compute", is_done=True))
 
-    def publish(self, region: Region, number: int, own: Loan, after: Sequence[Ticket]) -> None:
-        """Give the new weights of part `number` of this rank's range, `own`, to all ranks once these tickets are done,
+    def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
+        """Give the new weights of tile `number` of this rank's range, `own`, to all ranks once these tickets are done,
         and take theirs.
         """
         state, what = self[region], f"new weights of {region.name}"
         self._counters.all_gather_elements += own.planes["weights"].numel() * self.sharding.num_ranges
         for rank in range(self.sharding.num_ranges):
             is_own = rank == self.sharding.owner
-            loan = own if is_own else state.others[rank][number].land("weights")
+            lease = own if is_own else state.others[rank][number].land("weights")
             ticket = self.exchanges.submit(
-                partial(self.comm.broadcast, loan.planes["weights"], rank, f"{what}, part {number} of rank {rank}"),
-                after=after if is_own else (),
-                behind=() if is_own else loan.behind,
+                partial(self.comm.broadcast, lease.planes["weights"], rank, f"{what}, tile {number} of rank {rank}"),
+                reads=reads if is_own else (),
+                fills=() if is_own else lease.fills,
                 name=what,
             )
-            (loan.read if is_own else loan.changed)(ticket)
+            (lease.done_reading if is_own else lease.done_writing)(ticket)
 
     def forgive(self) -> None:
         """All states are about to be written anew: updates that failed or were given up are nobody's concern."""
         for state in self.states:
-            for part in state.held:
-                part.fence.forgive()
-                if part.record is not None:
-                    part.record.fence.forgive()
+            for tile in state.held:
+                tile.fence.forgive()
+                if tile.record is not None:
+                    tile.record.fence.forgive()
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from offload.checkpoint import hf_source, tensor_file
+from offload.hf import safetensors_file as tensor_file
+from offload.hf import sources as hf_source
 
 
 @pytest.fixture(autouse=True)

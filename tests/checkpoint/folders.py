@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.hf_read import FolderWeights, read_model
+from offload.hf.read import FolderWeights, read_model
 from tests.zoo.families import UNBUILDABLE, families
 
 QUICK = (

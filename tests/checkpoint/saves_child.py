@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint import saving, writer
+from offload.checkpoint import writer
 from offload.checkpoint.folder import Checkpoints
+from offload.files import atomic_folder
 from tests.checkpoint.states import save
 
 CALLS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "pwrite")
@@ -37,12 +38,12 @@ def die_at(count: int) -> None:
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
     writer._sync = writer.aiofiles.os.wrap(os.fsync)
-    saving._exchange = counted(saving._exchange)
+    atomic_folder._exchange = counted(atomic_folder._exchange)
 
 
 def loop(folder: Path, first: int, dies_at: int, exchanges: bool) -> None:
     if not exchanges:
-        saving._exchange = lambda one, other: False
+        atomic_folder._exchange = lambda one, other: False
     if dies_at >= 0:
         die_at(dies_at)
     checkpoints = Checkpoints(folder)

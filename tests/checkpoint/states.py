@@ -10,8 +10,8 @@ import torch
 
 from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
+from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 
 CHUNK_BYTES = 4096

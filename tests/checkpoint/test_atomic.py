@@ -20,13 +20,14 @@ import pytest
 import torch
 
 from offload.checkpoint import folder as folders
-from offload.checkpoint import saving, writer
+from offload.checkpoint import publish, writer
 from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import MANIFEST, Entry
+from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import verify
-from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError
+from offload.files import atomic_folder
 from tests.checkpoint.states import CONTENTS, check, save
 from tests.disks import mounted
 
@@ -205,7 +206,7 @@ class TestKeep:
         def fail(_path: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(saving, "sync_path", fail)
+        monkeypatch.setattr(publish, "sync_path", fail)
         with pytest.raises(DiskError, match="EIO"):
             save(checkpoints, 2, keep=1)
         assert names(tmp_path) == ["latest", "step-1"]
@@ -215,8 +216,8 @@ class TestKeep:
         checkpoints, removed = Checkpoints(tmp_path), []
         for step in range(1, 5):
             save(checkpoints, step)
-        remove = saving.remove
-        monkeypatch.setattr(folders.saving, "remove", lambda path: (removed.append(path.name), remove(path)))
+        remove = atomic_folder.remove
+        monkeypatch.setattr(folders, "remove", lambda path: (removed.append(path.name), remove(path)))
         save(checkpoints, 5, keep=2)
         assert removed == ["step-1", "step-2", "step-3"]
 
@@ -225,7 +226,7 @@ class TestReplace:
     @pytest.mark.parametrize("exchanges", [True, False])
     def test_the_same_step_again(self, tmp_path, monkeypatch, exchanges):
         if not exchanges:
-            monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+            monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
         checkpoints = Checkpoints(tmp_path)
         save(checkpoints, 1, world_size=3)
         (tmp_path / "step-1/rank-2.bin").write_bytes(b"damaged")
@@ -236,7 +237,7 @@ class TestReplace:
     def test_a_failed_second_rename_brings_the_old_one_back(self, tmp_path, monkeypatch):
         checkpoints = Checkpoints(tmp_path)
         save(checkpoints, 1)
-        monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
         rename, seen = os.rename, []
 
         def fail(one: Path, other: Path) -> None:
@@ -298,31 +299,31 @@ class TestClear:
         assert names(tmp_path) == sorted(others)
 
     def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(self, tmp_path, monkeypatch):
-        lock, times = saving._lock_manifest, []
+        lock, times = atomic_folder._lock_of, []
 
         def late(folder: Path) -> int:
             times.append(folder)
             if len(times) == 1:
-                assert saving.clear(tmp_path) == [folder]
+                assert atomic_folder.clear(tmp_path) == [folder]
             return lock(folder)
 
-        monkeypatch.setattr(saving, "_lock_manifest", late)
+        monkeypatch.setattr(atomic_folder, "_lock_of", late)
         with Save(tmp_path / "step-1") as made:
             assert len(times) == 3  # the one that was cleared, by whom it was, and the next
             assert made.path == times[2] != times[0]
             assert made.path.is_dir()
 
     def test_a_folder_that_goes_before_it_is_locked_is_made_again(self, tmp_path, monkeypatch):
-        flock, times = saving.fcntl.flock, []
+        flock, times = atomic_folder.fcntl.flock, []
 
         def late(fd: int, how: int) -> None:
             times.append(fd)
             if len(times) == 1:
                 (path,) = tmp_path.glob("*.partial-*")
-                saving.remove(path)
+                atomic_folder.remove(path)
             flock(fd, how)
 
-        monkeypatch.setattr(saving.fcntl, "flock", late)
+        monkeypatch.setattr(atomic_folder.fcntl, "flock", late)
         with Save(tmp_path / "step-1") as made:
             assert len(times) == 2
             assert made.path.is_dir()

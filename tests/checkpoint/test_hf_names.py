@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from offload.checkpoint.hf_names import CannotStream, conversions_used, use_conversions
-from offload.checkpoint.hf_write import write_model
+from offload.hf.names import CannotStream, conversions_used, use_conversions
+from offload.hf.write import write_model
 from tests.checkpoint.folders import fill_by_parts, llama, read
 from tests.checkpoint.test_hf_write import contents, rest
 from tests.zoo.families import families

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
 
-from offload.checkpoint.deferred import DeferredInit
-from offload.checkpoint.hf_read import FolderWeights, weight_files
 from offload.errors import ConfigError, DiskError
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.read import FolderWeights, weight_files
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names, read, same
 from tests.zoo.families import families
 
@@ -278,7 +278,7 @@ def test_quantized_weights_are_refused(folder: Path) -> None:
 
 
 def test_other_rules_of_transformers_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.checkpoint.hf_names import CannotStream
+    from offload.hf.names import CannotStream
 
     monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, rules: (name, None))
     with pytest.raises(CannotStream, match="LlamaForCausalLM are read part by part: TypeError"):
@@ -359,7 +359,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
 _READ = """
 import sys, time, torch, transformers
 from pathlib import Path
-from offload.checkpoint.hf_read import read_model
+from offload.hf.read import read_model
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 torch.ones(8, 8) @ torch.ones(8, 8)

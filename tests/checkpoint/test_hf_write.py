@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
 
-from offload.checkpoint.hf_names import CannotStream
-from offload.checkpoint.hf_write import write_model
 from offload.errors import ConfigError, DiskError, OffloadError
+from offload.hf.names import CannotStream
+from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, read, same
 from tests.checkpoint.test_hf_read import make_large
 from tests.zoo.families import families
@@ -279,7 +279,7 @@ def test_what_a_killed_export_has_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [20, 60, -1, -5000])
 def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(position: int, tmp_path: Path, monkeypatch) -> None:
-    from offload.checkpoint.tensor_file import TensorFileWriter
+    from offload.hf.safetensors_file import TensorFileWriter
 
     def finish_and_flip(writer, real=TensorFileWriter.finish):
         written = real(writer)
@@ -316,8 +316,8 @@ _WRITE = """
 import sys, time, torch, transformers
 from pathlib import Path
 from torch import nn
-from offload.checkpoint.deferred import DeferredInit
-from offload.checkpoint.hf_write import write_model
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.write import write_model
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])

@@ -23,8 +23,8 @@ from offload.checkpoint import reader as reading
 from offload.checkpoint import writer as writing
 from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import Entry
+from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader, verify
-from offload.checkpoint.saving import Save
 from offload.checkpoint.writer import Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save

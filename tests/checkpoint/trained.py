@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from offload import Engine
-from offload.checkpoint.tensor_file import TensorFile
 from offload.data.tokenizer import train_bpe
+from offload.hf.safetensors_file import TensorFile
 
 TEXT = "the weights of a block are fetched, used and given back; then the next block is fetched. "
 

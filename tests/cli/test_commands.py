@@ -11,7 +11,7 @@ import pytest
 
 from offload import __main__ as offload
 from offload import __version__
-from offload.cli import run_command
+from offload.config.command_line import run_command
 from offload.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Config, all_keys
+from offload.config.config import Config, all_keys
+from offload.config.sections import parse_size
 from offload.errors import ConfigError
-from offload.sections import parse_size
 
 
 def test_every_key_of_the_contract_is_there() -> None:
@@ -216,3 +216,18 @@ class TestResolve:
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
 def test_examples_are_sound(file: Path) -> None:
     Config.load(file).resolve(cuda=True, max_positions=4096)
+
+
+def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
+    def resolved(**values: Any) -> tuple[Any, ...]:
+        config = Config.load(None, {"optimizer.name": "lion"} | {f"optimizer.{key}": x for key, x in values.items()})
+        config = config.resolve(cuda=False, max_positions=None)
+        file = tmp_path / "config.yaml"
+        file.write_text(config.to_yaml())
+        assert dict(Config.load(file).items()) == dict(config.items())
+        return config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
+
+    assert resolved() == (4e-4, (0.9, 0.99), 0.1)
+    assert resolved(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.01) == (1e-3, (0.8, 0.9), 0.01)
+    adamw = Config().resolve(cuda=False, max_positions=None).optimizer
+    assert (adamw.lr, adamw.betas, adamw.weight_decay) == (4e-3, (0.9, 0.95), 0.01)

@@ -1,21 +1,22 @@
-"""`python -m offload.doctor`: what it tells of the directories for the nvme tier, what it removes, how it exits."""
+"""`python -m offload.doctor`: what it tells of the directories for the nvme tier, how it exits."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload import doctor, native, native_io
+from offload import doctor
 from offload.errors import ConfigError
-from offload.tiers import directories, folder
+from offload.files import directories
+from offload.native import io as native_io
+from offload.native import kernels
 from tests import forks
+from tests.disks import nameless
 from tests.forks import ROOT
 
 Call = Callable[..., "tuple[int, dict[str, Any]]"]
@@ -32,34 +33,19 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
-@pytest.fixture
-def stale(tmp_path: Path) -> Path:
-    """A folder that a dead run left in tmp_path."""
-    code = """import os, sys
-from offload.tiers.folder import RunFolders
-folders = RunFolders(sys.argv[1:], 0)
-print(folders.paths[0], flush=True)
-os._exit(0)"""
-    child = forks.run(["-c", code, tmp_path])
-    assert child.returncode == 0, child.stderr
-    path = Path(child.stdout.strip())
-    (path / "states").write_bytes(bytes(50000))
-    return path
-
-
 def test_the_machine(call):
     code, found = call()
     assert code == 0
     assert found["environment"]["versions"]["torch"]
-    assert found["kernels"] == native.describe()
+    assert found["kernels"] == kernels.describe()
     with native_io.IoEngine() as engine:
         assert (found["io"]["engine"], found["io"]["why_not_better"]) == (engine.name, engine.why or None)
     assert found["nvme"] == []
-    assert found["cleaned"] is None
 
 
-def test_directories(call, tmp_path, stale):
-    code, found = call("--nvme-dir", tmp_path, tmp_path / "missing", "--nvme-dir", stale / "states")
+def test_directories(call, tmp_path):
+    (tmp_path / "file").touch()
+    code, found = call("--nvme-dir", tmp_path, tmp_path / "missing", "--nvme-dir", tmp_path / "file")
     good, missing, file = found["nvme"]
     assert code == 1
     assert good["usable"]
@@ -67,14 +53,13 @@ def test_directories(call, tmp_path, stale):
     assert good["file_system"] == directories.file_system(tmp_path)
     assert good["free_bytes"] > 0
     assert good["direct"] or good["why_buffered"]
-    assert [each["path"] for each in good["stale"]] == [str(stale)]
-    assert 50000 < good["stale"][0]["num_bytes"] < 100000
     assert not missing["usable"]
     assert "does not exist" in missing["refusal"]
     assert not file["usable"]
     assert "is a file" in file["refusal"]
-    assert list(tmp_path.iterdir()) == [stale]  # nothing of ours is left, and nothing was cleaned
-    assert call("--nvme-dir", tmp_path)[0] == 0  # what is stale does no harm
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not nameless(tmp_path)
+    assert call("--nvme-dir", tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize("refused", ["opening", "transfer"])
@@ -115,49 +100,20 @@ def test_a_disk_that_fails(call, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_clean(call, tmp_path, stale):
-    with pytest.warns(UserWarning, match="offload.doctor --clean"):
-        living = folder.RunFolders([tmp_path], 0)
-    with living:
-        code, found = call("--clean", "--nvme-dir", tmp_path)
-        assert code == 0
-        assert [each["path"] for each in found["cleaned"]["removed"]] == [str(stale)]
-        assert found["cleaned"]["failed"] == []
-        assert found["nvme"][0]["stale"] == []
-        assert list(tmp_path.iterdir()) == living.paths
-        assert call("--clean", "--nvme-dir", tmp_path)[1]["cleaned"] == {"removed": [], "failed": []}
-
-
-def test_what_cannot_be_cleaned(call, tmp_path, stale):
-    if subprocess.run(["chattr", "+i", stale / "states"], check=False, capture_output=True).returncode:
-        pytest.skip("no immutable files: not root, or the file system has none")
-    try:
-        code, found = call("--clean", "--nvme-dir", tmp_path)
-    finally:
-        subprocess.run(["chattr", "-i", stale / "states"], check=True)
-    assert code == 1
-    assert "EPERM" in found["cleaned"]["failed"][0]["reason"]
-    assert [each["path"] for each in found["nvme"][0]["stale"]] == [str(stale)]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--clean"], "--clean --nvme-dir DIR"), (["--nvme-dir", ".", "."], "the same directory")],
-)
-def test_bad_arguments(words, message):
-    with pytest.raises(ConfigError, match=message) as refusal:
-        doctor.main(words)
+def test_a_directory_twice():
+    with pytest.raises(ConfigError, match="the same directory") as refusal:
+        doctor.main(["--nvme-dir", ".", "."])
     assert refusal.value.exit_code == 2
 
 
-@pytest.mark.parametrize("words", [["--nvme-dir"], ["--cleam"], ["more"]])
+@pytest.mark.parametrize("words", [["--nvme-dir"], ["--clean"], ["more"]])
 def test_words_that_it_does_not_know(words):
     with pytest.raises(SystemExit) as leaving:
         doctor.main(words)
     assert leaving.value.code == 2
 
 
-def test_for_people(tmp_path, stale):
+def test_for_people(tmp_path):
     """As a user runs it: compact, within 80 columns, and with the exit code of the command."""
     command = ["-m", "offload.doctor", "--nvme-dir", tmp_path, tmp_path / "missing"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"}
@@ -168,5 +124,5 @@ def test_for_people(tmp_path, stale):
     assert max(map(len, lines)) <= 80
     assert len(lines) < 40
     text = "".join("".join(lines).split())
-    for words in ("offload0.1", "kernels", "I/Oengine", "usable,", "doesnotexist", str(stale), "removewith--clean"):
+    for words in ("offload0.1", "kernels", "I/Oengine", "usable,", "doesnotexist", str(tmp_path)):
         assert words in text

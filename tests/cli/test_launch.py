@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from offload.checkpoint.folder import Checkpoints
-from offload.cli import parse_config, take_gpus
+from offload.config.command_line import parse_config, take_gpus
+from offload.distributed.launch import exit_code, launch
 from offload.errors import ConfigError, RankLostError
-from offload.launch import exit_code, launch
-from offload.trainer import Trainer
+from offload.training.trainer import Trainer
 from tests.cli.conftest import EITHER
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]

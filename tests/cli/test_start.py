@@ -84,7 +84,7 @@ def test_torch_is_imported_without_the_collector_which_works_again_afterwards() 
     """In a process without torch; one that has it is left alone."""
     program = (
         "import gc, sys\n"
-        "from offload.cli import importing\n"
+        "from offload.config.command_line import importing\n"
         "with importing():\n"
         "    assert not gc.isenabled()\n"
         "    sys.modules['torch'] = kept = []\n"

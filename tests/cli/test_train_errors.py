@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli import parse_config
-from offload.config import all_keys
+from offload.config.command_line import parse_config
+from offload.config.config import all_keys
+from offload.config.familiar import FAMILIAR
 from offload.errors import ConfigError
-from offload.familiar import FAMILIAR
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -37,6 +37,8 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps"], ["--train.steps", "VALUE"]),
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
+        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adamw' or 'lion'"]),
+        (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (["--train.clip", "sometimes"], ["train.clip", "'sometimes'", "'deferred'"]),
         (["--offload.throttle", "fast"], ["offload.throttle", "'fast'", "{h2d: 100MiB}"]),
         (["--offload.throttle", "{h2d: [}"], ["offload.throttle", "not YAML"]),

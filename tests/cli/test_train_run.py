@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.checkpoint.folder import Checkpoints
-from offload.config import Config, all_keys
+from offload.config.config import Config, all_keys
 from offload.lanes.throttle import LANES
 from tests.cli.conftest import EITHER
 from tests.telemetry.reader import read_trace
@@ -99,6 +99,28 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
+
+
+def test_a_run_with_lion(train: Train, folder: Path, tiny: list[str]) -> None:
+    lion = [*tiny, "--optimizer.name", "lion", "--run.dir", "lion"]
+    result = train(*lion, "--checkpoint.every", "2")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (folder / "lion/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    text = (folder / "lion/config.yaml").read_text()
+    assert "betas: [0.9, 0.99]  # resolved" in text
+    assert "lr: 0.0001  # resolved" in text
+    plan = json.loads((folder / "lion/plan.json").read_text())
+    names = [each["name"] for tier in plan["tiers"].values() for each in tier["allocations"]]
+    assert "exp avg" in names
+    assert "exp avg sq" not in names
+    result = train(*lion, "--train.steps", "6")
+    assert result.returncode == 0, result.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "lion/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    result = train(*tiny, "--run.dir", "lion", "--train.steps", "8", "--optimizer.name", "adamw")
+    assert result.returncode == 2
+    assert "optimizer.name is adamw and was lion" in result.stderr.replace("'", "")
 
 
 def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:

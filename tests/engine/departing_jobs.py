@@ -10,8 +10,8 @@ import transformers as t
 from torch import Tensor, nn
 
 from offload import Engine
-from offload.partition.comm import Comm
-from offload.partition.joining import open_comm
+from offload.distributed.comm import Comm
+from offload.distributed.joining import open_comm
 from tests.engine.families import GROUPED, SPECIAL, build, llama
 from tests.engine.handmade import WORDS, Block, Stack, cross_entropy
 from tests.engine.ranks_child import JOB

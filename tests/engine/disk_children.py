@@ -27,6 +27,7 @@ import torch
 from offload import Engine, Placement
 from offload.errors import DiskError, OffloadError, TornError
 from offload.planning import disk
+from tests.disks import nameless
 from tests.engine.families import build, tokens
 from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
@@ -144,13 +145,13 @@ def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
         engine = make(folder, ALL)
         train(engine, wanted, 0, 3)
         assert digest(engine) == wanted[2][1]
-        name = engine._parts._nvme._io.name
+        name = engine._state._nvme._io.name
         engine.close()
     print(json.dumps([name, [str(each.message) for each in caught]]))
 
 
 def child_that_is_two(folder: str, wanted: Wanted) -> None:
-    """Two processes train at once; each sees the folder of the other."""
+    """Two processes train at once; neither sees anything of the other."""
     reader, writer = os.pipe()
     other = os.fork()
     engine = make(folder, ALL)
@@ -158,7 +159,8 @@ def child_that_is_two(folder: str, wanted: Wanted) -> None:
         os.write(writer, b"x")
     else:
         os.read(reader, 1)  # both have theirs now
-        assert len(list(Path(folder).iterdir())) == 2
+        assert len(nameless(Path(folder), other)) == len(nameless(Path(folder))) == 2
+        assert not list(Path(folder).iterdir())
     train(engine, wanted, 0, 6)
     assert digest(engine) == wanted[5][1]
     engine.close()
@@ -182,11 +184,11 @@ def child_that_never_closes(folder: str, how: str) -> None:
 def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
     """What `python -m MODULE WORDS` does, for another user if need be."""
     import offload.doctor
-    import offload.trainer  # noqa: F401  nobody may not be allowed to read it
+    import offload.training.trainer  # noqa: F401  nobody may not be allowed to read it
 
     if uid:
         become_nobody()
-    from offload.cli import run_command
+    from offload.config.command_line import run_command
 
     run_command(sys.modules[module].main, words)
 
@@ -206,7 +208,7 @@ def serve() -> None:
 
     import offload.doctor
     import offload.train
-    import offload.trainer  # noqa: F401
+    import offload.training.trainer  # noqa: F401
 
     deep()  # imports what it needs
     gc.collect()

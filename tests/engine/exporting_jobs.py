@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from offload import Engine, Placement
-from offload.checkpoint import tensor_file
-from offload.checkpoint.models import build_model
+from offload.config.sections import ModelSection
+from offload.distributed.joining import open_comm
 from offload.errors import DiskError
-from offload.partition.joining import open_comm
-from offload.sections import ModelSection
+from offload.hf import safetensors_file as tensor_file
+from offload.hf.models import build_model
 from offload.tiers.store import Store
 from tests.engine.families import tokens
 from tests.engine.ranks_child import CASES, opened, share, small_tiles

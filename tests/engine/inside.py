@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from offload import Engine
-from offload.partition.layout import Region
+from offload.layout.regions import Region
 from offload.tiers.store import Store
 
 
@@ -24,12 +25,12 @@ class State:
 def states(engine: Engine) -> dict[str, State]:
     """Return copies of the optimizer states by parameter name."""
     found = {}
-    store = engine._parts.store
-    engine._settle()
+    store = engine._state.store
+    engine._recovery.settle("read the states")
     for state in store.states:
         for position, index in enumerate(state.region.parameters):
             moments = [stored_plane(store, index, name) for name in ("exp_avg", "exp_avg_sq")]
-            found[engine._parts.infos[index].name] = State(*moments, state.steps[position])
+            found[engine._state.infos[index].name] = State(*moments, state.steps[position])
     return found
 
 
@@ -39,33 +40,38 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
     return torch.cat(pieces) if pieces else None
 
 
+def disk_files(engine: Engine, kind: str = "states") -> list[Path]:
+    """Return the files of `states` or `activations`, which have no names, as paths to open them by."""
+    return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(engine._state._nvme, f"_{kind}")._files]
+
+
 def stored_weights(engine: Engine, region: Region) -> torch.Tensor:
     """Return the weights of a region that rests in memory, flat, as they are stored."""
-    (part,) = engine._parts.store[region].parts
+    (part,) = engine._state.store[region].tiles
     return part.planes["weights"]
 
 
 def unit_names(engine: Engine) -> list[str]:
-    return [unit.name for unit in engine._parts.units]
+    return [unit.name for unit in engine._state.units]
 
 
 def resident_names(engine: Engine) -> list[str]:
-    return [unit.name for unit in engine._parts.units if unit.resident]
+    return [unit.name for unit in engine._state.units if unit.resident]
 
 
 def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Return what will hold every step's gradients by parameter, flat, as they are before the update."""
-    flow, kept = engine._parts.gradients, {}
-    finish = flow.finish
+    flow, kept = engine._state.gradients, {}
+    finish = flow.landing.finish
 
     def finish_and_keep() -> None:
         finish()
-        for state in engine._parts.store.states:
+        for state in engine._state.store.states:
             for position, index in enumerate(state.region.parameters):
                 if state.gradients is not None:
-                    kept[engine._parts.infos[index].name] = state.gradients[state.span(position)].clone()
+                    kept[engine._state.infos[index].name] = state.gradients[state.span(position)].clone()
 
-    flow.finish = finish_and_keep
+    flow.landing.finish = finish_and_keep
     return kept
 
 

@@ -52,8 +52,8 @@ def largest_and_total(model: nn.Module) -> tuple[int, int]:
 
 
 def filled(folder: Path) -> dict[str, Any]:
-    from offload.checkpoint.models import build_model
-    from offload.sections import ModelSection
+    from offload.config.sections import ModelSection
+    from offload.hf.models import build_model
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     section = ModelSection(path=str(folder / "config.json"), init="random")
@@ -73,8 +73,8 @@ DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    from offload.checkpoint.models import build_model
-    from offload.sections import ModelSection
+    from offload.config.sections import ModelSection
+    from offload.hf.models import build_model
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE}))
     section = ModelSection(path=str(folder / "config.json"), init="random")

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import AdamW, Engine, Placement
+from offload.distributed.comm import Comm
+from offload.distributed.joining import open_comm
+from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
-from offload.partition.comm import Comm
-from offload.partition.joining import open_comm
-from offload.partition.watch import Times
 from offload.planning import disk
 from tests.engine.families import SPECIAL, build, gpt2, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
@@ -553,7 +553,7 @@ def steps(way: str, stage: int, folder: str) -> None:
             if engine.rank == 1:
                 leave(way)
             if engine.rank == 1 and way == "update":
-                engine._updates._store[engine._parts.regions[-1]].count = leave
+                engine._state.updates._store[engine._state.regions[-1]].count = leave
         return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     for number in range(10**9):

@@ -1,5 +1,5 @@
 """Plain PyTorch, as the numerics contract states it: every parameter resident, one graph, gradients through
-`native.adamw`."""
+`kernels.adamw`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from offload import AdamW, native
+from offload import AdamW
+from offload.native import kernels
+from offload.optim.rule import UpdateRule
 
 Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 
 class Reference:
-    """Trains a copy of `model`.
+    """Trains a copy of `model` by a rule.
 
     In bf16 the copy computes in bf16 (where `kept(name)` says so, in fp32) under fp32 masters. A gradient in bf16 is
     summed in fp32 over micro-batches and over the uses of a tied weight, and rounded once: so the copy is untied,
@@ -29,7 +31,7 @@ class Reference:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: AdamW | None = None,
+        optimizer: UpdateRule | None = None,
         precision: str = "fp32",
         max_grad_norm: float | None = 1.0,
         micro_batch_size: int | None = None,
@@ -47,7 +49,10 @@ class Reference:
             self.named = untie(self.model)
         self.split = {name for name in self.named if precision == "bf16" and not kept(name)}
         self.masters = {name: uses[0].detach().float().clone() for name, uses in self.named.items()}
-        self.moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
+        self.states = {
+            name: {"weights": m} | {plane.name: torch.zeros_like(m, dtype=plane.dtype) for plane in self.rule.moments}
+            for name, m in self.masters.items()
+        }
         self.steps = dict.fromkeys(self.named, 0)
         self._sums: dict[str, torch.Tensor] = {}
         for name in self.named:
@@ -93,23 +98,20 @@ class Reference:
     def update(self) -> float:
         """Clip and update from the gradients collected so far; return their norm."""
         sums, self._sums = self._sums, {}
-        norm = math.sqrt(sum(native.sum_squares(sums[name]) for name in self.named if name in sums))
+        norm = math.sqrt(sum(kernels.sum_squares(sums[name]) for name in self.named if name in sums))
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         for name, gradient in sums.items():
             if name in self.split:
                 gradient = gradient.bfloat16()
             lr_scale, decay = self.rule.settings(name, gradient.dim())
             self.steps[name] += 1
-            native.adamw(
-                self.masters[name],
-                *self.moments[name],
+            self.rule.update(
+                self.states[name],
                 gradient,
                 step=self.steps[name],
                 lr=self.rule.lr * lr_scale,
-                betas=self.rule.betas,
-                eps=self.rule.eps,
                 weight_decay=decay,
-                grad_scale=scale,
+                scale=scale,
             )
             self._show(name)
         return norm
@@ -117,7 +119,7 @@ class Reference:
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""
         for p in self.named[name]:
-            p.data = native.split(self.masters[name])[0] if name in self.split else self.masters[name].clone()
+            p.data = kernels.split(self.masters[name])[0] if name in self.split else self.masters[name].clone()
 
 
 def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -10,8 +10,8 @@ import pytest
 from offload import Engine
 from offload.checkpoint import writer as writing
 from offload.checkpoint.writer import Writer
+from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError, OffloadError
-from offload.partition.joining import open_comm
 from tests.engine.families import build
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
 from tests.engine.ranks_child import CASES, opened, share

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from offload import Engine, Placement, native
+from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
+from offload.native import kernels
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
@@ -63,7 +64,7 @@ def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: P
     assert sorted(found) == sorted(wanted)
     for name, tensor in found.items():
         master = wanted[name]
-        assert same_bits(tensor, master if precision == "fp32" else native.split(master)[0]), name
+        assert same_bits(tensor, master if precision == "fp32" else kernels.split(master)[0]), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

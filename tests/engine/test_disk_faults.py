@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import platform
-import shutil
 import signal
 import struct
 import subprocess
@@ -24,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from offload import Engine, Placement, native
-from offload.errors import DiskError, OffloadError, TornError
+from offload import Engine, Placement
+from offload.errors import DiskError, TornError
+from offload.files.directories import file_system
 from offload.lanes.throttle import parse_throttle
+from offload.native import kernels
 from offload.planning import disk
-from offload.tiers.directories import file_system
-from offload.tiers.folder import find_stale
 from tests import forks
 from tests.cli.conftest import LLAMA, SENTENCE
+from tests.disks import nameless
 from tests.engine.disk_children import (
     ALL,
     CALLS,
@@ -59,7 +58,7 @@ from tests.engine.disk_children import (
 )
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
-from tests.engine.inside import num_threads
+from tests.engine.inside import disk_files, num_threads
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
@@ -68,7 +67,7 @@ from tests.matrix import matrix
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
 filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
-in_cpp = pytest.mark.skipif(not native.is_native(), reason="the C++ module was not built")
+in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +84,7 @@ def folder() -> Iterator[Path]:
         Path(path).chmod(0o777)
         yield Path(path)
         assert inside(Path(path)) == []
+        assert nameless(Path(path)) == []
     assert num_threads() <= threads
 
 
@@ -195,11 +195,6 @@ def inside(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def only(folder: Path, name: str) -> Path:
-    (found,) = folder.glob(f"offload-*/{name}")
-    return found
-
-
 # -- the disk is full ------------------------------------------------------------------------------------------
 
 
@@ -210,7 +205,7 @@ def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted)
     for _ in range(2):
         with ends_soon(), pytest.raises(DiskError) as caught:
             engine.step(tokens(9, rows=64))
-        names(caught.value, only(small_disk.path, "activations.bin"), "ENOSPC", "free space", "bytes")
+        names(caught.value, small_disk.path, "ENOSPC", "free space", "bytes")
     assert [a for a in engine.allocations if a[0] == "nvme"] == [a for a in held if a[0] == "nvme"]
     other.unlink()
     train(engine, wanted, 2, 4)
@@ -267,7 +262,7 @@ def paragraph(ended: Ended, code: int, *words: object) -> None:
 def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: Command) -> None:
     small_disk.fill(1 << 19)  # the states need 400 KB
     ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
-    paragraph(ended, 1, small_disk.path, "activations.bin", "ENOSPC", "bytes", "free space")
+    paragraph(ended, 1, small_disk.path, "ENOSPC", "bytes", "free space")
     assert inside(small_disk.path) == ["other data"]
 
 
@@ -279,8 +274,6 @@ def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -
 
 # -- the disk fails --------------------------------------------------------------------------------------------
 
-FILES = {kind: "activations.bin" if kind == "activations" else "states.bin" for kind in KINDS}
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Wanted) -> None:
@@ -288,11 +281,10 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
     engine = make(small_disk.path, KINDS[kind])
     train(engine, wanted, 0, 2)
     assert digest(engine) == wanted[1][1]
-    file = only(small_disk.path, FILES[kind])
-    small_disk.end_at(file)
+    small_disk.end_at(disk_files(engine, "activations" if kind == "activations" else "states")[0])
     with ends_soon():
         seed, error = until_it_fails(engine, wanted, 2)
-    names(error, file, "EIO", "bytes", "offset", "use another disk")
+    names(error, small_disk.path, "EIO", "bytes", "offset", "use another disk")
     small_disk.end_at(None)
     torn = is_torn(engine, wanted, seed)
     if kind == "activations":  # those of a step that is given up are of no use to anybody
@@ -319,64 +311,22 @@ def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: st
 
 
 def test_a_disk_that_goes_away(small_disk: Disk, wanted: Wanted) -> None:
-    """Not even its files can be removed."""
     engine = make(small_disk.path, ALL)
     train(engine, wanted, 0, 2)
     small_disk.die()
     with ends_soon():
         _, error = until_it_fails(engine, wanted, 2)
     names(error, small_disk.path, "EIO")
-    with ends_soon(), pytest.warns(UserWarning, match="could not be removed.*EIO"):
+    with ends_soon():
         engine.close()
 
 
-# -- somebody else touches the files ---------------------------------------------------------------------------
-
-
-def cut(file: Path, left: float, grow: bool = False) -> None:
-    """Truncate a file to a share of it, or by one page; and, with `grow`, let a hole be where the rest was."""
-    size = file.stat().st_size
-    os.truncate(file, int(left * size) if left < 1 else size - 4096)
-    if grow:
-        os.truncate(file, size)
-
-
-CUTS = {"to nothing": (0, False), "to half": (0.5, False), "by a page": (1, False), "to a hole": (0.5, True)}
-CUTS["to a hole of a page"] = (1, True)
-
-
-@pytest.mark.parametrize("how", CUTS)
-@pytest.mark.parametrize("name", ["states.bin", "activations.bin"])
-def test_a_file_is_truncated(folder: Path, name: str, how: str, wanted: Wanted) -> None:
-    """Before the first update, when most of the states were never written; or between forward and backward."""
-    engine = make(folder, ALL if name == "states.bin" else KINDS["activations"])
-    if name == "states.bin":
-        file = only(folder, name)
-        cut(file, *CUTS[how])
-        with ends_soon():
-            _, error = until_it_fails(engine, wanted, 0)
-        with pytest.raises(OffloadError):
-            digest(engine)
-    else:
-        train(engine, wanted, 0, 2)
-        file = only(folder, name)
-
-        def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:
-            cut(file, *CUTS[how])
-            return outputs.loss
-
-        with ends_soon(), pytest.raises(DiskError) as caught:
-            engine.step(tokens(2), loss_fn=loss_fn)
-        error = caught.value
-        assert digest(engine) == wanted[1][1]
-    names(error, file, "truncated", "bytes")
-    engine.close()
-
-
 def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> None:
-    engine = make(folder, ALL)
+    place = folder / "place"
+    place.mkdir()
+    engine = make(place, ALL)
     train(engine, wanted, 0, 2)
-    shutil.rmtree(only(folder, "states.bin").parent)
+    place.rmdir()
     train(engine, wanted, 2, 5)
     engine.step(tokens(9, rows=8))  # the files go on growing
     engine.close()
@@ -468,23 +418,19 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
     run = f"signal-{number}"
     pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
     wait_for((here / run / "metrics.jsonl").exists)
-    assert only(folder, "states.bin").stat().st_size
+    assert nameless(folder, pid)
     os.kill(pid, number)
     paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
 
 
-def test_kill_9_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, command: Command) -> None:
+def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Command) -> None:
     process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
     wait_for((here / "killed" / "metrics.jsonl").exists)
+    assert nameless(folder, process.pid)
     process.close()
-    (left,) = find_stale([folder])
-    assert left.pid == process.pid
-    assert left.num_bytes
+    assert inside(folder) == []
     ended = command(folder)
     assert ended.code == 0, ended.err
-    assert (ended.out + ended.err).count("python -m offload.doctor --clean --nvme-dir") == 1
-    assert find_stale([folder]) == [left]
-    assert nursery.command("doctor", "--clean", "--nvme-dir", folder, cwd=here).code == 0
 
 
 @pytest.mark.parametrize("how", ["end", "exception", "dropped"])
@@ -500,7 +446,7 @@ def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) 
         assert ended.err == ""
 
 
-def test_an_engine_that_is_dropped_removes_its_folder(folder: Path, wanted: Wanted) -> None:
+def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
     before = set(threading.enumerate())
     engine = make(folder, ALL)
     train(engine, wanted, 0, 2)
@@ -510,7 +456,7 @@ def test_an_engine_that_is_dropped_removes_its_folder(folder: Path, wanted: Want
 
     def is_gone() -> bool:
         gc.collect()
-        return not inside(folder) and not any(thread.is_alive() for thread in mine)
+        return not nameless(folder) and not any(thread.is_alive() for thread in mine)
 
     wait_for(is_gone)
 
@@ -520,7 +466,7 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
 
     def fill(name: str, _module: Any) -> None:
         if name == "lm_head":
-            assert inside(folder)
+            assert nameless(folder)
             raise Told
 
     with pytest.raises(Told):
@@ -529,7 +475,7 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
 
     def is_gone() -> bool:
         gc.collect()
-        return not inside(folder) and not any(thread.is_alive() for thread in mine)
+        return not nameless(folder) and not any(thread.is_alive() for thread in mine)
 
     try:
         wait_for(is_gone)
@@ -555,7 +501,7 @@ def steps(engine: Engine) -> None:
 def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:
     engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
     for lane, throttle in parse_throttle(GLACIAL).items():
-        engine._parts.lanes.links[lane].throttle = throttle
+        engine._state.lanes.links[lane].throttle = throttle
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     begin = time.monotonic()
     timer.start()
@@ -576,7 +522,7 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
         monkeypatch.undo()
         raise Told
 
-    monkeypatch.setattr(engine._parts.gradients, "take", take)
+    monkeypatch.setattr(engine._state.gradients, "take", take)
     with pytest.raises(Told):
         engine.step(tokens(9))
     engine_is_right = True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload import Engine, Placement
-from offload.engine.updates import Updates
+from offload.engine.gradients.early import EarlyReads
 from offload.errors import DiskError, TornError
 from offload.planning import disk
 from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes
@@ -65,8 +65,8 @@ class Pair:
 
     def do(self, work: Callable[[Engine], Any]) -> None:
         assert work(self.on_disk) == work(self.in_memory)
-        assert not self.on_disk._updates._early
-        ring = self.on_disk._parts.store._nvme.updates._ring
+        assert not self.on_disk._state.updates._early._leases
+        ring = self.on_disk._state.store._nvme.updates._ring
         assert not [stretch for stretch in ring._taken if stretch.is_open]
 
     def compare(self) -> None:
@@ -136,15 +136,15 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """Has made steps, in which as many tiles were read early as the parameter says, beside four."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(disk, "_MOST_EARLY_TILES", request.param)
-    pair, early, read = Pair(tmp_path), [], Updates._read_early
+    pair, early, read = Pair(tmp_path), [], EarlyReads.begin
 
-    def counted(updates: Updates) -> None:
-        read(updates)
-        early.append(len(updates._early))
+    def counted(reads: EarlyReads) -> None:
+        read(reads)
+        early.append(len(reads._leases))
 
-    monkeypatch.setattr(Updates, "_read_early", counted)
+    monkeypatch.setattr(EarlyReads, "begin", counted)
     pair.do(steps)
-    tiles = sum(len(state.parts) for state in pair.on_disk._parts.store.states)
+    tiles = sum(len(state.tiles) for state in pair.on_disk._state.store.states)
     assert max(early) == min(4 + request.param, tiles)
     yield pair
     pair.on_disk.close()
@@ -168,8 +168,8 @@ def test_what_was_read_early_is_given_back_where_states_are_loaded(pair: Pair, t
 
 def test_weights_without_a_gradient_stay_on_the_device() -> None:
     engine = Engine(build(Fickle), placement=Placement(device_memory="8MiB"), clip="deferred", max_grad_norm=0.2)
-    slots = engine._parts.slots
-    cargoes = [slots.cargo_of(unit.regions) for unit in engine._parts.units if "blocks" in unit.name]
+    slots = engine._state.slots
+    cargoes = [slots.cargo_of(unit.regions) for unit in engine._state.units if "blocks" in unit.name]
     steps(engine)
     engine.evaluate(words(), loss_fn=cross_entropy)
     assert set(cargoes) <= set(slots.held())
@@ -192,7 +192,7 @@ def test_no_more_is_read_early_than_host_memory_has_room_for(
         with Engine(build(Fickle), placement=placement, clip="deferred") as engine:
             step(engine)
             own_loop(engine)
-            return engine._parts.plan.rings[UPDATE_RING], engine.counters.peak_host_bytes
+            return engine._state.plan.rings[UPDATE_RING], engine.counters.peak_host_bytes
 
     with monkeypatch.context() as patched:
         patched.setattr(disk, "_MOST_EARLY_TILES", 0)
@@ -211,24 +211,24 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
     """As long as nothing was updated it ends its step, which is as if it had not been; a step whose updates are skipped
     does not need it.
     """
-    early = Updates._read_early
+    early = EarlyReads.begin
 
-    def read(updates: Updates) -> None:
+    def read(reads: EarlyReads) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(Stripes, "read", _fail)
-            early(updates)
-            updates._lanes.update_read.finish()
+            early(reads)
+            pair.on_disk._state.lanes.update_read.finish()
 
     pair.on_disk.save_checkpoint(tmp_path / "saved")
     with monkeypatch.context() as patched:
-        patched.setattr(Updates, "_read_early", read)
+        patched.setattr(EarlyReads, "begin", read)
         if when == "in a step that is skipped":
             pair.do(skipped)
         elif when == "before the norm":
             with pytest.raises(DiskError, match="on purpose"):
                 step(pair.on_disk)
         else:
-            patched.setattr(Updates, "_check_early", lambda _: None)
+            patched.setattr(EarlyReads, "check", lambda _: None)
             step(pair.on_disk)
             with pytest.raises(TornError, match="on purpose"):
                 pair.on_disk.finish()
@@ -241,8 +241,8 @@ def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPat
     """No update needs it, and what lies in the ring of it is taken for nothing."""
     with monkeypatch.context() as patched:
         patched.setattr(Stripes, "read", _fail)
-        for info in pair.on_disk._parts.infos:
+        for info in pair.on_disk._state.infos:
             with pytest.raises(DiskError, match="on purpose"):
-                pair.on_disk._parts.store.read(info.index)
+                pair.on_disk._state.store.read(info.index)
     pair.do(steps)
     pair.compare()

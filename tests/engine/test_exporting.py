@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offload import Engine, Placement
-from offload.checkpoint import tensor_file
-from offload.checkpoint.hf_names import CannotStream
-from offload.checkpoint.models import BuiltModel, build_model
+from offload.config.sections import ModelSection
 from offload.engine import exporting
 from offload.errors import ConfigError
-from offload.sections import ModelSection
+from offload.hf import safetensors_file as tensor_file
+from offload.hf.models import BuiltModel, build_model
+from offload.hf.names import CannotStream
 from offload.tiers import store
 from tests.engine.compare import same_bits
 from tests.engine.exporting_jobs import ON_DISK, exported, refused
@@ -140,7 +140,7 @@ class Tied(nn.Module):
 
 def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
     engine = Engine(build(Tied))
-    assert {unit.resident for unit in engine._parts.units} == {True, False}
+    assert {unit.resident for unit in engine._state.units} == {True, False}
     engine.export(tmp_path / "out")
     assert sorted(tensors(tmp_path / "out")) == sorted(name for name, _ in engine.named_parameters())
     engine.close(restore=True)

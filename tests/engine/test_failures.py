@@ -229,13 +229,13 @@ def test_backward_twice_over_one_forward_is_refused() -> None:
 def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> None:
     engine = mined()
     step(engine)
-    measures, finish = engine._parts.gradients.measures, engine._parts.gradients.finish
+    measures, finish = engine._state.gradients.measures, engine._state.gradients.landing.finish
 
     def finish_hugely() -> None:
         finish()
         measures.squares = [1e308 + index * 1e304 for index in range(len(measures.squares))]
 
-    engine._parts.gradients.finish = finish_hugely  # type: ignore[method-assign]
+    engine._state.gradients.landing.finish = finish_hugely  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match=r"norm of the gradients is inf.*blocks\.2\.down\.bias"):
         step(engine, 1)
     engine.close()

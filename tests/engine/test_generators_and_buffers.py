@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
-from offload.engine.stream import generator_seed
+from offload.engine.units.runner import generator_seed
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import offload
 from offload import Engine, Placement
 from offload.errors import TornError
+from tests.disks import nameless
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
@@ -111,8 +112,8 @@ def check(settings: str, place: str, operation: str, folder: Path, num_samples: 
             except TornError:
                 continue
             assert is_same(found, after) or is_same(found, before), "neither"
-            if engine._own_losses:  # the first of two was not in the way
-                assert len(engine._own_losses) == 1
+            if engine._own_loop.losses:  # the first of two was not in the way
+                assert len(engine._own_loop.losses) == 1
                 assert own_loop(engine, (2,)) == loss
             elif not is_same(found, after) or operation == "evaluate":
                 assert run(engine) == loss
@@ -126,6 +127,7 @@ def check(settings: str, place: str, operation: str, folder: Path, num_samples: 
             raise
     engine.close()
     assert not list((folder / "disk").iterdir())
+    assert not nameless(folder / "disk")
 
 
 @matrix(settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine, Placement
-from offload.engine.checkpoints import Layout
+from offload.engine.units.activation_offload import Layout
 from tests.engine.compare import assert_weights, train_both, weights
 from tests.engine.families import build
 from tests.engine.handmade import WORDS, cross_entropy, words
@@ -105,7 +105,7 @@ def test_so_do_the_micro_batches_of_an_input(activations: str, tmp_path: Path) -
         placement = Placement(activations=place, nvme_dir=str(tmp_path))
         engine = Engine(model, micro_batch_size=1, placement=placement)
         norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
-        assert engine._losses.splits
+        assert engine._steps.losses.splits
         results[place] = [norms, weights(engine)]
         engine.close()
     (norms, found), (wanted_norms, wanted) = results[activations], results["device"]

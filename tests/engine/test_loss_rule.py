@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine
-from offload.engine.loss import LossRule, probe_loss
+from offload.engine.loss.loss import LossRule, probe_loss
 from tests.engine.handmade import Block, cross_entropy
 
 CLASSES = 8

@@ -10,7 +10,8 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-from offload import AdamW, Engine, Placement, native
+from offload import AdamW, Engine, Placement
+from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
@@ -61,7 +62,7 @@ def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, setting
 def test_two_fetches_a_block_and_one_of_the_head(rows: int) -> None:
     """The head is fetched for its forward, and still there for its backward; the norm goes up once, after an update."""
     model = build(llama)
-    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in Engine(build(llama))._parts.units}
+    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in Engine(build(llama))._state.units}
     engine = Engine(model, micro_batch_size=rows)
     for seed in range(2):
         engine.step(tokens(seed))
@@ -102,8 +103,8 @@ def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> 
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
-    assert engine._losses.splits
-    assert all(unit.learned.grows for unit in engine._parts.units if not unit.resident and "wpe" not in unit.name)
+    assert engine._steps.losses.splits
+    assert all(unit.traits.grows for unit in engine._state.units if not unit.resident and "wpe" not in unit.name)
 
 
 class TakesTheBatchSize(Block):
@@ -156,7 +157,7 @@ def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> N
     settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}
     batch_list = [words(s) for s in range(2)]
     engine, _ = train_both(build(BatchSizeAsArgument), batch_list, loss_fn=cross_entropy, **settings)
-    assert engine._losses.splits
+    assert engine._steps.losses.splits
 
 
 class CentresTheBatch(Block):
@@ -178,7 +179,7 @@ def test_a_model_that_mixes_rows_is_called_for_every_micro_batch(rows: int, reco
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute, "within": ROUNDING}
     batch_list = [words(s) for s in range(3)]
     engine, _ = train_both(build(Centring), batch_list, loss_fn=cross_entropy, **settings)
-    assert not engine._losses.splits
+    assert not engine._steps.losses.splits
     split = Engine(build(Stack), micro_batch_size=rows)
     for seed in range(2):
         split.step(words(seed), loss_fn=cross_entropy)
@@ -244,7 +245,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -
     gradient = torch.full_like(master, exact).bfloat16()
     assert gradient[0, 0] > 1.1
     moments = torch.zeros_like(master), torch.zeros_like(master)
-    native.adamw(master, *moments, gradient, step=1, lr=0.01, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0)
+    kernels.adamw(master, *moments, gradient, step=1, lr=0.01, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0)
     assert torch.equal(weights(engine)["layers.0.weight"], master)
 
 

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError, TornError
-from offload.native_io import IoEngine
-from offload.partition import layout
+from offload.layout import regions as layout
+from offload.native.io import IoEngine
 from offload.planning import disk
 from offload.tiers import nvme
+from tests.disks import nameless
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
-from tests.engine.inside import states
+from tests.engine.inside import disk_files, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, SLOW, deep
 from tests.matrix import matrix
@@ -50,7 +51,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not nameless(tmp_path), "every file is closed"
 
 
 def on_disk(*folders: Path, **placement: Any) -> Placement:
@@ -89,8 +91,8 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
     """Return the budget in which that fraction of what could be on disk stays in memory."""
     engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
     states_bytes = sum(tier_bytes(engine, "cpu").values())
-    regions = engine._parts.regions
-    everything = disk.DiskLayout({region.index: disk.PLANES for region in regions}, TILE)
+    regions = engine._state.regions
+    everything = disk.DiskLayout({r.index: tuple(p.name for p in r.table) for r in regions}, TILE)
     engine.close()
     return int(fraction * states_bytes) + sum(disk.ring_bytes(everything, regions).values())
 
@@ -224,7 +226,7 @@ def test_frozen_parameters_rest_on_disk(folder: Path) -> None:
 @pytest.mark.parametrize("most", [4096, 20_000, 1 << 20])
 def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
     """Rows along any axis, read in tiles: brute force over what each tile covers."""
-    from offload.engine.checkpoints import _tiles
+    from offload.engine.units.activation_offload import _tiles
 
     whole = torch.arange(6 * 5 * 700, dtype=torch.int32).view(6, 5, 700)
     raw = whole.reshape(-1).view(torch.uint8)
@@ -256,14 +258,14 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
         **MODES["deferred"],
     )
     width = 4 if precision == "fp32" else 2
-    regions = engine._parts.regions
+    regions = engine._state.regions
     numel = sum(region.numel for region in regions)
     waits = width if gradients == "nvme" else 0
     at_hand = 4 if gradients == "nvme" else 16
-    assert engine._parts.plan.rings[nvme.UPDATE_RING] == at_hand * (12 + waits) * TILE
+    assert engine._state.plan.rings[nvme.UPDATE_RING] == at_hand * (12 + waits) * TILE
     assert {region.numel % TILE for region in regions} == {0}
     num_tiles = numel // TILE
-    assert [r.numel for r in regions if engine._parts.slots.is_resident(r)] == [TILE]
+    assert [r.numel for r in regions if engine._state.slots.is_resident(r)] == [TILE]
     forward = num_tiles - at_hand - 2  # what stays, and the first unit
     backward = (
         num_tiles - at_hand - (1 if gradients == "auto" else 0)
@@ -275,7 +277,7 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
         assert engine.counters.nvme_write_bytes == (12 + waits) * numel
     held = tier_bytes(engine, "nvme")
     assert sum(held.values()) == (12 + waits) * numel
-    file_bytes = sum(path.stat().st_size for path in folder.rglob("*.bin"))
+    file_bytes = sum(path.stat().st_size for path in disk_files(engine))
     assert file_bytes == sum(held.values()), "the plan is what the files hold"
     engine.close()
 
@@ -284,13 +286,13 @@ def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
     """The files say it: whoever reads the states afterwards changes nothing any more."""
 
     def files() -> list[bytes]:
-        return [path.read_bytes() for path in sorted(folder.rglob("*.bin"))]
+        return [path.read_bytes() for path in disk_files(engine)]
 
     engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
     engine.step(tokens(0))
     engine.finish()
     gate = threading.Event()
-    engine._parts.lanes.update_write.submit(gate.wait)  # a slow disk
+    engine._state.lanes.update_write.submit(gate.wait)  # a slow disk
     engine.step(tokens(1))
     left = files()
     threading.Timer(0.05, gate.set).start()
@@ -308,7 +310,7 @@ def test_finish_tells_of_an_update_that_failed(folder: Path) -> None:
 
     engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
     engine.step(tokens(0))
-    engine._parts.lanes.update_write.submit(fail)
+    engine._state.lanes.update_write.submit(fail)
     with pytest.raises(TornError, match="no such disk"):
         engine.finish()
     engine.close()
@@ -323,7 +325,7 @@ def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.
     engine.finish()
     wanted = weights(engine)
     gate = threading.Event()
-    engine._parts.lanes.update_write.submit(gate.wait)
+    engine._state.lanes.update_write.submit(gate.wait)
     with monkeypatch.context() as patched:
         patched.setattr("offload.lanes.lane.wait_until_done", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -347,7 +349,7 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
     for one in folders:
         one.mkdir()
     engine = Engine(build(deep), placement=on_disk(*folders))
-    sizes = [path.stat().st_size for path in folder.rglob("states.bin")]
+    sizes = [path.stat().st_size for path in disk_files(engine)]
     assert len(sizes) == 3
     assert max(sizes) - min(sizes) <= CHUNK
     engine.close()

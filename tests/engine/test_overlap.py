@@ -129,7 +129,7 @@ def test_another_order_departs_and_is_learned_anew() -> None:
             losses.append(engine.step(tokens(seed, length=8 + 4 * (seed % 2))).loss.item())
             if seed % 3 == 2:
                 losses.append(engine.evaluate(tokens(seed)).item())
-        assert engine._parts.executor.num_departures == 0
+        assert engine._state.executor.num_departures == 0
         engine.close()
         return losses
 

@@ -448,7 +448,7 @@ def test_with_gives_the_model_back_where_that_was_asked() -> None:
 def test_a_failure_while_closing_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build(Stack))
     with pytest.raises(KeyError, match="mine") as caught, engine:  # noqa: PT012
-        monkeypatch.setattr(engine._parts.store, "close", lambda: [][0])
+        monkeypatch.setattr(engine._state.store, "close", lambda: [][0])
         raise KeyError("mine")
     assert "IndexError" in "".join(caught.value.__notes__)
 

@@ -340,7 +340,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> None:
     engine = Engine(build(Stack))
-    units, slots = engine._parts.units, engine._parts.slots
+    units, slots = engine._state.units, engine._state.slots
     wanted = [slots.cargo_of(unit.regions) for unit in units]
     assert len(set(wanted)) > 2
     pairs = list(zip(units, wanted, strict=True))

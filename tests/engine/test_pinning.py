@@ -21,7 +21,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
     """Of the engines that are made from now on."""
     driver = PlayedDriver()
     pinning = Pinning(driver, 1 << 18)
-    monkeypatch.setattr("offload.engine.assemble.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
+    monkeypatch.setattr("offload.engine.state.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
     return driver
 
 

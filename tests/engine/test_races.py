@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.stream import Stream
-from offload.engine.updates import Landed
+from offload.engine.gradients.updates import Landed
+from offload.engine.units.saved_inputs import SavedInputs
 from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
@@ -29,7 +29,7 @@ from offload.planning import disk
 from offload.schedule.execute import Executor
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
 from offload.tiers.ring import Ring
-from offload.tiers.store import Part
+from offload.tiers.store import Tile
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
@@ -60,7 +60,7 @@ def reused_at_once(kind: str, link: str | None = None) -> Change:
         def take(self: Ring, num_bytes: int) -> Any:
             stretch = original(self, num_bytes)
             if stretch is not None and self.kind == kind:
-                stretch.after[:] = [ticket for ticket in stretch.after if link not in (None, ticket.lane)]
+                stretch.fills[:] = [ticket for ticket in stretch.fills if link not in (None, ticket.lane)]
             return stretch
 
         patch.setattr(Ring, "take", take)
@@ -121,13 +121,13 @@ def fetched_before_the_place_is_free(patch: pytest.MonkeyPatch) -> None:
 
 def norm_before_the_sums(patch: pytest.MonkeyPatch) -> None:
     """Do not wait for what lands before the norm is taken."""
-    patch.setattr(Lanes, "wait", lambda self, tickets, behind=(): None)
+    patch.setattr(Lanes, "wait", lambda self, tickets, fills=(): None)
     patch.setattr(Lanes, "compute_after", _WAIT)
 
 
 def recomputed_at_once(patch: pytest.MonkeyPatch) -> None:
     """Do not wait for the inputs of a recompute."""
-    patch.setattr(Stream, "wait", lambda self, returning: returning.tensors)
+    patch.setattr(SavedInputs, "wait", lambda self, returning: returning.tensors)
 
 
 def deeper() -> nn.Module:
@@ -356,14 +356,14 @@ def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def settle(engine: Engine) -> None:
-    for lane in engine._parts.lanes._all:
+    for lane in engine._state.lanes._all:
         lane.drain()
 
 
 @contextmanager
 def computing(engine: Engine) -> Iterator[None]:
     """Within, what compute was given is not done yet, as on a GPU. Copies get every chance to come too early."""
-    lanes = engine._parts.lanes
+    lanes = engine._state.lanes
     ticket = Ticket("compute")
     lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
     yield
@@ -396,7 +396,7 @@ def take_away(broken: bool, kind: str, wait: str, patch: pytest.MonkeyPatch) -> 
 def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, units = engine._parts.slots, engine._parts.units
+    slots, units = engine._state.slots, engine._state.units
     one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
     take_away(broken, "slot", "before_fill", monkeypatch)
     slots.fetch(slots.cargo_of(one), 0)
@@ -417,7 +417,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the update follows at once, a slot is stale before the kernels that read it are done."""
-    slots, units = engine._parts.slots, engine._parts.units
+    slots, units = engine._state.slots, engine._state.units
     one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
     if broken:
         monkeypatch.setattr(type(slots), "_retire", lambda self, slot: setattr(slot, "valid", False))
@@ -436,7 +436,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
 def test_an_update_waits_for_the_fetch_that_reads_the_weights(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._parts
+    parts = engine._state
     unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
     region, state = unit.regions[0], parts.store[unit.regions[0]]
     before = stored_weights(engine, region).clone()
@@ -456,7 +456,7 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(
 def test_the_host_reads_states_after_their_update(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._parts
+    parts = engine._state
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state, index = parts.store[region], region.parameters[0]
     before = parts.store.read(index)
@@ -474,7 +474,7 @@ def test_the_host_reads_states_after_their_update(
 def test_gradients_wait_for_the_update_that_reads_those_before(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._parts
+    parts = engine._state
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state = parts.store[region]
     assert state.gradients is not None
@@ -486,23 +486,25 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
         parts.updates._submit(landed, [True] * len(region.parameters))
         parts.gradients.begin_step()
         parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
-        parts.gradients._land(region, torch.ones(region.numel), Fence("gradient buffer"))
+        parts.gradients.landing.land(region, torch.ones(region.numel), Fence("gradient buffer"))
     settle(engine)
-    exp_avg = state.parts[0].planes["exp_avg"]
+    exp_avg = state.tiles[0].planes["exp_avg"]
     assert bool((exp_avg[state.span(0)] == 0).all()) == (not broken)
     assert bool((state.gradients == 1).all())
 
 
 @BROKEN
 def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
-    parts = engine._parts
+    parts = engine._state
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state, source = parts.store[region], torch.zeros(region.numel)
     assert state.gradients is not None
     with computing(engine):
         if broken:
             parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
-        parts.gradients._bring_down(region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ())
+        parts.gradients.landing._bring_down(
+            region, state.gradients, source, Fence("gradient buffer"), parts.lanes.mark(), ()
+        )
         time.sleep(_chance_s)
         source.fill_(2.0)
     assert bool((state.gradients == 2).all()) == (not broken)
@@ -512,8 +514,8 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
 def test_an_activation_waits_for_the_copy_that_reads_its_buffer(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._parts
-    checkpoints = parts.stream._checkpoints
+    parts = engine._state
+    checkpoints = parts.runner.saved._offload
     assert checkpoints is not None
     take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
     put = checkpoints.put(torch.full((1000,), 1.0))
@@ -544,25 +546,25 @@ def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
 
 def of_one_tile(engine: Engine) -> tuple[Any, Any]:
     """Return a unit with one region, which is one tile, and the state of that."""
-    unit = next(unit for unit in engine._parts.units if unit.name.endswith("embed_tokens"))
+    unit = next(unit for unit in engine._state.units if unit.name.endswith("embed_tokens"))
     (region,) = unit.regions
-    state = engine._parts.store[region]
-    assert len(state.parts) == 1
+    state = engine._state.store[region]
+    assert len(state.tiles) == 1
     return unit, state
 
 
 def land(engine: Engine, state: Any, value: float) -> None:
     """Let gradients of one value land in a new step."""
-    flow, region = engine._parts.gradients, state.region
+    flow, region = engine._state.gradients, state.region
     flow.begin_step()
     flow.measures.touched[region.index] = [True] * len(region.parameters)
-    flow._land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
+    flow.landing.land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
 
 
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update, from gradients on disk where none are given."""
     landed = Landed(state.region, gradients, Fence("gradients on disk"))
-    engine._parts.updates._submit(landed, [True] * len(state.region.parameters))
+    engine._state.updates._submit(landed, [True] * len(state.region.parameters))
 
 
 class Copy:
@@ -580,7 +582,7 @@ def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
 
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
     """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
-    slots = engine._parts.slots
+    slots = engine._state.slots
     slots.fetch(slots.cargo_of(unit.regions), 0)
     return slots.place(unit.regions)[state.region][state.span(0)]
 
@@ -590,7 +592,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two waits see to it: the update's for the copy that goes up, and its write's for the read."""
-    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
     (region,), index = unit.regions, state.region.parameters[0]
     before = parts.store.read(index)
     fill = Fence.before_fill
@@ -607,17 +609,17 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
 
 def read_early(engine: Engine, state: Any) -> None:
     """Begin to read a region's states for its next update."""
-    updates = engine._parts.updates
-    updates._order = [state.region]
-    updates._read_early()
-    assert len(updates._early) == 1
+    updates = engine._state.updates
+    updates._early.follow([state.region])
+    updates._early.begin()
+    assert len(updates._early._leases) == 1
 
 
 @BROKEN
 def test_weights_go_up_from_the_ring_once_they_were_read(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
     before = parts.store.read(state.region.parameters[0])
     take_away(broken, UPDATE_RING, "before_read", monkeypatch)
     parts.store._nvme.updates._ring.memory.zero_()
@@ -633,7 +635,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two waits see to it: that for the weights, and that for their place."""
-    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
     wait = Fence.before_read
     if broken:
         monkeypatch.setattr(Fence, "before_read", lambda f: () if f.kind in ("weights", UPDATE_RING) else wait(f))
@@ -649,10 +651,10 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
 def test_an_update_waits_until_what_was_read_early_has_gone_up(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (unit, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
     before = parts.store.read(state.region.parameters[0])
     if broken:
-        monkeypatch.setattr(Part, "renewed", lambda self, loan: loan)
+        monkeypatch.setattr(Tile, "renewed", lambda self, lease: lease)
     read_early(on_disk, state)
     with held_up(parts.lanes.h2d):
         shown = brought_up(on_disk, unit, state)
@@ -666,7 +668,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
 def test_the_host_reads_records_after_their_update_was_written(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (_, state) = on_disk._state, of_one_tile(on_disk)
     index = state.region.parameters[0]
     before = parts.store.read(index)
     take_away(broken, "record", "before_read", monkeypatch)
@@ -681,7 +683,7 @@ def test_the_host_reads_records_after_their_update_was_written(
 def test_the_host_waits_for_what_it_reads_from_disk(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = on_disk._parts, of_one_tile(on_disk)
+    parts, (_, state) = on_disk._state, of_one_tile(on_disk)
     index = state.region.parameters[0]
     before = parts.store.read(index)
     if broken:
@@ -696,7 +698,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
 def test_gradients_are_written_once_the_update_has_read_those_before(
     gradients_on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = gradients_on_disk._parts, of_one_tile(gradients_on_disk)
+    parts, (_, state) = gradients_on_disk._state, of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)
     settle(gradients_on_disk)
     parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
@@ -714,7 +716,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(
 def test_an_activation_is_written_once_the_one_before_was_read(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, checkpoints = on_disk._parts, on_disk._parts.stream._checkpoints
+    parts, checkpoints = on_disk._state, on_disk._state.runner.saved._offload
     assert checkpoints is not None
     take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
     put = checkpoints.put(torch.full((1000,), 1.0))
@@ -734,11 +736,11 @@ def test_activations_leave_the_device_once_compute_has_made_them(
     tier: str, broken: bool, request: pytest.FixtureRequest
 ) -> None:
     engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints, made = engine._parts.stream._checkpoints, torch.zeros(1000)
+    checkpoints, made = engine._state.runner.saved._offload, torch.zeros(1000)
     assert checkpoints is not None
     with computing(engine):
         if broken:
-            engine._parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
+            engine._state.lanes.mark = lambda: ()  # type: ignore[method-assign]
         put = checkpoints.put(made)
         time.sleep(_chance_s)
         made.fill_(2.0)
@@ -753,13 +755,13 @@ def test_activations_come_back_once_compute_has_let_go_of_the_memory(
     tier: str, broken: bool, request: pytest.FixtureRequest
 ) -> None:
     engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints = engine._parts.stream._checkpoints
+    checkpoints = engine._state.runner.saved._offload
     assert checkpoints is not None
     put = checkpoints.put(torch.full((1000,), 1.0))
     settle(engine)
     with computing(engine):
         if broken:
-            engine._parts.lanes.mark = lambda: ()  # type: ignore[method-assign]
+            engine._state.lanes.mark = lambda: ()  # type: ignore[method-assign]
         back, *_ = checkpoints.get(put)
         time.sleep(_chance_s)
         back.fill_(2.0)  # what lay there before
@@ -772,14 +774,14 @@ def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
 ) -> None:
     _, state = of_one_tile(on_disk)
     without_events(broken, monkeypatch)
-    loan, copy = state.parts[0].land("gradients"), Copy()
-    loan.planes["gradients"].fill_(0.0)
-    loan.changed(Ticket("d2h", is_done=True, event=copy))
+    lease, copy = state.tiles[0].land("gradients"), Copy()
+    lease.planes["gradients"].fill_(0.0)
+    lease.done_writing(Ticket("d2h", is_done=True, event=copy))
     time.sleep(_chance_s)
-    loan.planes["gradients"].fill_(1.0)
+    lease.planes["gradients"].fill_(1.0)
     copy.fire()
     settle(on_disk)
-    found = stored_plane(on_disk._parts.store, state.region.parameters[0], "gradients")
+    found = stored_plane(on_disk._state.store, state.region.parameters[0], "gradients")
     assert found is not None
     assert bool((found == 1).all()) == (not broken)
 
@@ -790,12 +792,12 @@ def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
 ) -> None:
     _, state = of_one_tile(on_disk)
     without_events(broken, monkeypatch)
-    loan, copy = state.parts[0].fetch(False), Copy()
-    on_disk._parts.lanes.wait(loan.after)
-    shown, before = loan.planes["weights"], loan.planes["weights"].clone()
-    loan.read(Ticket("h2d", is_done=True, event=copy))
-    for part in on_disk._parts.store.states[1].parts:  # once around the ring
-        part.fetch(False).read(Ticket("h2d", is_done=True))
+    lease, copy = state.tiles[0].fetch(False), Copy()
+    on_disk._state.lanes.wait(lease.reads)
+    shown, before = lease.planes["weights"], lease.planes["weights"].clone()
+    lease.done_reading(Ticket("h2d", is_done=True, event=copy))
+    for tile in on_disk._state.store.states[1].tiles:  # once around the ring
+        tile.fetch(False).done_reading(Ticket("h2d", is_done=True))
     time.sleep(_chance_s)
     assert torch.equal(shown, before) == (not broken)
     copy.fire()

@@ -92,9 +92,9 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     train(source, 0)
     source.save_checkpoint(tmp_path / "saved")
     train(engine, 0)
-    nvme, reads = engine._parts.store._nvme, []
+    nvme, reads = engine._state.store._nvme, []
     assert nvme is not None
-    engine._settle("test")
+    engine._recovery.settle("test")
     nvme.updates._ring.memory.fill_(0xFF)  # NaN
     read = Channel.read
 
@@ -106,13 +106,13 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     engine.load_checkpoint(tmp_path / "saved")
     assert not [name for name in reads if name.startswith("update")]
     monkeypatch.setattr(Channel, "read", read)
-    for state in engine._parts.store.states:
+    for state in engine._state.store.states:
         for part in state.held:
-            loan = part.lend(*part.states)
-            engine._parts.lanes.wait(loan.after, behind=loan.behind)
-            for plane in loan.planes.values():
+            lease = part.lend(*part.states)
+            engine._state.lanes.wait(lease.reads, fills=lease.fills)
+            for plane in lease.planes.values():
                 assert not (plane != plane).any()
-            loan.read(Ticket("compute", is_done=True))
+            lease.done_reading(Ticket("compute", is_done=True))
     assert train(engine, 1) == train(source, 1)
     source.close()
     engine.close()
@@ -202,7 +202,7 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     engine.close()
     engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=size + size // 2), max_grad_norm=0.2)
     train(engine, 0)
-    host = engine._parts.host
+    host = engine._state.host
     with engine.begin_checkpoint(tmp_path / "saved") as saving:
         assert host.current_bytes == host.budget_bytes
         host.reserve("something", size // 4)
@@ -301,18 +301,18 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     other.step(text(8))
-    assert whole._losses.head is not None
-    assert other._losses.head is not None
-    assert whole._rehearsal.decided == other._rehearsal.decided
+    assert whole._steps.losses.head is not None
+    assert other._steps.losses.head is not None
+    assert whole._steps.rehearsal.decided == other._steps.rehearsal.decided
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
     # What was decided holds, whatever a probe would say now.
-    (key,) = whole._rehearsal.decided
-    whole._rehearsal.decided[key][2] = 0
+    (key,) = whole._steps.rehearsal.decided
+    whole._steps.rehearsal.decided[key][2] = 0
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))
-    assert resumed._losses.head is None
+    assert resumed._steps.losses.head is None
 
 
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
@@ -322,8 +322,8 @@ def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> Non
     resumed.load_checkpoint(tmp_path / "saved")
     ordinary = rare(1, rank=1)
     assert whole.step(ordinary, cross_entropy).loss == resumed.step(ordinary, cross_entropy).loss
-    assert whole._losses.is_plain
-    assert resumed._losses.is_plain
+    assert whole._steps.losses.is_plain
+    assert resumed._steps.losses.is_plain
     assert_same(resumed, whole)
 
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from offload.cli import parse_config
-from offload.config import Config, all_keys
+from offload.config.command_line import parse_config
+from offload.config.config import Config, all_keys
 from offload.errors import ConfigError
 from tests.fuzz.cases import Case
 from tests.fuzz.oracles import Wrong

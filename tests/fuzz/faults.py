@@ -46,7 +46,7 @@ class Faults:
 
     def watch(self, engine: Engine) -> None:
         """Watch the lanes of an engine."""
-        lanes = engine._parts.lanes
+        lanes = engine._state.lanes
         for lane in lanes._all:
             lane.submit = self._submitting(lane.name, lane.submit)  # type: ignore[method-assign]
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from offload.checkpoint.reader import Reader
-from offload.engine import call, condition, losses, updates
-from offload.engine.gradients import GradientFlow
-from offload.engine.updates import Updates
+from offload.engine.gradients import updates
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.updates import Updates
+from offload.engine.loss import parts as losses
+from offload.engine.units import call, condition
 from offload.lanes.ticket import Fence
 from offload.optim import update
 from offload.tiers.nvme import Stripes
@@ -65,7 +67,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
     def taken(self: Ring, num_bytes: int) -> Any:
         stretch = take(self, num_bytes)
         if stretch is not None:
-            stretch.after.clear()
+            stretch.fills.clear()
         return stretch
 
     patch.setattr(Ring, "take", taken)
@@ -168,13 +170,14 @@ def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
     def closed(self: GradientFlow, regions: Any) -> None:
         close(self, regions)
         for region in regions:
-            early = region.index in self._lasting and region.index not in self._landed and not self.accumulates
+            early = region.index in self._lasting and region.index not in self.landing._landed and not self.accumulates
             if early and any(self.measures.touched[region.index]):
-                self._land(region, self._lasting[region.index].clone(), Fence("lasting gradients"))
+                lasting = self._lasting[region.index].clone()
+                self.landing.land(region, lasting, Fence("lasting gradients"), is_final=True)
 
     def landed_rest(self: GradientFlow) -> None:
         kept = dict(self._lasting)
-        for index in self._landed:
+        for index in self.landing._landed:
             if not self.accumulates:
                 self._lasting.pop(index, None)
         rest(self)
@@ -218,7 +221,7 @@ def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
     recompute = call.Call._recompute
 
     def without(self: call.Call, number: int) -> Any:
-        self._parts[number].random = self._stream.device.random_state()
+        self._micro_batches[number].random = self._runner.device.random_state()
         return recompute(self, number)
 
     patch.setattr(call.Call, "_recompute", without)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from offload import Engine
+from tests.disks import nameless
 from tests.engine.compare import same_bits
 from tests.engine.inside import states
 
@@ -67,7 +68,7 @@ def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
 
 def check_ledgers(engine: Engine, after_step: bool) -> None:
     """The budgets hold, and after a whole step nothing of it is still on the device."""
-    parts = engine._parts
+    parts = engine._state
     for ledger in (parts.device.ledger, parts.host, parts.nvme_ledger):
         if ledger.budget_bytes is not None and ledger.peak_bytes > ledger.budget_bytes:
             raise Wrong(f"{ledger.tier} held {ledger.peak_bytes} bytes, and its budget is {ledger.budget_bytes}")
@@ -83,11 +84,11 @@ def _of_a_step(engine: Engine) -> list[tuple[str, int]]:
 
 @contextmanager
 def leaving_nothing(folder: Path) -> Iterator[None]:
-    """Within, engines come and go; afterwards there is no file of theirs in `folder`, no thread, no descriptor, no
-    shared memory, and no exception that Python has swallowed."""
+    """Within, engines come and go; afterwards there is no file in `folder` nor one without a name, no thread, no
+    descriptor, no shared memory, and no exception that Python has swallowed."""
     gc.freeze()  # what the imports made is no garbage, and need not be looked at for each case
     swallowed: list[str] = []
-    before, hook = _traces(), sys.unraisablehook
+    before, hook = _traces(folder), sys.unraisablehook
 
     def note(event: Any) -> None:
         """An interrupt must not be lost; what a half-made object of somebody else's says of itself is not ours."""
@@ -98,12 +99,12 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
     try:
         yield
         gc.collect()
-        left = _left(before)
+        left = _left(before, folder)
         deadline = time.monotonic() + _PATIENCE_S
         while left and time.monotonic() < deadline:
             time.sleep(0.02)
             gc.collect()
-            left = _left(before)
+            left = _left(before, folder)
     finally:
         sys.unraisablehook = hook
     files = [str(path.relative_to(folder)) for path in folder.rglob("*")] if folder.exists() else []
@@ -115,10 +116,10 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
         raise Wrong(f"Python has swallowed {swallowed[:3]}")
 
 
-def _traces() -> set[str]:
+def _traces(folder: Path) -> set[str]:
     threads = {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
     shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}  # noqa: PTH208
-    return threads | shared | _descriptors()
+    return threads | shared | {f"file {link}" for link in nameless(folder)} | _descriptors()
 
 
 def _descriptors() -> set[str]:
@@ -133,5 +134,5 @@ def _descriptors() -> set[str]:
     return found
 
 
-def _left(before: set[str]) -> list[str]:
-    return sorted(one for one in _traces() - before if "/dev/shm" not in one or "offload" in one)
+def _left(before: set[str], folder: Path) -> list[str]:
+    return sorted(one for one in _traces(folder) - before if "/dev/shm" not in one or "offload" in one)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.loss import find_loss
-from offload.engine.saving import Saving
+from offload.distributed.comm import Alone, Comm
+from offload.engine.checkpoints import Saving
+from offload.engine.loss.loss import find_loss
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +30,6 @@ from offload.errors import (
     RankLostError,
     TornError,
 )
-from offload.partition.comm import Alone, Comm
 from offload.planning import disk
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import models
@@ -148,7 +148,7 @@ class Player:
         return models.bits(self.engine.evaluate(self._batch(op), loss_fn=self._loss_fn(op)).item())
 
     def _own(self, op: Op) -> Any:
-        done = len(self.engine._own_losses)  # before an interrupt
+        done = len(self.engine._own_loop.losses)  # before an interrupt
         if op.get("lost_forward") and not done:
             self.loss(op)
         for number in range(done, op.get("passes", 1)):
@@ -551,7 +551,7 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
             if op["do"] not in ("reopen", "world"):
                 with suppress(Refused):
                     player.do(op["of"] if op["do"] == "fail" else op)
-        parts = player.engine._parts
+        parts = player.engine._state
         peaks = comm.gather_objects((parts.device.ledger.peak_bytes, parts.host.peak_bytes), "peaks")
     finally:
         player.engine.close()

@@ -175,8 +175,8 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
                 return run_words(case)
             comm = None
             if world > 1:
-                from offload.partition.joining import open_comm
-                from offload.partition.watch import Times
+                from offload.distributed.joining import open_comm
+                from offload.distributed.watch import Times
 
                 comm = stack.enter_context(
                     open_comm(

@@ -46,7 +46,7 @@ _PREAMBLE = """
 import errno, json, os, resource, sys, threading, time
 import numpy as np
 from offload.errors import ConfigError, DiskError
-from offload.native_io import IoEngine
+from offload.native.io import IoEngine
 from tests.io.children import IO_URING_ENTER, IO_URING_SETUP, forbid
 from tests.io.memory import pages
 

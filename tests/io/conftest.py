@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from offload.errors import ConfigError
-from offload.native_io import ENGINES, IoEngine
+from offload.native.io import ENGINES, IoEngine
 
 
 @pytest.fixture(params=ENGINES)

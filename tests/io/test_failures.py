@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from offload.errors import ConfigError, DiskError
-from offload.native_io import IoEngine
+from offload.native.io import IoEngine
 from tests.io.children import run
 from tests.io.memory import pages
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload import native
-from offload.native_io import IoEngine
+from offload.native import kernels
+from offload.native.io import IoEngine
 from tests.io.children import run, start
 from tests.io.memory import pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system call filters and limits of Linux")
-in_cpp = pytest.mark.skipif(not native.is_native(), reason="the C++ module was not built")
+in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
 filters = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="call numbers are not known here")
 
 
@@ -138,9 +138,9 @@ def test_an_ordinary_user_with_little_locked_memory(uring, limit):
 def test_without_the_cpp_module(tmp_path):
     out = run(
         """
-        import offload.native_io
-        offload.native_io._core = None
-        offload.native_io._missing_because = "no compiler"
+        import offload.native.io
+        offload.native.io._core = None
+        offload.native.io._missing_because = "no compiler"
         with IoEngine() as engine:
             round_trip(engine, sys.argv[1])
             print(engine.name, engine.why, sep=": ")

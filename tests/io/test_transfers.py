@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.native_io import ALIGNMENT_BYTES, IoEngine
+from offload.native.io import ALIGNMENT_BYTES, IoEngine
 from tests.io.memory import pages
 
 SIZE = 3 << 20

@@ -34,7 +34,7 @@ def lanes(played: PlayedCuda) -> Iterator[CudaLanes]:
 def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedCuda, lanes: CudaLanes, name: str) -> None:
     """Its waits for what was enqueued elsewhere would make a context on another GPU."""
     copied = lanes.h2d.submit(nothing)
-    ticket = getattr(lanes, name).submit(nothing, after=(copied, *lanes.mark()))
+    ticket = getattr(lanes, name).submit(nothing, reads=(copied, *lanes.mark()))
     lanes.wait([ticket])
     assert f"offload {name}" in played.entered
     assert not played.strays
@@ -51,8 +51,8 @@ def test_what_fails_to_set_the_device_fails_the_work(lanes: CudaLanes, monkeypat
 
 
 def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedCuda, lanes: CudaLanes) -> None:
-    copied = lanes.d2h.submit(nothing, after=lanes.mark())
-    lanes.wait([lanes.update.submit(nothing, after=[copied]), copied])
+    copied = lanes.d2h.submit(nothing, reads=lanes.mark())
+    lanes.wait([lanes.update.submit(nothing, reads=[copied]), copied])
     lanes.end_step()
     assert len(played.waited) >= 3
     assert all(event.blocking for event in played.waited)

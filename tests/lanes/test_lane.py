@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from offload.lanes.lane import InlineLane, ThreadLane
-from offload.lanes.lanes import Lanes, open_lanes, overlaps
+from offload.lanes.lanes import Lanes
 from offload.lanes.link import Link
+from offload.lanes.opening import open_lanes, overlaps
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.telemetry.timeline import LaneTime, Timeline
@@ -75,7 +76,7 @@ def test_compute_waits_for_after_and_behind(open_threads):
         if kind == "after":
             thread, _ = start(lambda ticket=ticket: lanes.compute_after([ticket]))
         else:
-            thread, _ = start(lambda ticket=ticket: lanes.compute_after((), behind=[ticket]))
+            thread, _ = start(lambda ticket=ticket: lanes.compute_after((), fills=[ticket]))
         gate.wait_begun()
         time.sleep(MOMENT_S)
         assert thread.is_alive()
@@ -91,8 +92,8 @@ def test_compute_waits_for_after_and_behind(open_threads):
 def test_an_error_travels_through_after(open_threads):
     lanes, error, ran = open_threads(), ValueError("of h2d"), []
     first = lanes.h2d.submit(fail(error))
-    second = lanes.update.submit(lambda: ran.append("update"), after=[first])
-    third = lanes.d2h.submit(lambda: ran.append("d2h"), after=[second])
+    second = lanes.update.submit(lambda: ran.append("update"), reads=[first])
+    third = lanes.d2h.submit(lambda: ran.append("d2h"), reads=[second])
     with pytest.raises(ValueError, match="of h2d") as raised:
         within(lambda: lanes.wait([third]))
     assert raised.value is error
@@ -106,8 +107,8 @@ def test_an_error_travels_through_after(open_threads):
 def test_an_error_does_not_travel_through_behind(open_threads):
     lanes, ran = open_threads(), []
     failed = lanes.h2d.submit(fail(ValueError("of h2d")))
-    ticket = lanes.update.submit(lambda: ran.append("update"), behind=[failed])
-    within(lambda: lanes.wait([ticket], behind=[failed]))
+    ticket = lanes.update.submit(lambda: ran.append("update"), fills=[failed])
+    within(lambda: lanes.wait([ticket], fills=[failed]))
     within(lanes.update.drain)
     assert ran == ["update"]
     assert ticket.error is None
@@ -150,7 +151,7 @@ def test_an_interruption_in_work_is_its_tickets_error_and_not_its_threads_end(op
 def test_what_has_not_begun_when_it_is_given_up_never_runs(open_threads):
     lanes, gate, ran = open_threads(), Gate(), []
     never = Ticket("nobody's")
-    held = lanes.d2h.submit(lambda: ran.append("held"), after=[never])
+    held = lanes.d2h.submit(lambda: ran.append("held"), reads=[never])
     queued = lanes.d2h.submit(lambda: ran.append("queued"))
     lanes.h2d.submit(gate)
     within(lanes.d2h.cancel)
@@ -167,7 +168,7 @@ def test_fetches_overtake_one_that_waits_for_its_update_and_nothing_else_overtak
     lanes, ran = open_threads(), []
     never = Ticket("nobody's")
     for lane in (lanes.h2d, lanes.d2h, lanes.update):
-        lane.submit(nothing, after=[never])
+        lane.submit(nothing, reads=[never])
         for number in range(3):
             lane.submit(lambda name=lane.name, number=number: ran.append((name, number)))
     time.sleep(MOMENT_S)
@@ -262,8 +263,8 @@ def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
     gate.wait_begun()
     ticket = lanes.h2d.submit(nothing)
     waiting, result = start(lambda: lanes.wait([ticket]))
-    after = lanes.update.submit(lambda: ran.append("after"), after=[ticket])
-    behind = lanes.d2h.submit(lambda: ran.append("behind"), behind=[ticket])
+    after = lanes.update.submit(lambda: ran.append("after"), reads=[ticket])
+    behind = lanes.d2h.submit(lambda: ran.append("behind"), fills=[ticket])
     lanes.h2d.revoke()  # before it can begin
     giving_up, _ = start(lanes.h2d.cancel)
     gate.open()
@@ -284,7 +285,7 @@ def test_give_up_keeps_the_updates_of_the_step_before(open_threads):
     lanes.settle()
     never = Ticket("nobody's")
     tickets = [
-        lane.submit(lambda: ran.append("this step"), after=[never]) for lane in (lanes.h2d, lanes.d2h, lanes.update)
+        lane.submit(lambda: ran.append("this step"), reads=[never]) for lane in (lanes.h2d, lanes.d2h, lanes.update)
     ]
     gate.wait_begun()
     within(lanes.give_up)
@@ -302,7 +303,7 @@ def test_closing_leaves_no_thread_behind():
     lanes, gate, ran = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), Gate(), []
     lanes.h2d.submit(gate)
     never = Ticket("nobody's")
-    lost = [lanes.h2d.submit(lambda: ran.append("queued")), lanes.update.submit(nothing, after=[never])]
+    lost = [lanes.h2d.submit(lambda: ran.append("queued")), lanes.update.submit(nothing, reads=[never])]
     lanes.d2h.submit(nothing)
     gate.wait_begun()
     assert len(set(threading.enumerate()) - before) == 3
@@ -337,7 +338,7 @@ def test_abandoned_threads_end_by_themselves():
     before = set(threading.enumerate())
     lanes, gate, ran = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), Gate(), []
     tickets = [lanes.h2d.submit(gate), lanes.d2h.submit(nothing), lanes.h2d.submit(lambda: ran.append("queued"))]
-    tickets.append(lanes.update.submit(lambda: ran.append("held"), after=[Ticket("nobody's")]))
+    tickets.append(lanes.update.submit(lambda: ran.append("held"), reads=[Ticket("nobody's")]))
     gate.wait_begun()
     within(lanes.abandon)
     assert not tickets[0].is_done, "nobody waits for what has begun"
@@ -371,7 +372,7 @@ def test_an_idle_lane_holds_nothing_of_what_it_has_done(open_threads):
     given_up = CancelledError("given up")
     never = Ticket("nobody's", is_done=True)
     never.error = given_up
-    submitted = [submit(lanes.h2d), submit(lanes.d2h, num_bytes=8), submit(lanes.update, after=[never])]
+    submitted = [submit(lanes.h2d), submit(lanes.d2h, num_bytes=8), submit(lanes.update, reads=[never])]
     assert eventually(lambda: all(ticket.is_done for _, ticket in submitted))
     assert submitted[2][1].error is given_up
     for weight, _ticket in submitted:
@@ -413,14 +414,14 @@ def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
     gate = Gate()
     lanes.update.submit(gate)  # so that all is submitted before any of it can begin
     updated = lanes.update.submit(nothing)
-    fetched = lanes.h2d.submit(nothing, after=[updated])
-    behind = lanes.d2h.submit(nothing, behind=[updated])
+    fetched = lanes.h2d.submit(nothing, reads=[updated])
+    behind = lanes.d2h.submit(nothing, fills=[updated])
     gate.open()
     within(lambda: lanes.wait([fetched, behind]))
     assert fetched.begin == behind.begin == updated.end
     time.sleep(MOMENT_S)
     idle_until = time.perf_counter()
-    later = lanes.h2d.submit(nothing, after=[updated])
+    later = lanes.h2d.submit(nothing, reads=[updated])
     within(lanes.h2d.drain)
     assert later.begin >= idle_until, "not before it was submitted"
 
@@ -466,7 +467,7 @@ def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
     lanes.timeline.begin_step()
     submitted = time.perf_counter()
     updated = lanes.update.submit(nothing)
-    fetched = lanes.h2d.submit(nothing, after=[updated])
+    fetched = lanes.h2d.submit(nothing, reads=[updated])
     begin = time.perf_counter()
     within(lambda: lanes.wait([fetched]))
     end = time.perf_counter()
@@ -491,7 +492,7 @@ def test_a_lane_that_was_busy_anyway_holds_itself_up(open_threads):
     lanes.timeline.begin_step()
     updated = lanes.update.submit(nothing)
     first = lanes.h2d.submit(nothing)
-    second = lanes.h2d.submit(nothing, after=[updated])
+    second = lanes.h2d.submit(nothing, reads=[updated])
     within(lambda: lanes.wait([second]))
     _, times, _ = lanes.end_step()
     assert updated.end < first.end == second.begin
@@ -504,7 +505,7 @@ def test_of_several_the_one_that_came_last_was_waited_for(open_threads):
     lanes = open_threads({"h2d": Throttle(latency_s=0.02), "d2h": Throttle(latency_s=0.3)})
     lanes.timeline.begin_step()
     tickets = [lanes.d2h.submit(nothing), lanes.h2d.submit(nothing)]
-    within(lambda: lanes.wait(tickets[1:], behind=tickets[:1]))
+    within(lambda: lanes.wait(tickets[1:], fills=tickets[:1]))
     _, times, _ = lanes.end_step()
     assert times["h2d"].exposed_seconds == 0.0
     assert times["d2h"].exposed_seconds > 0.1
@@ -537,7 +538,7 @@ def test_an_inline_lane_works_where_it_is_submitted():
     timeline, ran = Timeline(LANES), []
     timeline.begin_step()
     lane = InlineLane("h2d", timeline, lambda after, behind: None)
-    ticket = lane.submit(lambda: ran.append(threading.current_thread()), after=(), num_bytes=5, name="a")
+    ticket = lane.submit(lambda: ran.append(threading.current_thread()), reads=(), num_bytes=5, name="a")
     assert ran == [threading.current_thread()]
     assert ticket.is_over
     slow = lane.submit(lambda: time.sleep(0.01))

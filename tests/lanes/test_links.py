@@ -62,7 +62,7 @@ def test_every_lane_of_the_disk_has_a_thread_of_its_own_once_it_has_work(overlap
 def test_fetches_from_the_disk_do_not_overtake(open_threads):
     lanes, ran = open_threads(), []
     for name in DISK:
-        getattr(lanes, name).submit(nothing, after=[Ticket("nobody's")])
+        getattr(lanes, name).submit(nothing, reads=[Ticket("nobody's")])
         getattr(lanes, name).submit(lambda: ran.append("overtook"))
     time.sleep(MOMENT_S)
     assert not ran
@@ -86,10 +86,10 @@ def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
     assert eventually(lambda: failed.is_done)
     if kind == "after":
         with pytest.raises(OSError, match="of the disk"):
-            lanes.h2d.submit(lambda: ran.append("never"), after=[failed])
+            lanes.h2d.submit(lambda: ran.append("never"), reads=[failed])
         assert ran == [True]
     else:
-        lanes.h2d.submit(lambda: ran.append("whatever became of it"), behind=[failed])
+        lanes.h2d.submit(lambda: ran.append("whatever became of it"), fills=[failed])
     within(lanes.close)
 
 
@@ -103,7 +103,7 @@ def test_lanes_of_a_link_share_its_throttle(open_threads, link, seed):
     lanes.timeline.begin_step()
     lanes.update.submit(gate)
     last = lanes.update.submit(nothing)
-    tickets = [getattr(lanes, name).submit(nothing, after=[last], num_bytes=3_000) for name in SHARED[link] * 8]
+    tickets = [getattr(lanes, name).submit(nothing, reads=[last], num_bytes=3_000) for name in SHARED[link] * 8]
     gate.open()
     within(lambda: lanes.wait(tickets))
     seconds, times, spans = lanes.end_step()
@@ -265,7 +265,7 @@ def test_a_failed_copy_is_no_failed_update_nor_is_a_read_that_no_update_needs(op
 def test_draining_the_updates_waits_for_what_is_written(open_threads):
     lanes, gate = open_threads(), Gate()
     updated = lanes.update.submit(gate)
-    written = lanes.update_write.submit(lambda: time.sleep(MOMENT_S), after=[updated])
+    written = lanes.update_write.submit(lambda: time.sleep(MOMENT_S), reads=[updated])
     thread, _ = start(lanes.drain_updates)
     gate.open()
     thread.join(PATIENCE_S)

@@ -72,7 +72,7 @@ def test_random_work_keeps_a_topological_order(open_threads, seed, slow):
                 before = [
                     ticket for _, ticket, _ in chance.sample(tickets[-60:], min(len(tickets), chance.randrange(4)))
                 ]
-                ticket = getattr(lanes, name).submit(lambda key=key: work(key), after=before[:1], behind=before[1:])
+                ticket = getattr(lanes, name).submit(lambda key=key: work(key), reads=before[:1], fills=before[1:])
                 tickets.append((name, ticket, before))
             if chance.random() < 0.05:
                 lanes.wait([ticket])
@@ -103,7 +103,7 @@ def test_random_work_that_is_given_up_or_closed_ends_all_the_same(seed):
         tickets: list[Ticket] = []
         for _ in range(400):
             before = chance.sample(tickets[-30:], min(len(tickets), chance.randrange(3)))
-            tickets.append(getattr(lanes, chance.choice(NAMES)).submit(nothing, behind=before))
+            tickets.append(getattr(lanes, chance.choice(NAMES)).submit(nothing, fills=before))
         waiting = [start(lambda ticket=ticket: lanes.wait([ticket])) for ticket in chance.sample(tickets, 4)]
         within(end, STUCK_S)
         for thread, result in waiting:
@@ -131,7 +131,7 @@ def test_a_ticket_wakes_only_those_who_wait_for_it(open_threads):
     time.sleep(MOMENT_S)
     heard.clear()
     within(lambda: lanes.wait([lanes.d2h.submit(nothing)]))
-    lanes.update.submit(gates["update"], after=[held])  # may not begin
+    lanes.update.submit(gates["update"], reads=[held])  # may not begin
     queued = lanes.update.submit(nothing)
     for _ in range(20):
         within(lambda: lanes.wait([lanes.d2h.submit(nothing)]))
@@ -152,7 +152,7 @@ def busy_lanes() -> tuple[Lanes, list[Ticket]]:
     """Lanes of which one sleeps, one has idled, and one waits for what never comes."""
     lanes, begun = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), threading.Event()
     tickets = [lanes.d2h.submit(begun.set), lanes.h2d.submit(nothing)]
-    tickets += [lanes.update.submit(nothing, after=[Ticket("nobody's")]), lanes.fetch_read.submit(nothing)]
+    tickets += [lanes.update.submit(nothing, reads=[Ticket("nobody's")]), lanes.fetch_read.submit(nothing)]
     assert begun.wait(STUCK_S)
     within(lambda: lanes.wait([tickets[1], tickets[3]]))
     return lanes, tickets

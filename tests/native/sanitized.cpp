@@ -84,6 +84,11 @@ Outcome all_kernels(int64_t n, Execution how) {
     correct_adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, c, how);
     correct_adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, c, how);
   }
+  const LionScalars lion_scalars{0.5f, 0.99f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f};
+  lion({p.data(), nullptr, m.data(), g.data(), false, n}, lion_scalars, how);
+  lion({p.data(), nullptr, m.data(), half.data(), true, n}, lion_scalars, how);
+  lion({hi.data(), lo.data(), m.data(), g.data(), false, n}, lion_scalars, how);
+  lion({hi.data(), lo.data(), m.data(), half.data(), true, n}, lion_scalars, how);
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);

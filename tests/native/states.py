@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from offload import native
+from offload.native import kernels
 
 
 @dataclass
@@ -72,7 +72,7 @@ def torch_step(
 def native_step(state: State, **settings: object) -> State:
     """One step of the kernel under test, from a copy of `state` with a float32 master."""
     s = state.copy()
-    native.adamw(s.p, s.m, s.v, s.g, **settings)  # type: ignore[arg-type]
+    kernels.adamw(s.p, s.m, s.v, s.g, **settings)  # type: ignore[arg-type]
     return s
 
 

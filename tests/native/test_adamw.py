@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import native
+from offload.native import kernels
 from tests.native.states import State, native_step, ordinary, same_bits, torch_step, ulps_apart, wild
 
-ISAS = native.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
+ISAS = kernels.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
 SETTINGS = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -71,7 +71,7 @@ def test_two_hundred_steps_stay_close_to_torch():
     random = torch.Generator().manual_seed(1)
     for step in range(1, 201):
         parameter.grad = torch.randn(p.shape, generator=random) * 1e-3
-        native.adamw(p, m, v, parameter.grad, step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        kernels.adamw(p, m, v, parameter.grad, step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         optimizer.step()
     assert same_bits(m, optimizer.state[parameter]["exp_avg"])
     assert same_bits(v, optimizer.state[parameter]["exp_avg_sq"])
@@ -95,13 +95,13 @@ def test_split_master_and_bf16_gradient_change_nothing(isa, make):
     whole = native_step(state, isa=isa, **SETTINGS)
     for grad in (state.g, state.g.bfloat16()):
         s = state.copy()
-        hi, lo = native.split(s.p)
-        native.adamw((hi, lo), s.m, s.v, grad, isa=isa, **SETTINGS)
-        assert same_bits(native.join(hi, lo), whole.p)
+        hi, lo = kernels.split(s.p)
+        kernels.adamw((hi, lo), s.m, s.v, grad, isa=isa, **SETTINGS)
+        assert same_bits(kernels.join(hi, lo), whole.p)
         assert same_bits(s.m, whole.m)
         assert same_bits(s.v, whole.v)
     s = state.copy()
-    native.adamw(s.p, s.m, s.v, state.g.bfloat16(), isa=isa, **SETTINGS)
+    kernels.adamw(s.p, s.m, s.v, state.g.bfloat16(), isa=isa, **SETTINGS)
     assert same_bits(s.p, whole.p)
 
 
@@ -113,7 +113,7 @@ def test_every_short_length_and_address(isa):
         expected = torch_order(piece, **SETTINGS)
         for offset in (0, 1, 3):
             moved = piece.at(offset)
-            native.adamw(moved.p, moved.m, moved.v, moved.g, isa=isa, **SETTINGS)
+            kernels.adamw(moved.p, moved.m, moved.v, moved.g, isa=isa, **SETTINGS)
             assert same_bits(moved.p, expected.p), (n, offset)
             assert same_bits(moved.m, expected.m), (n, offset)
             assert same_bits(moved.v, expected.v), (n, offset)
@@ -123,10 +123,10 @@ def test_every_short_length_and_address(isa):
 def test_nothing_beyond_the_range_is_written(isa):
     for n in (0, 1, 15, 17, 31, 33, 63):
         state = ordinary(n + 64)
-        hi, lo = native.split(state.p)
+        hi, lo = kernels.split(state.p)
         before = [x.clone() for x in (hi, lo, state.m, state.v)]
         window = slice(32, 32 + n)
-        native.adamw((hi[window], lo[window]), state.m[window], state.v[window], state.g[window], isa=isa, **SETTINGS)
+        kernels.adamw((hi[window], lo[window]), state.m[window], state.v[window], state.g[window], isa=isa, **SETTINGS)
         for now, then in zip((hi, lo, state.m, state.v), before, strict=True):
             assert torch.equal(now[:32], then[:32])
             assert torch.equal(now[32 + n :], then[32 + n :])
@@ -135,7 +135,7 @@ def test_nothing_beyond_the_range_is_written(isa):
 def test_isas_and_threads_give_the_same_bits():
     state = wild(3 * (1 << 16) + 4_097)
     expected = native_step(state, threads=1, isa=ISAS[-1], **SETTINGS)
-    hi, lo = native.split(expected.p)
+    hi, lo = kernels.split(expected.p)
     for isa in ISAS:
         for threads in (1, 2, 3):
             whole = native_step(state, threads=threads, isa=isa, **SETTINGS)
@@ -143,8 +143,8 @@ def test_isas_and_threads_give_the_same_bits():
             assert same_bits(whole.m, expected.m)
             assert same_bits(whole.v, expected.v)
             s = state.copy()
-            planes = native.split(s.p, threads=threads, isa=isa)
-            native.adamw(planes, s.m, s.v, s.g, threads=threads, isa=isa, **SETTINGS)
+            planes = kernels.split(s.p, threads=threads, isa=isa)
+            kernels.adamw(planes, s.m, s.v, s.g, threads=threads, isa=isa, **SETTINGS)
             finite = expected.p.isfinite()
             assert torch.equal(planes[0].view(torch.int16)[finite], hi.view(torch.int16)[finite])
             assert torch.equal(planes[1][finite], lo[finite])
@@ -154,28 +154,28 @@ def test_isas_and_threads_give_the_same_bits():
 @pytest.mark.parametrize("n", [5, 16, 100, 200_000])
 def test_nonfinite_results_are_counted(isa, n):
     state = ordinary(n)
-    assert native.adamw(*(x.clone() for x in vars(state).values()), isa=isa, **SETTINGS) == 0
+    assert kernels.adamw(*(x.clone() for x in vars(state).values()), isa=isa, **SETTINGS) == 0
     state.g[0], state.g[n // 2], state.p[n - 1] = float("nan"), float("inf"), float("-inf")
-    hi, lo = native.split(state.p)
+    hi, lo = kernels.split(state.p)
     s = state.copy()
-    assert native.adamw(s.p, s.m, s.v, s.g, isa=isa, **SETTINGS) == 3
-    assert native.adamw((hi, lo), state.m, state.v, state.g, isa=isa, **SETTINGS) == 3
+    assert kernels.adamw(s.p, s.m, s.v, s.g, isa=isa, **SETTINGS) == 3
+    assert kernels.adamw((hi, lo), state.m, state.v, state.g, isa=isa, **SETTINGS) == 3
 
 
 def test_a_split_nan_that_looks_like_zero_is_counted():
     master = torch.tensor([-1], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF
-    hi, lo = native.split(master)
+    hi, lo = kernels.split(master)
     assert hi.item() == 0
     m, v, g = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    assert native.adamw((hi, lo), m, v, g, **SETTINGS) == 1
+    assert kernels.adamw((hi, lo), m, v, g, **SETTINGS) == 1
 
 
 def test_numpy_arrays():
     state = ordinary(100)
     expected = native_step(state, **SETTINGS)
-    hi, lo = native.split(state.p.numpy())
+    hi, lo = kernels.split(state.p.numpy())
     assert (hi.dtype, lo.dtype) == ("uint16", "int16")
     m, v, g = (x.clone().numpy() for x in (state.m, state.v, state.g))
-    assert native.adamw((hi, lo), m, v, g, **SETTINGS) == 0
-    assert (native.join(hi, lo) == expected.p.numpy()).all()
+    assert kernels.adamw((hi, lo), m, v, g, **SETTINGS) == 0
+    assert (kernels.join(hi, lo) == expected.p.numpy()).all()
     assert (m == expected.m.numpy()).all()

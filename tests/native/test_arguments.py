@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from offload import native
 from offload.errors import ConfigError
+from offload.native import kernels
 
 SETTINGS = {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -19,8 +19,8 @@ SETTINGS = {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_d
 def either(request, monkeypatch):
     """Both implementations refuse alike."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "_core", None)
-    elif not native.is_native():
+        monkeypatch.setattr(kernels, "_core", None)
+    elif not kernels.is_native():
         pytest.skip("the C++ kernels were not built")
 
 
@@ -45,7 +45,7 @@ def test_arrays(name, wrong, message):
     expected = "exp_avg" if name == "master" and "9 elements" in message else name
     message = "8 elements" if expected != name else message
     with pytest.raises(ConfigError, match=rf"^{expected}\b.*{message}"):
-        native.adamw(**(arrays | {name: wrong}), **SETTINGS)
+        kernels.adamw(**(arrays | {name: wrong}), **SETTINGS)
     assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
 
 
@@ -64,57 +64,57 @@ def test_arrays(name, wrong, message):
 def test_settings(name, value):
     arrays = {key: torch.ones(8) for key in ARRAYS}
     with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must be"):
-        native.adamw(**arrays, **(SETTINGS | {name: value}))
+        kernels.adamw(**arrays, **(SETTINGS | {name: value}))
     assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
 def test_betas(betas):
     with pytest.raises(ConfigError, match=r"betas\[[01]\] is"):
-        native.adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | {"betas": betas}))
+        kernels.adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | {"betas": betas}))
 
 
-@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("isa", ["neon", "AVX2", ""])
 def test_unknown_isa(isa):
     with pytest.raises(ConfigError, match="isa is .*must be one of"):
-        native.sum_squares(torch.ones(3), isa=isa)
+        kernels.sum_squares(torch.ones(3), isa=isa)
 
 
-@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
 def test_an_isa_that_the_processor_lacks(monkeypatch):
-    monkeypatch.setattr(native, "_isas", ("scalar",))
+    monkeypatch.setattr(kernels, "_isas", ("scalar",))
     with pytest.raises(ConfigError, match="this processor or build does not have it"):
-        native.sum_squares(torch.ones(3), isa="avx512")
+        kernels.sum_squares(torch.ones(3), isa="avx512")
 
 
-@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("threads", [0, -1, 1.5])
 def test_threads(threads):
     with pytest.raises(ConfigError, match="threads is"):
-        native.sum_squares(torch.ones(3), threads=threads)
+        kernels.sum_squares(torch.ones(3), threads=threads)
     with pytest.raises(ConfigError, match="threads is"):
-        native.set_threads(threads)
+        kernels.set_threads(threads)
 
 
 @pytest.mark.usefixtures("either")
 def test_other_functions():
     with pytest.raises(ConfigError, match="^lo has 3 elements"):
-        native.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int16))
+        kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int16))
     with pytest.raises(ConfigError, match="^lo has dtype float32"):
-        native.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
+        kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
     with pytest.raises(ConfigError, match="^out has dtype float32"):
-        native.to_bf16(torch.ones(2), torch.ones(2))
+        kernels.to_bf16(torch.ones(2), torch.ones(2))
     with pytest.raises(ConfigError, match="^x has dtype int64"):
-        native.sum_squares(torch.ones(2, dtype=torch.int64))
+        kernels.sum_squares(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match="segment 1 has offset 3 and size 3"):
-        native.sum_squares_segments(torch.ones(5), [0, 3], [5, 3])
+        kernels.sum_squares_segments(torch.ones(5), [0, 3], [5, 3])
     with pytest.raises(ConfigError, match="segment 0 has offset -1"):
-        native.sum_squares_segments(torch.ones(5), [-1], [2])
+        kernels.sum_squares_segments(torch.ones(5), [-1], [2])
     with pytest.raises(ConfigError, match="offsets has shape"):
-        native.sum_squares_segments(torch.ones(5), [0, 1], [2])
+        kernels.sum_squares_segments(torch.ones(5), [0, 1], [2])
 
 
 def test_importing_it_does_not_import_torch():
-    code = "import sys, offload.native; sys.exit('torch' in sys.modules)"
+    code = "import sys, offload.native.kernels; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

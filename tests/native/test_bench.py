@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from offload import native
 from offload.benches.adam import parse_count
 from offload.errors import ConfigError
+from offload.native import kernels
 from tests import forks
 
 
@@ -28,7 +28,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return forks.run(["-m", "offload.bench", *words])
 
 
-@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built: there is nothing to measure")
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built: there is nothing to measure")
 def test_json():
     done = run("adam", "--json", "--n", "64Ki", "--reps", "1", "--threads", "1")
     assert done.returncode == 0, done.stderr

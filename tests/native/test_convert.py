@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import native
+from offload.native import kernels
 from tests.native.states import same_bits, wild
 
-ISAS = native.available_isas() or (None,)
+ISAS = kernels.available_isas() or (None,)
 
 
 def rounding_cases() -> torch.Tensor:
@@ -20,7 +20,7 @@ def rounding_cases() -> torch.Tensor:
 @pytest.mark.parametrize("isa", ISAS)
 def test_to_bf16_rounds_as_torch(isa):
     x = rounding_cases()
-    ours, theirs = native.to_bf16(x, isa=isa), x.bfloat16()
+    ours, theirs = kernels.to_bf16(x, isa=isa), x.bfloat16()
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.view(torch.int16)[~ours.isnan()], theirs.view(torch.int16)[~theirs.isnan()])
@@ -30,7 +30,7 @@ def test_to_bf16_rounds_as_torch(isa):
 def test_round_bf16_in_place(isa):
     x = rounding_cases()
     expected = x.bfloat16().float()
-    assert native.round_bf16_(x, isa=isa) is x
+    assert kernels.round_bf16_(x, isa=isa) is x
     assert same_bits(x, expected)
 
 
@@ -40,7 +40,7 @@ def test_accumulate(isa, dtype):
     state = wild(300_001)
     x = state.m.to(dtype)
     expected = state.p + x.float()
-    native.accumulate(state.p, x, threads=2, isa=isa)
+    kernels.accumulate(state.p, x, threads=2, isa=isa)
     assert same_bits(state.p, expected)
 
 
@@ -50,11 +50,11 @@ def test_short_lengths_and_offsets(isa):
     for n in range(70):
         piece = x[1 : n + 1]
         out = torch.empty(n + 3, dtype=torch.bfloat16)[3:]
-        assert native.to_bf16(piece, out, isa=isa) is out
+        assert kernels.to_bf16(piece, out, isa=isa) is out
         assert torch.equal(out, piece.bfloat16())
         rounded = piece.clone()
-        native.round_bf16_(rounded, isa=isa)
+        kernels.round_bf16_(rounded, isa=isa)
         assert torch.equal(rounded, piece.bfloat16().float())
         total = torch.ones(n + 1)[1:]
-        native.accumulate(total, out, isa=isa)
+        kernels.accumulate(total, out, isa=isa)
         assert torch.equal(total, 1 + out.float())

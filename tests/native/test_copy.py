@@ -8,24 +8,24 @@ import threading
 import pytest
 import torch
 
-from offload import native
 from offload.errors import ConfigError
+from offload.native import kernels
 
-ISAS = native.available_isas() or (None,)
+ISAS = kernels.available_isas() or (None,)
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK = 1 << 14  # of the sum
 FEW = 1 << 17  # from here on threads share the work
 STREAM_BYTES = 1 << 20  # from here on the stores pass the caches by
 GUARD = 40  # elements on either side of `out`, more than a line
 
-needs_native = pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+needs_native = pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
 
 
 @pytest.fixture(params=["native", "torch"])
 def either(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(native, "_core", None)
-    elif not native.is_native():
+        monkeypatch.setattr(kernels, "_core", None)
+    elif not kernels.is_native():
         pytest.skip("the C++ kernels were not built")
 
 
@@ -44,8 +44,8 @@ def check(x: torch.Tensor, offset: int = 0, **how: object) -> None:
     begin = GUARD + -(around.data_ptr() // x.itemsize + GUARD) % 64 + offset % 64
     out = around[begin : begin + x.numel()]
     source_bits = bits(x).clone()
-    expected = native.sum_squares(x, threads=1, isa=ISAS[-1])
-    assert native.copy_sum_squares(x, out, **how) == expected
+    expected = kernels.sum_squares(x, threads=1, isa=ISAS[-1])
+    assert kernels.copy_sum_squares(x, out, **how) == expected
     assert torch.equal(bits(out), source_bits)
     assert torch.equal(bits(x), source_bits)
     assert (around[:begin] == 3).all()
@@ -88,7 +88,7 @@ def test_native_and_torch_alike(dtype, n):
 def test_every_bit_pattern_of_bfloat16(isa, n):
     x = torch.arange(n, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     out = torch.zeros(n + 1, dtype=torch.bfloat16)[1:]
-    assert math.isnan(native.copy_sum_squares(x, out, isa=isa if native.is_native() else None))
+    assert math.isnan(kernels.copy_sum_squares(x, out, isa=isa if kernels.is_native() else None))
     assert torch.equal(bits(out), bits(x))
 
 
@@ -96,21 +96,21 @@ def test_every_bit_pattern_of_bfloat16(isa, n):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("n", [50, 1_000, 300_000])
 def test_special_values(isa, n):
-    isa = isa if native.is_native() else None
+    isa = isa if kernels.is_native() else None
     patterns = [0x7FC00000, 0x7F800001, -0x400001, 0x7FABCDEF, -1]  # NaN: quiet, signalling, of either sign
     patterns += [-0x80000000, 1, -0x7FFFFFFF]  # -0, the least denormals
     x = torch.randn(n)
     where = torch.arange(0, n, 7)
     bits(x)[where] = torch.tensor(patterns, dtype=torch.int32)[torch.arange(where.numel()) % len(patterns)]
     out = torch.zeros(n)
-    assert math.isnan(native.copy_sum_squares(x, out, isa=isa))
+    assert math.isnan(kernels.copy_sum_squares(x, out, isa=isa))
     assert torch.equal(bits(out), bits(x))
 
     x = torch.full((n,), -0.0)
-    assert math.copysign(1, native.copy_sum_squares(x, out, isa=isa)) == 1
+    assert math.copysign(1, kernels.copy_sum_squares(x, out, isa=isa)) == 1
     assert torch.equal(bits(out), bits(x))
     x[n // 2] = -math.inf
-    assert native.copy_sum_squares(x, out, isa=isa) == math.inf
+    assert kernels.copy_sum_squares(x, out, isa=isa) == math.inf
     assert torch.equal(bits(out), bits(x))
 
 
@@ -118,13 +118,13 @@ def test_special_values(isa, n):
 def test_numpy_and_shapes():
     x = torch.randn(6, 50)
     out = torch.empty(300)
-    assert native.copy_sum_squares(x.numpy(), out.numpy()) == native.sum_squares(x)
+    assert kernels.copy_sum_squares(x.numpy(), out.numpy()) == kernels.sum_squares(x)
     assert torch.equal(out, x.flatten())
     half, half_bits = x.bfloat16(), torch.empty(300, dtype=torch.int16)
-    assert native.copy_sum_squares(half, half_bits) == native.sum_squares(half)
+    assert kernels.copy_sum_squares(half, half_bits) == kernels.sum_squares(half)
     assert torch.equal(half_bits, bits(half).flatten())
     parameter = torch.nn.Parameter(torch.empty(300))
-    assert native.copy_sum_squares(x, parameter) == native.sum_squares(x)
+    assert kernels.copy_sum_squares(x, parameter) == kernels.sum_squares(x)
     assert torch.equal(parameter.detach(), x.flatten())
 
 
@@ -145,7 +145,7 @@ def test_numpy_and_shapes():
 )
 def test_wrong_arrays(source, out, message):
     with pytest.raises(ConfigError, match=message):
-        native.copy_sum_squares(source, out)
+        kernels.copy_sum_squares(source, out)
     assert out == [0.0] or out.is_meta or not out.any()
 
 
@@ -154,20 +154,20 @@ def test_wrong_arrays(source, out, message):
 def test_wrong_execution(wrong, message):
     out = torch.zeros(3)
     with pytest.raises(ConfigError, match=message):
-        native.copy_sum_squares(torch.ones(3), out, **wrong)
+        kernels.copy_sum_squares(torch.ones(3), out, **wrong)
     assert not out.any()
 
 
 def test_concurrent_callers():
     lengths = (400_000, 1_000)  # one that shares its work and one that keeps the GIL
     x = torch.randn(max(lengths))
-    expected = {n: native.sum_squares(x[:n], threads=1) for n in lengths}
+    expected = {n: kernels.sum_squares(x[:n], threads=1) for n in lengths}
     right: list[bool] = []
 
     def call() -> None:
         for n in lengths * 10:
             out = torch.zeros(n)
-            total = native.copy_sum_squares(x[:n], out, threads=3)
+            total = kernels.copy_sum_squares(x[:n], out, threads=3)
             right.append(total == expected[n] and torch.equal(out, x[:n]))
 
     callers = [threading.Thread(target=call) for _ in range(3)]
@@ -184,7 +184,7 @@ def test_concurrent_callers():
 def test_cuda(dtype):
     x = torch.randn(100_003, device="cuda").to(dtype)
     out = torch.zeros_like(x)
-    assert native.copy_sum_squares(x, out) == native.sum_squares(x)
+    assert kernels.copy_sum_squares(x, out) == kernels.sum_squares(x)
     assert torch.equal(out, x)
     with pytest.raises(ConfigError, match="^out is on cpu"):
-        native.copy_sum_squares(x, torch.zeros(100_003, dtype=dtype))
+        kernels.copy_sum_squares(x, torch.zeros(100_003, dtype=dtype))

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload import native
 from offload.errors import ConfigError
+from offload.native import kernels
 from tests.native.states import State, ordinary, same_bits, wild
 
-ISAS = native.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
+ISAS = kernels.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-8, 0.01
 SETTINGS = {"step": 3, "lr": LR, "betas": (0.9, 0.999), "eps": EPS}
 SCALES = {"applied_scale": 0.9, "grad_scale": 0.13}
@@ -26,25 +26,25 @@ SCALES = {"applied_scale": 0.9, "grad_scale": 0.13}
 def either(request, monkeypatch):
     """Both implementations."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "_core", None)
-    elif not native.is_native():
+        monkeypatch.setattr(kernels, "_core", None)
+    elif not kernels.is_native():
         pytest.skip("the C++ kernels were not built")
 
 
 def step(s: State, scale: float, **settings: object) -> State:
     """The state after a step with that gradient scale, from a copy; float32 master."""
     s = s.copy()
-    native.adamw(s.p, s.m, s.v, s.g, weight_decay=WEIGHT_DECAY, grad_scale=scale, **(SETTINGS | settings))
+    kernels.adamw(s.p, s.m, s.v, s.g, weight_decay=WEIGHT_DECAY, grad_scale=scale, **(SETTINGS | settings))
     return s
 
 
 def corrected(s: State, is_split: bool = False, **settings: object) -> tuple[State, int]:
     """The state after a correction, from a copy, and the count of non-finite weights."""
     s = s.copy()
-    master = native.split(s.p) if is_split else s.p
-    count = native.correct_adamw(master, s.m, s.v, s.g, **(SETTINGS | SCALES | settings))
+    master = kernels.split(s.p) if is_split else s.p
+    count = kernels.correct_adamw(master, s.m, s.v, s.g, **(SETTINGS | SCALES | settings))
     if is_split:
-        s.p = native.join(*master)
+        s.p = kernels.join(*master)
     return s, count
 
 
@@ -145,7 +145,7 @@ def test_isas_threads_masters_and_the_fallback_give_the_same_bits(monkeypatch, m
         ours = corrected(state, is_split, threads=threads, isa=isa, betas=betas)
         assert ours[1] == count
         assert_same(ours[0], expected)
-    monkeypatch.setattr(native, "_core", None)
+    monkeypatch.setattr(kernels, "_core", None)
     for is_split in (False, True):
         ours = corrected(state, is_split, betas=betas)
         assert ours[1] == count
@@ -161,15 +161,15 @@ def test_every_short_length_and_address_and_nothing_beyond(isa, is_split):
         for offset in (32, 33, 35):
             s = state.copy()
             window = slice(offset, offset + n)
-            planes = native.split(s.p) if is_split else (s.p,)
+            planes = kernels.split(s.p) if is_split else (s.p,)
             windows = tuple(plane[window] for plane in planes)
-            native.correct_adamw(
+            kernels.correct_adamw(
                 windows if is_split else windows[0],
                 *(x[window] for x in (s.m, s.v, s.g)),
                 isa=isa,
                 **(SETTINGS | SCALES),
             )
-            s.p = native.join(*planes) if is_split else s.p
+            s.p = kernels.join(*planes) if is_split else s.p
             for name in vars(s):
                 ours, before, after = (getattr(x, name) for x in (s, state, expected))
                 assert same_bits(ours[window], after[window]), (name, n, offset)
@@ -237,18 +237,18 @@ def test_a_split_nan_that_looks_like_zero_is_counted():
     master = torch.tensor([-1], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF
     m, v, g = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     for grad_scale in (0.5, 1.0):
-        planes = native.split(master)
+        planes = kernels.split(master)
         scales = {"applied_scale": 1.0, "grad_scale": grad_scale}
-        assert native.correct_adamw(planes, m, v, g, **SETTINGS, **scales) == 1
+        assert kernels.correct_adamw(planes, m, v, g, **SETTINGS, **scales) == 1
 
 
 def test_numpy_arrays():
     state = step(ordinary(100), SCALES["applied_scale"])
     expected, _ = corrected(state)
-    hi, lo = native.split(state.p.numpy())
+    hi, lo = kernels.split(state.p.numpy())
     m, v = state.m.numpy(), state.v.numpy()
-    assert native.correct_adamw((hi, lo), m, v, state.g.numpy(), **(SETTINGS | SCALES)) == 0
-    assert (native.join(hi, lo) == expected.p.numpy()).all()
+    assert kernels.correct_adamw((hi, lo), m, v, state.g.numpy(), **(SETTINGS | SCALES)) == 0
+    assert (kernels.join(hi, lo) == expected.p.numpy()).all()
     assert (m == expected.m.numpy()).all()
     assert (v == expected.v.numpy()).all()
 
@@ -278,15 +278,15 @@ ARRAYS = ("master", "exp_avg", "exp_avg_sq", "grad")
 def test_a_wrong_argument_is_named_and_nothing_modified(name, value, message):
     arrays = {key: torch.ones(8) for key in ARRAYS}
     with pytest.raises(ConfigError, match=f"^{message}"):
-        native.correct_adamw(**(arrays | SETTINGS | SCALES | {name: value}))
+        kernels.correct_adamw(**(arrays | SETTINGS | SCALES | {name: value}))
     assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
 
 
-@pytest.mark.skipif(not native.is_native(), reason="the C++ kernels were not built")
+@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize(("name", "value"), [("isa", "neon"), ("threads", 0)])
 def test_a_wrong_execution_is_named(name, value):
     with pytest.raises(ConfigError, match=f"^{name} is"):
-        native.correct_adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | SCALES | {name: value}))
+        kernels.correct_adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | SCALES | {name: value}))
 
 
 @pytest.mark.gpu

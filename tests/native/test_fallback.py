@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import native
+from offload.native import kernels
 from tests.native.states import ordinary, same_bits, wild
 
 pytestmark = pytest.mark.skipif(
-    not native.is_native(), reason="the C++ kernels were not built: nothing to compare with"
+    not kernels.is_native(), reason="the C++ kernels were not built: nothing to compare with"
 )
 SETTINGS = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 
 
 @pytest.fixture
 def in_torch(monkeypatch):
-    """Runs a function of `offload.native` as if C++ were missing."""
+    """Runs a function of `offload.native.kernels` as if C++ were missing."""
 
     def run(function, *arguments, **settings):
         with monkeypatch.context() as patch:
-            patch.setattr(native, "_core", None)
+            patch.setattr(kernels, "_core", None)
             return function(*arguments, **settings)
 
     return run
@@ -35,12 +35,12 @@ def test_adamw(in_torch, make, n, betas, is_split, grad_dtype):
     results = []
     for call in (lambda f, *a, **k: f(*a, **k), in_torch):
         s = make(n)
-        master = call(native.split, s.p) if is_split else s.p
+        master = call(kernels.split, s.p) if is_split else s.p
         count = call(
-            native.adamw, master, s.m, s.v, s.g.to(grad_dtype), step=7, betas=betas, grad_scale=0.7, **SETTINGS
+            kernels.adamw, master, s.m, s.v, s.g.to(grad_dtype), step=7, betas=betas, grad_scale=0.7, **SETTINGS
         )
         assert isinstance(count, int)
-        p = call(native.join, *master) if is_split else master
+        p = call(kernels.join, *master) if is_split else master
         results.append((count, p, s.m, s.v))
     (ours, *arrays), (theirs, *others) = results
     assert ours == theirs
@@ -52,34 +52,34 @@ def test_adamw(in_torch, make, n, betas, is_split, grad_dtype):
 @pytest.mark.parametrize("n", [0, 1, 32, 33, 16_385, 300_007])
 def test_sum_squares(in_torch, dtype, n):
     x = (torch.randn(n) * torch.logspace(-10, 10, n)).to(dtype)
-    assert in_torch(native.sum_squares, x) == native.sum_squares(x)
+    assert in_torch(kernels.sum_squares, x) == kernels.sum_squares(x)
     segments = ([0, n // 3], [n // 2, n // 2])
-    ours, theirs = native.sum_squares_segments(x, *segments), in_torch(native.sum_squares_segments, x, *segments)
+    ours, theirs = kernels.sum_squares_segments(x, *segments), in_torch(kernels.sum_squares_segments, x, *segments)
     assert torch.equal(ours, theirs)
 
 
 def test_conversions(in_torch):
     x = wild(5_000).g
-    assert torch.equal(in_torch(native.to_bf16, x), native.to_bf16(x))
-    assert same_bits(in_torch(native.round_bf16_, x.clone()), native.round_bf16_(x.clone()))
+    assert torch.equal(in_torch(kernels.to_bf16, x), kernels.to_bf16(x))
+    assert same_bits(in_torch(kernels.round_bf16_, x.clone()), kernels.round_bf16_(x.clone()))
     total = torch.ones(5_000)
     half = x.bfloat16()
-    assert same_bits(in_torch(native.accumulate, total.clone(), half), native.accumulate(total.clone(), half))
+    assert same_bits(in_torch(kernels.accumulate, total.clone(), half), kernels.accumulate(total.clone(), half))
 
 
 def test_numpy(in_torch):
     x = ordinary(100).p.numpy()
-    ours, theirs = native.split(x), in_torch(native.split, x)
+    ours, theirs = kernels.split(x), in_torch(kernels.split, x)
     assert all((a == b).all() and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
-    assert (in_torch(native.join, *theirs) == x).all()
+    assert (in_torch(kernels.join, *theirs) == x).all()
 
 
 def test_it_is_described(monkeypatch):
-    monkeypatch.setattr(native, "_core", None)
-    monkeypatch.setattr(native, "_isas", ())
-    assert not native.is_native()
-    assert native.default_isa() == "torch"
-    assert native.describe()["threads"] == torch.get_num_threads()
+    monkeypatch.setattr(kernels, "_core", None)
+    monkeypatch.setattr(kernels, "_isas", ())
+    assert not kernels.is_native()
+    assert kernels.default_isa() == "torch"
+    assert kernels.describe()["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.gpu
@@ -90,14 +90,14 @@ def test_cuda_tensors_get_the_same_bits(is_split, betas):
     cpu, gpu = wild(100_003), wild(100_003)
     for name in ("p", "m", "v", "g"):
         setattr(gpu, name, getattr(gpu, name).cuda())
-    masters = [native.split(s.p) if is_split else s.p for s in (cpu, gpu)]
+    masters = [kernels.split(s.p) if is_split else s.p for s in (cpu, gpu)]
     counts = [
-        native.adamw(master, s.m, s.v, s.g, step=7, betas=betas, **SETTINGS)
+        kernels.adamw(master, s.m, s.v, s.g, step=7, betas=betas, **SETTINGS)
         for master, s in zip(masters, (cpu, gpu), strict=True)
     ]
     assert counts[0] == int(counts[1])
-    ours, theirs = (native.join(*master) if is_split else master for master in masters)
+    ours, theirs = (kernels.join(*master) if is_split else master for master in masters)
     assert same_bits(ours, theirs.cpu())
     assert same_bits(cpu.m, gpu.m.cpu())
     assert same_bits(cpu.v, gpu.v.cpu())
-    assert native.sum_squares(gpu.g.bfloat16()) == pytest.approx(native.sum_squares(cpu.g.bfloat16()), rel=1e-14)
+    assert kernels.sum_squares(gpu.g.bfloat16()) == pytest.approx(kernels.sum_squares(cpu.g.bfloat16()), rel=1e-14)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from offload import native
+from offload.native import kernels
 
-ISAS = native.available_isas() or (None,)
+ISAS = kernels.available_isas() or (None,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,7 +17,7 @@ ISAS = native.available_isas() or (None,)
 def test_close_to_the_exact_sum(dtype, n):
     x = (torch.randn(n) * torch.logspace(-18, 18, n)).to(dtype)
     exact = math.fsum(value * value for value in x.double().tolist())
-    assert native.sum_squares(x) == pytest.approx(exact, rel=1e-14)
+    assert kernels.sum_squares(x) == pytest.approx(exact, rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,12 +25,12 @@ def test_isas_threads_and_addresses_give_the_same_bits(dtype):
     storage = (torch.randn(300_000) * torch.logspace(-10, 10, 300_000)).to(dtype)
     for n in [*range(70), 16_385, 70_001, 299_000]:
         x = storage[:n].clone()
-        expected = native.sum_squares(x, threads=1, isa=ISAS[-1])
+        expected = kernels.sum_squares(x, threads=1, isa=ISAS[-1])
         for isa in ISAS:
             for threads in (1, 3):
-                assert native.sum_squares(x, threads=threads, isa=isa) == expected
+                assert kernels.sum_squares(x, threads=threads, isa=isa) == expected
             moved = torch.cat([x.new_zeros(1), x])[1:]
-            assert native.sum_squares(moved, isa=isa) == expected
+            assert kernels.sum_squares(moved, isa=isa) == expected
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -39,11 +39,11 @@ def test_segments_equal_their_slices(dtype, isa):
     x = torch.randn(200_003).to(dtype)
     offsets = [0, 5, 5, 100, 20_000, 199_999, 200_003, 0]
     sizes = [5, 0, 1, 19_900, 170_001, 4, 0, 200_003]
-    sums = native.sum_squares_segments(x, offsets, sizes, threads=2, isa=isa)
+    sums = kernels.sum_squares_segments(x, offsets, sizes, threads=2, isa=isa)
     assert sums.dtype == torch.float64
-    slices = [native.sum_squares(x[o : o + s]) for o, s in zip(offsets, sizes, strict=True)]
+    slices = [kernels.sum_squares(x[o : o + s]) for o, s in zip(offsets, sizes, strict=True)]
     assert sums.tolist() == slices
-    assert native.sum_squares_segments(x, [], []).shape == (0,)
+    assert kernels.sum_squares_segments(x, [], []).shape == (0,)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -51,19 +51,19 @@ def test_segments_equal_their_slices(dtype, isa):
 def test_nonfinite_values_come_through(isa, where):
     x = torch.randn(100_000)
     x[where] = float("inf")
-    assert native.sum_squares(x, isa=isa) == math.inf
+    assert kernels.sum_squares(x, isa=isa) == math.inf
     x[where] = float("nan")
-    assert math.isnan(native.sum_squares(x, isa=isa))
-    assert math.isnan(native.sum_squares(x.bfloat16(), isa=isa))
+    assert math.isnan(kernels.sum_squares(x, isa=isa))
+    assert math.isnan(kernels.sum_squares(x.bfloat16(), isa=isa))
 
 
 def test_the_largest_floats_do_not_overflow():
     x = torch.full((1_000,), torch.finfo(torch.float32).max)
-    assert native.sum_squares(x) == pytest.approx(1_000 * float(x[0]) ** 2)
+    assert kernels.sum_squares(x) == pytest.approx(1_000 * float(x[0]) ** 2)
 
 
 def test_numpy():
     x = torch.randn(1_000)
-    assert native.sum_squares(x.numpy()) == native.sum_squares(x)
-    sums = native.sum_squares_segments(x.numpy(), [3], [10])
-    assert sums.tolist() == [native.sum_squares(x[3:13])]
+    assert kernels.sum_squares(x.numpy()) == kernels.sum_squares(x)
+    sums = kernels.sum_squares_segments(x.numpy(), [3], [10])
+    assert sums.tolist() == [kernels.sum_squares(x[3:13])]

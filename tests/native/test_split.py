@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import native
+from offload.native import kernels
 
-ISAS = native.available_isas() or (None,)
+ISAS = kernels.available_isas() or (None,)
 
 
 def floats(bits: torch.Tensor) -> torch.Tensor:
@@ -26,8 +26,8 @@ def test_every_low_half_comes_back(isa):
     edges = (0, 1, 0x7F, 0x80, 0x3F80, 0x3FFF, 0x4000, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)
     for high in [*edges, *(edge | 0x8000 for edge in edges)]:
         master = floats((high << 16) + low)
-        hi, lo = native.split(master, isa=isa)
-        assert torch.equal(bits(native.join(hi, lo, isa=isa)), bits(master))
+        hi, lo = kernels.split(master, isa=isa)
+        assert torch.equal(bits(kernels.join(hi, lo, isa=isa)), bits(master))
         assert torch.equal(hi.view(torch.int16), ((((high << 16) + low + 0x8000) >> 16) & 0xFFFF).to(torch.int16))
         assert torch.equal(lo, low.to(torch.int16))
 
@@ -37,22 +37,22 @@ def test_every_high_half_comes_back(isa):
     high = torch.arange(1 << 16, dtype=torch.int64)
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         master = floats((high << 16) + low)
-        hi, lo = native.split(master, isa=isa)
-        assert torch.equal(bits(native.join(hi, lo, isa=isa)), bits(master))
+        hi, lo = kernels.split(master, isa=isa)
+        assert torch.equal(bits(kernels.join(hi, lo, isa=isa)), bits(master))
 
 
 def test_every_pair_of_halves_is_some_master():
     hi = torch.arange(1 << 16, dtype=torch.int64).to(torch.int16).view(torch.bfloat16)
     for value in (-0x8000, -1, 0, 1, 0x7FFF):
         lo = torch.full((1 << 16,), value, dtype=torch.int16)
-        again = native.split(native.join(hi, lo))
+        again = kernels.split(kernels.join(hi, lo))
         assert torch.equal(again[0].view(torch.int16), hi.view(torch.int16))
         assert torch.equal(again[1], lo)
 
 
 def test_halves_round_away_from_zero():
     master = floats(torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF]))
-    hi, lo = native.split(master)
+    hi, lo = kernels.split(master)
     assert hi.view(torch.int16).tolist() == [0x3F81, 0x3F82, 0xBF81 - 0x10000, 0x3F80]
     assert lo.tolist() == [-0x8000, -0x8000, -0x8000, 0x7FFF]
 
@@ -60,7 +60,7 @@ def test_halves_round_away_from_zero():
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_the_high_half_is_a_nearest_bfloat16(x):
     master = torch.tensor([x], dtype=torch.float32)
-    hi, _ = native.split(master)
+    hi, _ = kernels.split(master)
     distance = (hi.double() - master.double()).abs()
     assert distance <= (master.bfloat16().double() - master.double()).abs()
 
@@ -71,9 +71,9 @@ def test_lengths_offsets_threads_and_out(isa):
     for n in [*range(70), master.numel() - 1]:
         piece = master[1 : n + 1]
         out = (torch.empty(n, dtype=torch.int16), torch.empty(n, dtype=torch.int16))
-        hi, lo = native.split(piece, out, threads=3, isa=isa)
+        hi, lo = kernels.split(piece, out, threads=3, isa=isa)
         assert hi is out[0]
         assert lo is out[1]
         back = torch.empty(n + 1)[1:]
-        assert native.join(hi, lo, back, threads=3, isa=isa) is back
+        assert kernels.join(hi, lo, back, threads=3, isa=isa) is back
         assert torch.equal(back, piece)

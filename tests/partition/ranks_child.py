@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.distributed.comm import Comm, Ranks, Traffic
+from offload.distributed.joining import open_comm
+from offload.distributed.watch import Times
 from offload.errors import ConfigError
-from offload.partition.comm import Comm, Ranks, Traffic
-from offload.partition.joining import open_comm
-from offload.partition.watch import Times
 
 QUICK = Times(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
 """Nobody is lost because the machine is busy; where a test is about that, it says after how long (`losing`)."""

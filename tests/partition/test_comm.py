@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.distributed.agreement import difference, digest
+from offload.distributed.comm import Alone, _Chunks
+from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.partition.agreement import difference, digest
-from offload.partition.comm import Alone, _Chunks
-from offload.partition.joining import open_comm
 from tests.partition.ranks import ranks
 
 DIFFERENCES = """\

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.partition.layout import ParameterInfo, Region, align, build_regions
+from offload.layout.regions import ParameterInfo, Region, align, build_regions
+from offload.optim.adamw import AdamW
 
+MOMENTS = AdamW.moments
 ALIGNMENT, SHARD = 128, 2048  # elements: 256 bytes of bf16, and pages of 4096 bytes in the planes of two
 
 shapes = st.sampled_from([(), (0,), (1,), (127,), (128,), (129,), (7, 9), (2048,), (3, 683), (70, 60)])
@@ -46,7 +48,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
 @given(models(), st.sampled_from([1, 2, 8]))
 def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
     parameters, units = model
-    regions = build_regions(parameters, units, world_size)
+    regions = build_regions(parameters, units, MOMENTS, world_size)
     assert sorted(index for region in regions for index in region.parameters) == list(range(len(parameters)))
     assert [region.index for region in regions] == list(range(len(regions)))
     for region in regions:
@@ -56,7 +58,7 @@ def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
 @settings(max_examples=40)
 @given(models(), st.sampled_from([1, 2, 8]))
 def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
-    for region in build_regions(*model, world_size):
+    for region in build_regions(*model, MOMENTS, world_size):
         end = 0
         for offset, size in zip(region.offsets, region.sizes, strict=True):
             assert offset % ALIGNMENT == 0
@@ -71,7 +73,7 @@ def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
 @given(models())
 def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
     parameters, units = model
-    for region in build_regions(parameters, units):
+    for region in build_regions(parameters, units, MOMENTS):
         assert region.units == tuple(name for name in units if region.parameters[0] in units[name])
         for index in region.parameters:
             info = parameters[index]
@@ -85,7 +87,7 @@ def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
 def test_parameters_of_equal_settings_are_neighbours(model):
     """So that one kernel call serves them."""
     parameters, units = model
-    for region in build_regions(parameters, units):
+    for region in build_regions(parameters, units, MOMENTS):
         settings = [(parameters[index].lr_scale, parameters[index].weight_decay) for index in region.parameters]
         changes = sum(a != b for a, b in itertools.pairwise(settings))
         assert changes == len(set(settings)) - 1
@@ -95,7 +97,7 @@ def test_parameters_of_equal_settings_are_neighbours(model):
 @given(models())
 def test_a_tied_parameter_has_one_region_that_names_all_its_units(model):
     parameters, units = model
-    regions = build_regions(parameters, units)
+    regions = build_regions(parameters, units, MOMENTS)
     for info in parameters:
         users = {name for name, indices in units.items() if info.index in indices}
         homes = [region for region in regions if info.index in region.parameters]
@@ -109,27 +111,25 @@ def test_layout_is_a_function_of_its_arguments(model):
     def facts(regions: tuple[Region, ...]) -> list[tuple]:
         return [(r.name, r.parameters, r.offsets, r.numel, r.units) for r in regions]
 
-    assert facts(build_regions(*model)) == facts(build_regions(*model))
+    assert facts(build_regions(*model, MOMENTS)) == facts(build_regions(*model, MOMENTS))
 
 
 @pytest.mark.parametrize(
-    ("change", "keeps", "accumulates", "bytes_each"),
+    ("change", "states", "bytes_each"),
     [
-        ({}, False, False, 12),
-        ({}, True, False, 14),
-        ({}, True, True, 16),
-        ({"compute": "fp32"}, False, False, 12),
-        ({"compute": "fp32"}, True, False, 16),
-        ({"compute": "fp32"}, True, True, 16),
-        ({"trainable": False}, True, True, 4),
-        ({"trainable": False, "bf16_source": True}, True, True, 2),
-        ({"trainable": False, "compute": "fp32"}, True, True, 4),
+        ({}, "weights low exp_avg exp_avg_sq", 14),
+        ({"compute": "fp32"}, "weights exp_avg exp_avg_sq", 16),
+        ({"trainable": False}, "weights low", 4),
+        ({"trainable": False, "bf16_source": True}, "weights", 2),
+        ({"trainable": False, "compute": "fp32"}, "weights", 4),
     ],
 )
-def test_bytes_of_a_parameter(change, keeps, accumulates, bytes_each):
+def test_planes_of_a_parameter(change, states, bytes_each):
     info = ParameterInfo(index=0, name="w", shape=(SHARD,), trainable=True, compute="bf16", bf16_source=False)
-    (region,) = build_regions([replace(info, **change)], {"unit": [0]})
-    assert sum(region.planes(keeps, accumulates).values()) == bytes_each * SHARD
+    (region,) = build_regions([replace(info, **change)], {"unit": [0]}, MOMENTS)
+    assert [plane.name for plane in region.states] == states.split()
+    assert [plane.name for plane in region.planes[len(region.states) :]] == ["gradients"] * region.trainable
+    assert sum(plane.width for plane in region.planes) == bytes_each
 
 
 @pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])

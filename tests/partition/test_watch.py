@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.partition.watch import CLEANUP_S, Place, Times, Watch
+from offload.distributed.watch import CLEANUP_S, Place, Times, Watch
 from tests.forks import PATIENCE_S
 from tests.partition.ranks import Rank, ranks
 
@@ -125,7 +125,7 @@ def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch
         note("look")
         return [Place(), Place()]
 
-    monkeypatch.setattr("offload.partition.watch._clean_up", lambda: note("clean up"))
+    monkeypatch.setattr("offload.distributed.watch._clean_up", lambda: note("clean up"))
     monkeypatch.setattr("os._exit", lambda _code: ended.set())
     here, there = socket.socketpair()
     with there:

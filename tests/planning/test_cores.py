@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning.cores import Share, parse_cpulist, read_nodes, read_pci_node, shares
+from offload.machine.cores import Share, parse_cpulist, read_nodes, read_pci_node, shares
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ def test_nobody_is_without_a_core_and_shares_are_disjoint_or_equal(
 def test_a_process_is_kept_to_its_share() -> None:
     program = """
 import os, threading, torch
-from offload import native
-from offload.planning import cores
+from offload.native import kernels
+from offload.machine import cores
 core = min(cores.usable_cores())
 torch.set_num_threads(2)
 waiting = threading.Event()
 before = threading.Thread(target=waiting.wait)
 before.start()
 cores.use_share_of_cores(0, 1)
-assert torch.get_num_threads() == 2 and native.num_threads() >= 1, "one rank changes nothing"
+assert torch.get_num_threads() == 2 and kernels.num_threads() >= 1, "one rank changes nothing"
 all_cores = cores.usable_cores()
 cores.use_share_of_cores(1, len(all_cores))
-assert torch.get_num_threads() == 1 and native.num_threads() == 1
+assert torch.get_num_threads() == 1 and kernels.num_threads() == 1
 assert cores.usable_cores() == all_cores, "one node: nobody is pinned"
 if len(all_cores) > 1:
     cores.read_nodes = lambda: {0: frozenset({core}), 1: all_cores - {core}}

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offload.partition.layout import CHUNK_BYTES, PLANES, SHARD_MULTIPLE, DiskLayout, Region, stripe, stripe_bytes
+from offload.layout.planes import table
+from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, DiskLayout, Region, stripe, stripe_bytes
+from offload.optim.adamw import AdamW
 from offload.planning import disk
 from offload.planning.disk import _spread, activation_ring_bytes, lay_out, ring_bytes
 from offload.planning.memory import UnitPlan, plan_memory, staging_bytes
@@ -33,7 +35,12 @@ def region(index: int, shards: int, compute: str = "bf16", trainable: bool = Tru
         sizes=(shards * SHARD_MULTIPLE,),
         numel=shards * SHARD_MULTIPLE,
         units=(f"unit {index}",),
+        table=table(compute, AdamW.moments),
     )
+
+
+def plane_bytes(region: Region) -> dict[str, int]:
+    return {plane.name: plane.width * region.numel for plane in region.planes}
 
 
 sizes = st.one_of(st.integers(1, 9), st.integers(1, 5000), st.integers(1, HUGE))
@@ -46,7 +53,7 @@ tiles = st.integers(0, 10).map(lambda power: SHARD_MULTIPLE << power)
 
 def everything(regions: Sequence[Region], tile_numel: int) -> DiskLayout:
     """Return the layout of which nothing is in memory."""
-    planes = {r.index: tuple(p for p in PLANES if p in r.planes(True, False)) for r in regions}
+    planes = {r.index: tuple(p.name for p in r.planes) for r in regions}
     return DiskLayout(planes, tile_numel)
 
 
@@ -92,7 +99,7 @@ def test_records_hold_every_plane_once(regions: list[Region], tile_numel: int) -
     assume(sum(r.numel for r in regions) <= 5000 * tile_numel)
     layout = everything(regions, tile_numel)
     records = [layout.record_bytes(one, end - begin) for one in regions for begin, end in layout.tiles(one)]
-    assert layout.num_bytes(regions) == sum(records) == sum(sum(r.planes(True, False).values()) for r in regions)
+    assert layout.num_bytes(regions) == sum(records) == sum(sum(plane_bytes(r).values()) for r in regions)
     assert all(size % PAGE_BYTES == 0 for size in records)
 
 
@@ -159,8 +166,8 @@ def test_what_was_asked_for_is_where_it_should_be(
 ) -> None:
     layout = chosen(regions, tiers, keeps, host_bytes)
     for one in regions:
-        there, has = layout.of(one), one.planes(keeps_gradients=True, accumulates=False)
-        assert list(there) == [plane for plane in PLANES if plane in there]
+        there, has = layout.of(one), plane_bytes(one)
+        assert list(there) == [plane for plane in has if plane in there]
         assert set(there) <= set(has), "a frozen region has no moments"
         for kind, planes in KINDS.items():
             mine = set(planes) & set(has)
@@ -208,8 +215,8 @@ def test_weights_stay_before_gradients_and_gradients_before_moments(
     layout = chosen(regions, dict.fromkeys(KINDS, "auto"), keeps, host_bytes)
     low = [one.weight_bytes for one in regions if "weights" in layout.of(one)]
     for one in regions:
-        moments = {"low", "exp_avg", "exp_avg_sq"} & one.planes(True, False).keys()
-        stays = sum(one.planes(True, False)[plane] for plane in moments - set(layout.of(one)))
+        moments = {"low", "exp_avg", "exp_avg_sq"} & plane_bytes(one).keys()
+        stays = sum(plane_bytes(one)[plane] for plane in moments - set(layout.of(one)))
         assert not low or stays < min(low), "its place would have held weights"
 
 

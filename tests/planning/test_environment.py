@@ -9,7 +9,7 @@ from typing import Any
 import cpuinfo
 import pytest
 
-from offload.planning import environment
+from offload.machine import environment
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Engine, bench, native
+from offload import Engine, bench
 from offload.benches import step
 from offload.benches.blocks import Contender, measure, none_left, process_disk_bytes, summarise, turned
 from offload.errors import ConfigError
+from offload.native import kernels
+from tests.disks import nameless
 
 SEEN_S, HIDDEN_S, PLAIN_S, HIDDEN_BYTES = 1.0, 9.0, 10.0, 90
 
@@ -138,10 +140,10 @@ def test_the_disk_of_this_process() -> None:
 
 @pytest.fixture
 def _threads_kept() -> Iterator[None]:
-    before = torch.get_num_threads(), native.num_threads()
+    before = torch.get_num_threads(), kernels.num_threads()
     yield
     torch.set_num_threads(before[0])
-    native.set_threads(before[1])
+    kernels.set_threads(before[1])
 
 
 SMALL = [f"--{name}={value}" for name, value in {"hidden": 64, "layers": 1, "vocabulary": 64, "sequence": 8}.items()]
@@ -160,7 +162,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == [f"{name} {group}" for name in ("plain PyTorch", *names)]
     assert len(set(finished)) == 3
     assert all(finished.count(engine) == 2 * (1 + 3) for engine in finished), "before and after every block"
-    assert all(engine._parts.closed for engine in finished)
+    assert all(engine._state.closed for engine in finished)
     for name in names:
         row = found[f"{name} {group}"].fields()
         assert row["reference"] == "plain PyTorch"
@@ -169,7 +171,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["nvme_read_bytes"] >= row["nvme_write_bytes"] > 0) == ("nvme" in name)
         assert row["d2h_bytes"] > 0
         assert row["peak_device_bytes"] > 0
-    assert not list(tmp_path.rglob("*.bin"))
+    assert not list(tmp_path.iterdir())
+    assert not nameless(tmp_path)
 
 
 @pytest.mark.parametrize("word", ["--steps=0", "--pairs=-1"])

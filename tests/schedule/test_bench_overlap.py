@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import offload
-from offload import bench, native
+from offload import bench
 from offload.benches import overlap, step
 from offload.benches.ideal import Unit, Use, Work, ideal, serial_seconds
+from offload.native import kernels
 
 NUM_BLOCKS, FORWARD_S, BACKWARD_S, LOSS_S, OVERHEAD_S = 4, 0.010, 0.030, 0.004, 0.001
 SLOWDOWN, STEPS_IN_A_BLOCK, PAIRS = 1.05, 3, 2
@@ -288,10 +289,10 @@ def test_bounds(update_s, measured, within_ideal, within_largest_lane):
 
 @pytest.fixture
 def threads_kept() -> Iterator[None]:
-    before = torch.get_num_threads(), native.num_threads()
+    before = torch.get_num_threads(), kernels.num_threads()
     yield
     torch.set_num_threads(before[0])
-    native.set_threads(before[1])
+    kernels.set_threads(before[1])
 
 
 @pytest.mark.usefixtures("threads_kept")
@@ -320,6 +321,6 @@ def test_sizes_without_overlap(monkeypatch):
     arguments = bench._parser().parse_args(["step", "--batch", "3", "--precision", "fp32", "--recompute", "never"])
     monkeypatch.setattr(step, "_contenders", lambda *given: iter(()))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(native, "set_threads", lambda count: None)
+    monkeypatch.setattr(kernels, "set_threads", lambda count: None)
     assert step.run(arguments) == []
     assert [getattr(arguments, name) for name in step.SIZES] == [512, 8, 8192, 256, 3]

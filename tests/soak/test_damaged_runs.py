@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from offload import run as runs
 from offload.checkpoint.manifest import MANIFEST, checksum
-from offload.cli import parse_config
-from offload.config import Config
+from offload.config.command_line import parse_config
+from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError
-from offload.resume import Start, find_start
-from offload.trainer import Trainer
+from offload.training import build as runs
+from offload.training.resume import ResumePoint, find_start
+from offload.training.trainer import Trainer
 from tests.soak.runs import SMALL, WORDS, Forks, Run
 
 FILES = [
@@ -106,7 +106,7 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     begin_at = runs.begin_at
 
     def call(work: Callable[[Loader], None]) -> None:
-        def instead(_start: Start, engine: Engine, _say: Any) -> None:
+        def instead(_start: ResumePoint, engine: Engine, _say: Any) -> None:
             work(Loader(run, engine, begin_at, tmp_path))
             raise Ended
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from offload.checkpoint.reader import verify
-from offload.tiers.folder import find_stale, remove_stale
 from tests.soak.runs import LARGE, PATIENCE_S, TIERS, Commands, Forks, Processes, Run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
@@ -186,11 +185,9 @@ def assert_went_on(run: Run, step: int | None) -> None:
 
 @pytest.fixture(autouse=True)
 def disk(folder: Path) -> Iterator[Path]:
-    """The folder of the nvme tier. What killed runs left there is known to be theirs, and can be removed."""
+    """The folder of the nvme tier, in which killed runs leave nothing."""
     path = folder / "disk"
     yield path
-    assert {str(stale.path) for stale in find_stale([path])} == {str(each) for each in path.iterdir()}
-    assert not remove_stale([path]).failed
     assert not names(path)
 
 
@@ -206,11 +203,10 @@ def whole(forks: Forks) -> Run:
 
 
 @pytest.mark.parametrize("tier", [pytest.param("memory", marks=pytest.mark.slow), "nvme"])
-def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, disk: Path, tier: str) -> None:
+def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str) -> None:
     run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
     hits = kill_and_go_on(run, whole, FEW, 30, seed=1)
     assert hits["writing"]
-    assert any(f"note: {disk}/offload-" in log.read_text() for log in run.logs) == (tier == "nvme"), "cleared away"
 
 
 @pytest.mark.slow  # in the quick run: one process that is killed, and ranks that fail while they save

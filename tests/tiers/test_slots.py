@@ -9,7 +9,8 @@ import torch
 
 from offload.errors import DoesNotFitError
 from offload.lanes.lanes import Lanes
-from offload.partition.layout import ParameterInfo, Region, build_regions
+from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.optim.adamw import AdamW
 from offload.telemetry.counters import Counters
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger
@@ -29,7 +30,7 @@ class Bench:
             for number, shape in enumerate(shapes):
                 units.setdefault(unit, []).append(len(self.infos))
                 self.infos.append(ParameterInfo(len(self.infos), f"{unit}.{number}", shape, True, precision, False))
-        self.regions = build_regions(self.infos, units)
+        self.regions = build_regions(self.infos, units, AdamW.moments)
         self.device, self.host, self.counters = (
             CpuDevice(Ledger("device", device_memory), False),
             Ledger("cpu"),

@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import Any
 
-from offload.cli import run_command
+from offload.config.command_line import run_command
 from offload.errors import ConfigError
 
 AT = 2  # the step, from 0
@@ -17,9 +17,9 @@ AT = 2  # the step, from 0
 
 def happen(way: str, rank: int) -> None:
     """Put the accident of this `way` in its place."""
-    from offload import run
     from offload.data.dataset import Dataset
     from offload.engine.engine import Engine
+    from offload.training import build as run
 
     make_batch, make_step, build = Dataset.batch, Engine.step, run.build_data
     num_steps = 0

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
-from offload.checkpoint import models
-from offload.checkpoint.deferred import DeferredInit
-from offload.checkpoint.hf_names import CannotStream
-from offload.checkpoint.models import BuiltModel, build_model, check_sequence_length, load_model_config, model_kind
+from offload.config.presets import PRESETS
+from offload.config.sections import ModelSection
 from offload.errors import ConfigError, DiskError
-from offload.presets import PRESETS
-from offload.sections import ModelSection
+from offload.hf import models
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.models import BuiltModel, build_model, check_sequence_length, load_model_config, model_kind
+from offload.hf.names import CannotStream
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -150,8 +150,8 @@ def test_building_draws_nothing_from_the_callers_generator() -> None:
 
 def test_an_unfilled_model_takes_no_memory() -> None:
     program = (
-        "import resource, torch\nfrom offload.checkpoint.models import build_model\n"
-        "from offload.sections import ModelSection\n"
+        "import resource, torch\nfrom offload.hf.models import build_model\n"
+        "from offload.config.sections import ModelSection\n"
         "build_model(ModelSection(preset='tiny'), seed=0)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "model = build_model(ModelSection(preset='125m'), seed=0).model\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.objectives import IGNORED, choose_objective
+from offload.training.objectives import IGNORED, choose_objective
 
 
 def batch(rows: int = 4, length: int = 1000) -> dict[str, torch.Tensor]:

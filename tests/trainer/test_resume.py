@@ -23,7 +23,7 @@ from offload.checkpoint.reader import verify
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
-from offload.saves import Saves
+from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
 from tests.trainer.conftest import SHAPES
 
@@ -400,8 +400,8 @@ def test_a_last_save_that_fails_is_an_error_after_the_export(run: Any, monkeypat
 def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     path = tmp_path / "run/checkpoints/step-3"
+    from offload.checkpoint.publish import Save
     from offload.checkpoint.reader import Reader
-    from offload.checkpoint.saving import Save
     from offload.checkpoint.writer import Writer
 
     with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
-from offload.checkpoint.given import configuration
-from offload.checkpoint.hf_read import read_model
-from offload.checkpoint.models import model_kind
 from offload.errors import CheckpointError, ConfigError, OffloadError
-from offload.sampling import Choices, Sampler
-from offload.weight_stream import WeightStream
+from offload.hf.models import configuration, model_kind
+from offload.hf.read import read_model
+from offload.inference.sampler import Choices, Sampler
+from offload.inference.weight_stream import WeightStream
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.engine.families import bert, t5, tokens
@@ -323,7 +322,7 @@ _PEAK = """
 import sys, torch
 from itertools import pairwise
 from pathlib import Path
-from offload.sampling import Choices, Sampler
+from offload.inference.sampler import Choices, Sampler
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 with Sampler(Path(sys.argv[1]), dtype=None, memory_bytes=int(sys.argv[2]), device=torch.device("cpu")) as sampler:

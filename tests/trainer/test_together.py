@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload.distributed.comm import Alone, Comm
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
@@ -16,8 +17,7 @@ from offload.errors import (
     RankLostError,
     is_left_to_another_rank,
 )
-from offload.partition.comm import Alone, Comm
-from offload.together import Notes, Parting, as_one, common, rank_0_first, tally
+from offload.training.ranks import Notes, Parting, as_one, common, rank_0_first, tally
 
 
 class Meeting:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from offload.config import Config
-from offload.engine import updates
+from offload.config.config import Config
 from offload.engine.engine import Engine
+from offload.engine.gradients import updates
 from offload.errors import ConfigError, NonFiniteError
-from offload.planning import environment
-from offload.trainer import Trainer
+from offload.machine import environment
+from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
 

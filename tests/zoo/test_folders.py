@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint.models import build_model
-from offload.sections import ModelSection
+from offload.config.sections import ModelSection
+from offload.hf.models import build_model
 from tests.checkpoint.folders import read, same
 from tests.checkpoint.test_hf_write import logits, tensors
 from tests.zoo.families import UNBUILDABLE, families

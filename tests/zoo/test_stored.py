@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint.models import build_model
 from offload.checkpoint.stored import export_stored, rebuild_model
-from offload.sections import ModelSection
+from offload.config.sections import ModelSection
+from offload.hf.models import build_model
 from tests.checkpoint.folders import same
 from tests.checkpoint.test_hf_write import tensors
 from tests.zoo.families import UNBUILDABLE, families

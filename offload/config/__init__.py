@@ -1,0 +1,1 @@
+"""The configuration: sections, their defaults and checks, presets, and the command line that fills them."""

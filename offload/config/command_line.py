@@ -1,0 +1,319 @@
+"""The command line: YAML first, `--section.field VALUE` over it, and one way for every command to end.
+
+tyro reads the words and prints the help; the values stay text until pydantic sees them, so that a file and the command
+line are checked by the same code and complain in the same words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import os
+import signal
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic.fields import FieldInfo
+
+from offload import __version__
+from offload.config.config import Config, all_keys, unknown_key
+from offload.config.familiar import familiar
+from offload.errors import (
+    ConfigError,
+    InterruptedRun,
+    OffloadError,
+    is_left_to_another_rank,
+    leave_to_another_rank,
+    nearest,
+    shorten,
+)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+_MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
+_Options = typing.TypeVar("_Options")
+_UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
+
+
+def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> typing.NoReturn:
+    """Run `main(argv)` and leave the process: 0 fine, 1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+
+    Errors are one paragraph on stderr; `--debug` (or --run.debug) adds the traceback. --version is answered for all.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(versions())
+        sys.exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for number in STOP_SIGNALS:
+        signal.signal(number, _interrupt)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # it asks a training run to save, and would end any other
+    # Read by OpenMP when torch is imported. Its threads spin at barriers by default: with another busy process on the
+    # machine, a step of a small model was measured ten times slower for it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    debug = wants_debug(words)
+    try:
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # distributed/launch.py starts ranks with these blocked
+            sys.exit(main(words) or 0)
+        finally:
+            _ignore_sigterm()
+    except OffloadError as error:
+        _complain(error, str(error), debug)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        _leave_to_first_here(error)  # all ranks were told
+        _complain(error, "interrupted; nothing was saved.", debug)
+        sys.exit(InterruptedRun.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        sys.exit(1)
+    except Exception as error:
+        hint = "" if debug else "; run with --debug for the traceback"
+        _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and what is built on it without the garbage collector, which would look through all of it again and
+    again while it grows: a fifth of the time. It stays out of later collections too, since none of it ever goes.
+
+    In a process that has torch already nothing is left to save, and what is there is not this command's alone.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def versions() -> str:
+    """Return the version of offload and of what decides its results, without importing them."""
+    found = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def _interrupt(_number: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _ignore_sigterm() -> None:
+    """This process is leaving: torchrun, which tells a rank so when another one has left, has nothing to add."""
+    for handler in (lambda *_: None, signal.SIG_IGN):  # the first one takes what came already
+        while signal.getsignal(signal.SIGTERM) != handler:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.signal(signal.SIGTERM, handler)
+
+
+def _leave_to_first_here(error: BaseException) -> None:
+    """Of the ranks of this machine, the first prints what all of them have."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        leave_to_another_rank(error)
+
+
+def _complain(error: BaseException, message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    if not is_left_to_another_rank(error):
+        rank = os.environ.get("RANK", "0")
+        who = f"[rank {rank}] " if rank != "0" else ""
+        text = " ".join(word if len(word) <= _MAX_WORD else shorten(word) for word in message.split())
+        print(f"offload: {who}{text}", file=sys.stderr)
+
+
+def wants_debug(words: Sequence[str]) -> bool:
+    """Tell whether the command line asks for tracebacks, even if the rest of it is wrong."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--debug" or name == "--run.debug":
+            value = value or (words[index + 1] if index + 1 < len(words) else "true")
+            return value.lower() not in ("false", "no", "0")
+    return False
+
+
+def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
+    """Return the options of a command as a `kind`, a dataclass that tyro reads. Raises ConfigError for an unknown
+    option; a missing or impossible value ends the process with 2, --help with 0.
+    """
+    options, unknown = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
+    if unknown:
+        names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
+        raise ConfigError(f"unknown option {shorten(unknown[0])}{close}; see --help.")
+    return options
+
+
+def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
+    """Return how many ranks --gpus asks for (1 without it), and the other words. Raises ConfigError."""
+    rest: list[str] = []
+    given: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--gpus":
+            given.append(value if equals else next(remaining, ""))
+        else:
+            rest.append(word)
+    if not given or {"--help", "-h"} & set(words):
+        return 1, rest
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        raise ConfigError(f"--gpus is {given[-1]!r}; it should be a whole number of ranks, at least 1.")
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        where = f"RANK is {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}"
+        raise ConfigError(
+            f"--gpus {given[-1]} is given inside a process that torchrun started ({where}), and would start "
+            f"{given[-1]} ranks for each of them; leave out --gpus, or torchrun."
+        )
+    return int(given[-1]), rest
+
+
+def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
+    """Return the checked configuration of `train` and `plan` from their command line.
+
+    Raises ConfigError, which one rank of a machine prints; --help exits 0.
+    """
+    try:
+        return _parse_config(words, prog, description)
+    except ConfigError as error:
+        _leave_to_first_here(error)
+        raise
+
+
+def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
+    words = _normalise(words)
+    parsed: Any
+    parsed, unknown = tyro.cli(
+        _command_line(), args=words, prog=prog, description=description, return_unknown_args=True, use_underscores=True
+    )
+    if unknown:
+        raise ConfigError(_unknown_word(unknown))
+    overrides = {}
+    for key in all_keys():
+        section, field = key.split(".")
+        value = getattr(getattr(parsed, section), field)
+        if value not in (_UNSET, (_UNSET,)):
+            overrides[key] = list(value) if isinstance(value, tuple) else value
+    if parsed.debug != _UNSET:
+        overrides["run.debug"] = parsed.debug
+    path = None if parsed.config == _UNSET else Path(parsed.config)
+    return Config.load(path, overrides, origin="command line")
+
+
+def _normalise(words: Sequence[str]) -> list[str]:
+    """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
+    flags = {"debug"} | {key for key in all_keys() if _field(key).annotation is bool}
+    values = {"config"} | set(all_keys())
+    result: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--help" or word == "-h":
+            return ["--help"]
+        result.append(word)
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or "=" in word:
+            continue
+        follows = words[index + 1] if index + 1 < len(words) else "--"
+        if follows.startswith("--"):
+            if name in flags:
+                result.append("true")
+            elif name in values:
+                raise ConfigError(f"{word} is given without a value; write {word} VALUE.")
+    return result
+
+
+def _unknown_word(unknown: Sequence[str]) -> str:
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key and not familiar(key) else ""
+            return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
+    return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
+
+
+def _field(key: str) -> FieldInfo:
+    section, field = key.split(".")
+    return Config.SECTIONS[section].model_fields[field]
+
+
+def _metavar(field: FieldInfo) -> str:
+    """Return what the help shows as the value: the choices, or the kind."""
+    choices = [
+        str(word)
+        for part in _parts(field.annotation)
+        if typing.get_origin(part) is typing.Literal
+        for word in typing.get_args(part)
+    ]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    kinds = {typing.get_origin(part) or part for part in _parts(field.annotation)}
+    for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
+        if kind in kinds:
+            return "{auto,N}" if kinds >= {int, str} else name
+    return "VALUE"
+
+
+def _parts(annotation: Any) -> list[Any]:
+    return [annotation, *(part for inner in typing.get_args(annotation) for part in _parts(inner))]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
+    metavar = _metavar(field)
+    size = "none" in str(field.description) and name.endswith(("_memory", "_bytes"))
+    shown = tyro.conf.arg(
+        metavar="SIZE" if size else metavar,
+        help=field.description,
+        help_behavior_hint=f"(default: {_shown(field.get_default())})",
+    )
+    many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
+    kind: Any = tuple[str, ...] if many else str
+    return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
+
+
+def _command_line() -> type:
+    """Build the class that tyro reads: the configuration's sections with every value as text."""
+    sections: list[tuple[str, Any, Any]] = []
+    for name, section in Config.SECTIONS.items():
+        mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
+        mirror.__doc__ = section.__doc__
+        sections.append((name, mirror, dataclasses.field(default_factory=mirror)))
+    file = tyro.conf.arg(
+        metavar="FILE.yaml", help="Read settings from this file; the command line goes over it.", help_behavior_hint=""
+    )
+    debug = tyro.conf.arg(
+        metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint=""
+    )
+    gpus = tyro.conf.arg(
+        metavar="N",
+        help="Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The "
+        "same as torchrun --standalone --nproc-per-node N, which several machines need.",
+        help_behavior_hint="(default: 1)",
+    )
+    plain: list[tuple[str, Any, Any]] = [
+        ("config", Annotated[str, file], dataclasses.field(default=_UNSET)),
+        ("debug", Annotated[str, debug], dataclasses.field(default=_UNSET)),
+        ("gpus", Annotated[str, gpus], dataclasses.field(default=_UNSET)),
+    ]
+    return dataclasses.make_dataclass("CommandLine", plain + sections)

@@ -1,0 +1,433 @@
+"""What a run is told: read from YAML, the command line or Python, checked once.
+
+Every value knows where it came from (`Config.origin`), and the resolved configuration can be written and read back.
+No torch here: `--help` and a typing error must answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from glob import glob
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+
+from offload.config.familiar import familiar
+from offload.config.sections import (
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    OffloadSection,
+    OptimizerSection,
+    RunSection,
+    Section,
+    TrainSection,
+    read_yaml,
+)
+from offload.config.sections import parse_size as parse_size
+from offload.errors import ConfigError, nearest, shorten, too_few_rows
+
+BUILTIN_DEVICE_MEMORY = 8 * 2**20  # of the built-in run: its states are 16 MiB, so they have to stream
+_FIXED = ("data", "model.path", "model.preset", "train.batch_size", "train.precision", "optimizer.name", "run.seed")
+"""Sections and keys that make another run when they change: other data, another order, another model."""
+_OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
+_NAMES_OF_FILES = (
+    "run.dir",
+    "run.name",
+    "model.path",
+    "data.source",
+    "data.tokenizer",
+    "offload.nvme_dir",
+    "checkpoint.resume",
+)
+_OF_LION = {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1}
+"""Its defaults. By the paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times smaller than AdamW's, and
+its weight decay as many times larger.
+"""
+_TIMING = ("prefetch", "zero_stage", "throttle")  # of the offload section: what says nothing about where states are
+
+
+class Config(BaseModel):
+    """The whole configuration of a run. `Config()` is the built-in run; `Config.load` reads a file."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    offload: OffloadSection = OffloadSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    SECTIONS: ClassVar[dict[str, type[Section]]] = {}
+
+    def __init__(self, /, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, origin: str = "python"
+    ) -> Config:
+        """Read a YAML file (or none) and put `overrides` over it: {"train.steps": 10} or {"train": {"steps": 10}}.
+
+        `origin` says in the written configuration where the overrides came from. Raises ConfigError.
+        """
+        values = _flatten(_read_yaml(Path(path))) if path is not None else {}
+        origins = dict.fromkeys(values, "file")
+        given = _flatten(overrides or {})
+        values.update(given)
+        origins.update(dict.fromkeys(given, origin))
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, field = key.partition(".")
+            if not field:
+                sections[section] = value
+            elif isinstance(sections.setdefault(section, {}), dict):  # what is no section is refused as it stands
+                sections[section][field] = value
+        config = cls(**sections)
+        config._origins.update({key: where for key, where in origins.items() if "." in key})
+        config.check()
+        return config
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield ("section.field", value) of every setting, in the order of the contract."""
+        for name in type(self).SECTIONS:
+            section = getattr(self, name)
+            for field in type(section).model_fields:
+                yield f"{name}.{field}", getattr(section, field)
+
+    def get(self, key: str) -> Any:
+        section, field = key.split(".")
+        return getattr(getattr(self, section), field)
+
+    def origin(self, key: str) -> str:
+        """Return where a value came from: default, file, command line, python or resolved."""
+        section, field = key.split(".")
+        assigned = field in getattr(self, section).model_fields_set
+        return self._origins.get(key, "python" if assigned else "default")
+
+    def is_default(self, *keys: str) -> bool:
+        """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
+        return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
+
+    def with_resolved(self, **values: Any) -> Config:
+        """Return a copy with values decided by the program: keys as section__field."""
+        copy = self.model_copy(deep=True)
+        for name, value in values.items():
+            section, field = name.split("__")
+            if self.get(f"{section}.{field}") != value:
+                setattr(getattr(copy, section), field, value)
+                copy._origins[f"{section}.{field}"] = "resolved"
+        return copy
+
+    def to_dict(self) -> dict[str, tuple[Any, str]]:
+        """Return (value, origin) of every key, for JSON: what `resumed` takes."""
+        return {key: (_plain(value), self.origin(key)) for key, value in self.items()}
+
+    def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
+        """Return a copy in which everything that nobody set is as in the run that is gone on with.
+
+        saved: its `to_dict`, out of the checkpoint at `where`. What that run decided by itself, such as the learning
+        rate or how it clips, stays decided; how far it fetched ahead is found anew. Raises ConfigError, which names the
+        keys, where something is set otherwise that would make another run of it.
+        """
+        was = Config.load(None, {key: value for key, (value, _) in saved.items()})
+        copy, changed = self.model_copy(deep=True), []
+        for key, own in self.items():
+            origin = saved[key][1] if key in saved else "default"
+            is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
+            if is_given and is_fixed and own in (None, "auto"):
+                is_given = False
+            elif is_given and is_fixed and own != was.get(key) and not _has_moved(key, was.get(key)):
+                changed.append(f"{key} is {_show(own)} and was {_show(was.get(key))}")
+            follows = key in ("offload.prefetch", "optimizer.warmup_steps")  # from the machine, from the steps
+            found_anew = origin == "resolved" and follows
+            if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
+                found_anew = True
+            if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
+                section, field = key.split(".")
+                setattr(getattr(copy, section), field, was.get(key))
+                copy._origins[key] = origin
+        if changed:
+            raise ConfigError(
+                f"{'; '.join(changed)} in the run that {where} belongs to: that may not change. Leave "
+                f"{'it' if len(changed) == 1 else 'them'} out to go on with that run, or set --run.dir to a new folder "
+                "to begin another one."
+            )
+        copy.check()
+        return copy
+
+    def with_note(self, key: str, text: str) -> Config:
+        """Return a copy whose YAML says something more about a value."""
+        copy = self.model_copy(deep=True)
+        copy._notes[key] = f"; {text}"
+        return copy
+
+    def check(self) -> None:
+        """Refuse combinations that cannot work. Raises ConfigError."""
+        train = self.train
+        if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
+            raise ConfigError(
+                f"train.micro_batch_size is {train.micro_batch_size}, more than train.batch_size, {train.batch_size}; "
+                f"set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size."
+            )
+        warmup = self.optimizer.warmup_steps
+        if warmup is not None and train.steps is not None and warmup > train.steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would "
+                "never reach its peak; lower --optimizer.warmup_steps or raise --train.steps."
+            )
+        if (
+            self.optimizer.schedule not in ("auto", "constant")
+            and train.steps is None
+            and train.epochs is None
+            and train.max_seconds is not None
+        ):
+            raise ConfigError(
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs to know the last step, but only "
+                "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
+                "--optimizer.schedule constant."
+            )
+        eps = self.optimizer.eps
+        if self.optimizer.name == "lion" and eps != OptimizerSection.model_fields["eps"].default:
+            raise ConfigError(
+                f"optimizer.eps is {eps}, and lion has no such setting; leave it out, or set --optimizer.name adamw."
+            )
+        if self.model.path is not None and self.model.preset is not None:
+            raise ConfigError(
+                f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
+                "them out."
+            )
+        if self.model.path is None and self.model.init == "pretrained":
+            raise ConfigError(
+                "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
+                "--model.init random."
+            )
+        if not self.data.source:
+            raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+        for key in _NAMES_OF_FILES:
+            value = self.get(key)
+            for name in (value,) if isinstance(value, str) else value or ():
+                if not _can_be_a_file(name):
+                    raise ConfigError(
+                        f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
+                        f"bytes at most, and no zero byte; set --{key} to another one."
+                    )
+
+    def check_source(self) -> None:
+        """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
+        if self.model.path is not None and self.origin("data.source") == "default":
+            raise ConfigError(
+                f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
+                "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
+                "builtin:stdlib (text) or builtin:stdlib-chat if that is meant."
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse what cannot be trained over so many ranks. Raises ConfigError."""
+        if self.train.batch_size < world_size:
+            raise ConfigError(too_few_rows(self.train.batch_size, world_size))
+
+    def resolve(self, *, cuda: bool, max_positions: int | None) -> Config:
+        """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
+        engine decides train.clip and offload.prefetch.
+
+        `cuda`: whether the device is a GPU. `max_positions`: the longest sequence of the model, None for no limit.
+        """
+        model, train, optimizer = self.model, self.train, self.optimizer
+        preset = model.preset or (None if model.path else "tiny")
+        init = model.init
+        if init == "auto":
+            init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
+        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING)
+        builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
+        steps, max_seconds = train.steps, train.max_seconds
+        if steps is None and train.epochs is None and max_seconds is None:
+            steps, max_seconds = 400, 90.0 if builtin else None
+        schedule = optimizer.schedule
+        if schedule == "auto":
+            schedule = "constant" if steps is None and train.epochs is None else "cosine"
+        rate, of_rule = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3, {}
+        if optimizer.name == "lion":
+            rate, of_rule = rate / 10, {key: value for key, value in _OF_LION.items() if self.is_default(key)}
+        return self.with_resolved(
+            model__preset=preset,
+            model__init=init,
+            data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
+            train__steps=steps,
+            train__max_seconds=max_seconds,
+            train__precision=("bf16" if cuda else "fp32") if train.precision == "auto" else train.precision,
+            optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
+            optimizer__schedule=schedule,
+            offload__device_memory=BUILTIN_DEVICE_MEMORY if builtin else self.offload.device_memory,
+            **{key.replace(".", "__"): value for key, value in of_rule.items()},
+        )
+
+    def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
+        """Return a copy with the steps that `train.epochs` comes to, by `num_steps(epochs)`, and the warmup that
+        follows.
+        """
+        steps, warmup = self.train.steps, self.optimizer.warmup_steps
+        if steps is None and self.train.epochs is not None:
+            steps = num_steps(self.train.epochs)
+        if warmup is None:
+            warmup = min(100, (steps or 0) // 20)
+        return self.with_resolved(train__steps=steps, optimizer__warmup_steps=warmup)
+
+    def to_yaml(self) -> str:
+        """Return YAML that `Config.load` reads back to the same values, each with its origin as a comment."""
+        lines = []
+        previous = ""
+        for key, value in self.items():
+            section, field = key.split(".")
+            if section != previous:
+                lines.append(f"{section}:")
+                previous = section
+            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}{self._notes.get(key, '')}")
+        return "\n".join(lines) + "\n"
+
+
+Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _can_be_a_file(name: str) -> bool:
+    try:
+        parts = os.fsencode(name).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
+
+
+def _has_moved(key: str, was: Any) -> bool:
+    """Tell whether what a key named is gone, so that another name may be the same thing in another place. Whether it is
+    shows later: the data are compared by their tokens, and the model is the checkpoint's.
+    """
+    if key not in ("model.path", "data.tokenizer", "data.source") or was is None:
+        return False
+    names = [was] if isinstance(was, str) else list(was)
+    paths = [str(Path(name).expanduser()) for name in names]
+    return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
+
+
+def _is_one_of(key: str, names: Iterable[str]) -> bool:
+    """Tell whether a key is one of these, or in one of these sections."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _default_length(preset: str | None, max_positions: int | None) -> int:
+    length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
+    return length // 64 * 64 or length  # some tables of positions hold a few rows that are not positions
+
+
+def all_keys() -> list[str]:
+    """Return every key of the configuration as section.field."""
+    return [f"{name}.{field}" for name, section in Config.SECTIONS.items() for field in section.model_fields]
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {shorten(str(path))} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--config {shorten(str(path))}: {error}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--config {path} holds a {type(values).__name__}; it should hold sections: {', '.join(Config.SECTIONS)}."
+        )
+    return values
+
+
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, content in values.items():
+        if content is None and section in Config.SECTIONS:
+            continue  # a section with nothing under it
+        if isinstance(content, Mapping) and "." not in str(section):
+            flat.update({f"{section}.{field}": value for field, value in content.items()})
+            if not content:
+                flat[str(section)] = {}
+        else:
+            flat[str(section)] = content
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _yaml_value(value: Any) -> str:
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()
+
+
+_REPR = reprlib.Repr()  # a value of a file may be deep, or contain itself
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
+
+
+def _show(value: Any) -> str:
+    """Show a value of any kind, as the user would have written it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else shorten(_REPR.repr(value))
+
+
+def _explain(error: ValidationError) -> str:
+    """Turn pydantic's findings into one paragraph: key, value, what is allowed."""
+    sentences = []
+    found = error.errors()
+    for item in found[:3]:
+        place = [str(part) for part in item["loc"]]
+        key = ".".join(place[:2])
+        if item["type"] == "extra_forbidden":
+            sentences.append(unknown_key(key))
+            continue
+        if len(place) == 1:
+            sentences.append(
+                f"{key} is {_show(item['input'])}; it should be a section with keys "
+                f"{', '.join(Config.SECTIONS[key].model_fields)}."
+            )
+            continue
+        reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+        inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
+        sentences.append(f"{key}{inner} is {_show(item['input'])}; {reason}.")
+    if len(found) > 3:
+        sentences.append(f"{len(found) - 3} more like these.")
+    return " ".join(sentences)
+
+
+def unknown_key(key: str) -> str:
+    """Return the sentence about a key that does not exist, with the one that is meant: of the same name in another
+    section, by the name it has in other trainers, or the nearest.
+    """
+    section, _, field = key.partition(".")
+    keys = all_keys()
+    if section in Config.SECTIONS and not field:
+        return f"{section} is a section; its keys are {', '.join(k for k in keys if k.startswith(section + '.'))}."
+    name = field or section
+    owners = [known for known in keys if known.split(".")[1] == name]
+    meant = owners[0] if owners else familiar(name)
+    close = f" (did you mean {meant}?)" if meant else ""
+    if section in Config.SECTIONS:
+        fields = Config.SECTIONS[section].model_fields
+        close = close or nearest(field, fields).replace("mean ", f"mean {section}.") or nearest(key, keys)
+        return f"unknown key {shorten(key)}{close}; {section} has {', '.join(fields)}."
+    close = close or nearest(key, keys if field else Config.SECTIONS)
+    return f"unknown key {shorten(key)}{close}; the sections are {', '.join(Config.SECTIONS)}."

@@ -1,0 +1,389 @@
+"""The sections of a configuration: every setting with its type, default and help. `config.py` puts them together."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from offload.config.presets import PRESETS
+from offload.errors import ConfigError, nearest, shorten
+
+_SIZE_UNITS = {
+    "": 1, "b": 1,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_size(value: Any, key: str | None = None) -> int | None:
+    """Return a number of bytes from "6GiB", "512MiB", "1.5GB" or a number; None stays None (no limit).
+
+    Raises ConfigError; its message begins with `key` if that is given.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+        return None
+    text = str(value).strip().lower().replace("_", "")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        num_bytes = float(number) * _SIZE_UNITS[unit]
+        if not 0 <= num_bytes < 2**63:
+            raise ValueError
+    except (ValueError, KeyError):
+        what = f"{key} is {shorten(repr(value))}; " if key else ""
+        raise ConfigError(
+            f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
+        ) from None
+    return int(num_bytes)
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple(str(item) if isinstance(item, Path) else item for item in value)
+    return value
+
+
+def _as_numbers(value: Any) -> Any:
+    """Take [0.9, 0.95] as a list, as several words, or as one word with commas."""
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+        return tuple(part for word in words for part in word.strip("[]() ").replace(",", " ").split())
+    return value
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a text in YAML says. Raises ValueError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
+    except RecursionError:
+        raise ValueError("it is not YAML that can be read: it is nested too deeply") from None
+    except Exception as error:  # a tag that does not fit its value is met by whatever conversion it leads to
+        raise ValueError(f"it is not YAML that can be read: {shorten(str(error))}") from None
+
+
+def _as_yaml(value: Any) -> Any:
+    """Read structured text from the command line."""
+    if not isinstance(value, str):
+        return value
+    return read_yaml(value)
+
+
+def _as_groups(value: Any) -> Any:
+    """Take {regex: {key: number}}, or a list of [regex, {key: number}], or either of them as YAML text."""
+    value = _as_yaml(value)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return () if value is None else value
+
+
+def _as_throttle(value: Any) -> Any:
+    """Take {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. What is in it, the lanes check."""
+    value = _as_yaml(value)
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
+    return {lane: _numbers(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
+
+
+def _numbers(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Read numbers that YAML takes for text, such as 1e-3."""
+    return {key: float(text) if key == "latency_seconds" and _is_number(text) else text for key, text in fields.items()}
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and float(text) is not None
+    except ValueError:
+        return False
+
+
+def _as_prefetch(value: Any) -> Any:
+    text = str(value).strip().lower()
+    if text == "auto":
+        return "auto"
+    if text.isdecimal():
+        return int(text)
+    raise ValueError("it should be auto or a whole number of units, 0 or more")
+
+
+Size = Annotated[int | None, BeforeValidator(lambda value: parse_size(value))]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Groups = Annotated[tuple[tuple[str, dict[str, Finite]], ...], BeforeValidator(_as_groups)]
+Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
+StateTier = Literal["auto", "device", "cpu", "nvme"]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys are refused, assignments are checked."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, coerce_numbers_to_str=True, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _words(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read `none` where nothing is allowed, and keep true and false out of numbers and names."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if type(None) in kinds and isinstance(value, str) and value.strip().lower() in ("none", "null"):
+            return None
+        if isinstance(value, bool) and bool not in kinds:
+            raise ValueError("it cannot be true or false")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    parts = typing.get_args(annotation)
+    return {annotation} | {kind for part in parts for kind in _kinds(part)}
+
+
+class RunSection(Section):
+    """Where the run is written, and what makes it repeatable."""
+
+    dir: str | None = Field(
+        default=None, description="Folder of this run. none: runs/NAME, or the first free runs/NAME-N."
+    )
+    name: str = Field(default="train", min_length=1, description="Name of the run: of its folder and in its records.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of initial weights, data order, dropout and the printed sample."
+    )
+    debug: bool = Field(
+        default=False, description="Show tracebacks; poison freed buffers and check for races (slower)."
+    )
+
+
+class ModelSection(Section):
+    """The model: a Hugging Face folder, a config.json, or a named shape."""
+
+    path: str | None = Field(
+        default=None, description="Model folder, hub name, or config.json. none: model.preset decides."
+    )
+    preset: str | None = Field(
+        default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
+    )
+    init: Literal["auto", "pretrained", "random"] = Field(
+        default="auto",
+        description="Weights: pretrained (read from model.path) or random (the family's own initialisation). "
+        "auto: pretrained for a folder or hub name, random for a preset or a config.json.",
+    )
+    attention: str = Field(
+        default="auto",
+        description="Attention implementation: eager, sdpa, or any that transformers knows. auto: its choice.",
+    )
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            raise ValueError(f"it should be one of {', '.join(PRESETS)}{nearest(value, PRESETS)}")
+        return value
+
+
+class DataSection(Section):
+    """The text, and how it becomes rows of tokens."""
+
+    source: Strings = Field(
+        default=("builtin:stdlib",),
+        description="builtin:stdlib (the sources of Python's standard library), builtin:stdlib-chat, or files, folders "
+        "and globs; several may be given. A model of your own needs it to be set.",
+    )
+    format: Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"] = Field(
+        default="auto", description="How the files are read. auto: by their name and first record."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the "
+        "data.",
+    )
+    sequence_length: Count | None = Field(
+        default=None,
+        description="Tokens a row. none: 256 for the tiny preset, else 1024, at most what the model allows.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Documents one after the other, cut into full rows: a row may begin and end within a document or "
+        "conversation, and those in it see each other. false: one document a row, cut off or padded.",
+    )
+    train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not on answers alone.")
+    eval_fraction: float = Field(
+        default=0.02, ge=0, lt=1, description="Share of the documents held out for evaluation. 0: no evaluation."
+    )
+
+
+class TrainSection(Section):
+    """How long and how to train."""
+
+    steps: Count | None = Field(
+        default=None,
+        description="Optimizer steps. none: as train.epochs or train.max_seconds say; if they are none too, 400.",
+    )
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="Passes over the data, when train.steps is none. none: no limit by data."
+    )
+    max_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="Stop stepping after this many seconds. none: no limit (90 for the built-in run)."
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences a step, over all ranks.")
+    micro_batch_size: Count | None = Field(
+        default=None,
+        description="Sequences of one forward and backward, per rank; gradients are summed. none: the whole batch at "
+        "once.",
+    )
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto",
+        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 with CUDA, else fp32.",
+    )
+    recompute: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
+    )
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=1.0, description="Clip gradients to this global norm. none: no clipping."
+    )
+    clip: Literal["auto", "speculative", "deferred"] = Field(
+        default="auto",
+        description="When clipped updates are made: deferred (once the norm is known) or speculative (as gradients "
+        "arrive, and corrected once it is). auto: decided at start.",
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as "
+        "it was.",
+    )
+    eval_every: int = Field(
+        default=100,
+        ge=0,
+        description="Evaluate after this many steps, and at the end: on 8 batches, the same each time. 0: at the end "
+        "alone.",
+    )
+    log_every: int = Field(
+        default=10, ge=1, description="Print a line after this many steps (a terminal shows every step)."
+    )
+    head_chunk_bytes: Size = Field(
+        default=256 * 2**20,
+        description="Largest size of the logits made at once, counted in fp32; above it the head runs in chunks of "
+        "tokens. none: all at once.",
+    )
+
+
+class OptimizerSection(Section):
+    """The update rule and its learning rate."""
+
+    name: Literal["adamw", "lion"] = Field(
+        default="adamw", description="Update rule. lion has one moment, and takes 4 bytes less of each parameter."
+    )
+    lr: Rate | None = Field(
+        default=None,
+        description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with "
+        "lion a tenth of it.",
+    )
+    betas: Betas = Field(
+        default=(0.9, 0.95),
+        description="Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and "
+        "after it, 0.9 and 0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.",
+    )
+    eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment. Not for lion.")
+    weight_decay: Rate = Field(
+        default=0.01,
+        description="Decoupled weight decay, scaled by the learning rate. With lion 0.1 unless set.",
+    )
+    decay_1d: bool = Field(
+        default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."
+    )
+    groups: Groups = Field(
+        default=(),
+        description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y}} as YAML.",
+    )
+    schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = Field(
+        default="auto",
+        description="Learning rate after warmup. wsd: constant, then down over the last fifth. auto: cosine, or "
+        "constant if only max_seconds is set.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Steps over which the learning rate rises to its peak. none: a twentieth of the steps, at most "
+        "100.",
+    )
+
+
+class OffloadSection(Section):
+    """Which tier holds what, and how much of it may be used."""
+
+    parameters: StateTier = Field(default="auto", description="Tier of the parameters at rest.")
+    optimizer: StateTier = Field(default="auto", description="Tier of the optimizer states.")
+    gradients: StateTier = Field(default="auto", description="Tier where gradients wait for the update.")
+    activations: StateTier = Field(default="auto", description="Tier of the unit inputs that wait for backward.")
+    device_memory: Size = Field(
+        default=None,
+        description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (8MiB for '
+        "the built-in run).",
+    )
+    host_memory: Size = Field(
+        default=None, description="Budget of the CPU memory, per machine, same forms. none: no limit."
+    )
+    nvme_dir: Strings | None = Field(
+        default=None, description="Folder, or several on different disks (separated by spaces), for the nvme tier."
+    )
+    nvme_memory: Size = Field(default=None, description="Budget of the nvme tier, same forms. none: no limit.")
+    prefetch: Prefetch = Field(
+        default="auto",
+        description="Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as "
+        "the memory reaches.",
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=3,
+        description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+    )
+    throttle: dict[str, Any] | None = Field(
+        default=None,
+        description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
+        "latency_seconds}} as YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.",
+    )
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+    @field_validator("throttle", mode="before")
+    @classmethod
+    def _mapping(cls, value: Any) -> Any:
+        return _as_throttle(value)
+
+
+class CheckpointSection(Section):
+    """What is saved, and what a run begins from."""
+
+    every: Count | None = Field(
+        default=None, description="Save all states after this many steps, and at the end. none: only when told to stop."
+    )
+    keep: Count | None = Field(default=None, description="How many checkpoints stay. none: all.")
+    resume: str = Field(
+        default="auto",
+        description="auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the "
+        "path of a checkpoint or of a run.",
+    )
+    on_error: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="What to do when a checkpoint cannot be written, on a full disk for example. The earlier ones stay "
+        "as they are.",
+    )
+    export: bool = Field(
+        default=True, description="At the end, write the model as a Hugging Face folder to RUN/hf, reload and check it."
+    )

@@ -1,0 +1,1 @@
+"""What ranks exchange, and how none of them hangs."""

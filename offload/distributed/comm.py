@@ -1,0 +1,516 @@
+"""What ranks exchange: one interface over gloo on a CPU and NCCL on CUDA, and over nothing where there is one rank.
+
+Sums are made in rank order, ((x0 + x1) + x2) + ..., in fp32, by the rank that gets them: it receives the others' pieces
+and adds them itself. So a result depends neither on an algorithm nor on timing, at the volume of a ring: each rank
+sends (N - 1) / N of what it has (ZeRO, arXiv:1910.02054, section 7).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from offload.distributed.agreement import difference, digest
+from offload.distributed.watch import Place, Times, Watch, connect, left, moved
+from offload.errors import ConfigError, RankLostError
+
+LOOK_S = 0.2
+"""How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
+_CHUNK_MULTIPLE = 256  # elements
+_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+_Value = TypeVar("_Value")
+
+
+@dataclass
+class Traffic:
+    """What was exchanged so far, per rank.
+
+    elements: by ZeRO's accounting, in which an all-gather and a reduce-scatter over P elements count P each.
+    sent_bytes: what this rank really sent of it, (N - 1) / N (the mean over ranks, where more than two pass data on).
+    """
+
+    all_gather_elements: int = 0
+    reduce_scatter_elements: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.all_gather_elements + self.reduce_scatter_elements
+
+
+class Comm:
+    """The exchanges of a step. All ranks make the same calls in the same order: of those that exchange tensors, and,
+    apart from these, of those that exchange values of the host (numbers, objects, flags).
+
+    Tensors are flat and contiguous, on the device. On gloo a call returns when it is done; on CUDA it is enqueued on
+    the current stream, but for those that return values of the host. `what` names unit and operation ("all-gather of
+    unit head"), alike on all ranks, for the message when a rank is lost. Every call raises RankLostError then.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    scratch_bytes: int = 0  # of the device, held from the first reduce_scatter on
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._user: weakref.ref[object] | None = None
+
+    def claim(self, user: object) -> None:
+        """Note whose exchanges these are until `release`: those of two would meet in whatever order.
+
+        Raises:
+            ConfigError: another user lives, and has not released it.
+        """
+        if self.size > 1 and self._user is not None and self._user() is not None:
+            raise ConfigError(
+                "this comm is in use by an engine that was not closed, and the exchanges of two would be mixed up: "
+                "close that one first, or give this one a comm of its own, by open_comm()."
+            )
+        self._user = weakref.ref(user)
+
+    def release(self) -> None:
+        """The user makes no more exchanges."""
+        self._user = None
+
+    @property
+    def stands(self) -> bool:
+        """False where the caller has destroyed all groups of processes, perhaps to make others."""
+        return True
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
+        raise NotImplementedError
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
+    ) -> None:
+        """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
+
+        Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
+        in full. scratch (uint8, flat) is used instead of the comm's own.
+        """
+        raise NotImplementedError
+
+    def sum_in_order(self, values: Any, what: str) -> Any:
+        """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
+        a flat float64 tensor of the device a new one.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        """Fill a flat tensor, of the host or the device, of any dtype, with that of rank `source`."""
+        raise NotImplementedError
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+        """Return what every rank gave, in rank order. Pickled: small things of the host."""
+        raise NotImplementedError
+
+    def agree(self, name: str, value: Any) -> None:
+        """Compare `value` (dicts, lists, numbers, strings, bytes) over the ranks.
+
+        Raises:
+            ConfigError: on all ranks, where one differs; it says which, and of dicts in which keys.
+        """
+        raise NotImplementedError
+
+    def any(self, flag: bool, what: str) -> bool:
+        """True on all ranks where `flag` is true on one."""
+        raise NotImplementedError
+
+    def barrier(self, what: str) -> None:
+        """Return when all ranks have come."""
+        raise NotImplementedError
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        """Call `listener` from a thread of the watch when a rank is lost: it wakes whoever waits for an exchange. The
+        process ends soon afterwards, whatever it does.
+        """
+        raise NotImplementedError
+
+    def close(self, error: BaseException | None = None) -> None:
+        """This rank takes no further part. With an error the other ranks end, too, and name it."""
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        self.close(error)
+
+
+class Alone(Comm):
+    """The only rank: nothing is sent, waited for or counted, and nothing is copied where shard and full are one."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        _check(full, shard, 1, what)
+        _place(full, shard)
+
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        *,
+        scratch: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        _check(full, shard, 1, what)
+        _place(shard, full)
+
+    def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
+        return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        pass
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
+        return [value]
+
+    def agree(self, name: str, value: Any) -> None:
+        pass
+
+    def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
+        return flag
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        pass
+
+
+class Row:
+    """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.lock = threading.Lock()
+        self.now = Place()
+
+
+class Ranks(Comm):
+    """Several ranks over gloo.
+
+    Tensors are exchanged in one row, values of the host in another: whoever tells the others something does not wait
+    for tensors that are on their way.
+    """
+
+    def __init__(self, device: torch.device, times: Times, scratch_bytes: int, owns_default: bool) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device, self.scratch_bytes = device, scratch_bytes
+        self._owns_default = owns_default
+        # The watch ends what hangs; gloo and NCCL are not to do it before.
+        self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
+        self._scratch: torch.Tensor | None = None
+        deadline = time.monotonic() + times.start_s
+        self._check = lambda: _be_patient(deadline, times.start_s)
+        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
+        self._tensors, self._values = Row(self._timeout), Row(self._timeout)
+        self._open_device()
+        try:
+            connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
+        except OSError as error:
+            raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
+        self._watch = Watch(self.rank, connections, self.look, times, self._enter)
+        self._check, self._explain = self._watch.check, self._watch.explain
+        self.on_lost(self._abandon)
+        # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
+        atexit.register(self._at_exit)
+        self.barrier("start")
+
+    def _open_device(self) -> None:
+        pass
+
+    def _enter(self) -> None:
+        """Called by every thread of the watch before it looks."""
+
+    def _locate(self) -> list[str]:
+        """Find which ranks share this machine; return the address of each rank."""
+        name = socket.gethostname()
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = f"{name} {boot.read_text() if boot.exists() else ''}"
+        told = self.gather_objects((machine, _address()), "exchange of host names")
+        machines = [machine for machine, _ in told]
+        self.local_rank = machines[: self.rank].count(machine)
+        self.local_size = machines.count(machine)
+        return ["127.0.0.1"] * self.size if self.local_size == self.size else [address for _, address in told]
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        _check(full, shard, self.size, what)
+        with self._exchange(what, full.numel()):
+            _place(pieces_of(full, self.size)[self.rank], shard)
+            self._gather(full, self._tensors)
+        self.traffic.all_gather_elements += full.numel()
+        self._count(full)
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
+    ) -> None:
+        _check(full, shard, self.size, what)
+        if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
+            raise ValueError(f"{what}: from {full.dtype} to {shard.dtype}; float32, bfloat16 or float64 are summed.")
+        if scratch is None:
+            if self._scratch is None:
+                self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            scratch = self._scratch
+        with self._exchange(what, full.numel()):
+            self._reduce(shard, full, _Chunks(scratch, full.dtype, self.size))
+        self.traffic.reduce_scatter_elements += full.numel()
+        self._count(full)
+
+    def _count(self, full: torch.Tensor) -> None:
+        self.traffic.sent_bytes += full.numel() // self.size * (self.size - 1) * full.element_size()
+
+    def _gather(self, full: torch.Tensor, row: Row) -> None:
+        """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
+        full, and takes thrice the time.)
+        """
+        pieces = enumerate(pieces_of(full, self.size))
+        works = [dist.broadcast(piece, rank, group=row.group, async_op=True) for rank, piece in pieces]
+        self._wait(works)
+
+    def _reduce(self, shard: torch.Tensor, full: torch.Tensor, chunks: _Chunks) -> None:
+        """Sum one chunk while the next one travels (on CUDA, in the order of the stream)."""
+        pieces = pieces_of(full, self.size)
+        travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
+        for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
+            part = slice(begin, min(begin + chunks.numel, shard.numel()))
+            received = [slot[: part.stop - part.start] for slot in chunks.slots[number % 2]]
+            works = self._swap(received, [piece[part] for piece in pieces])
+            if travelling:
+                self._arrive(chunks, *travelling)
+            travelling = works, shard[part], received
+        if travelling:
+            self._arrive(chunks, *travelling)
+
+    def _arrive(self, chunks: _Chunks, works: list[Any], out: torch.Tensor, received: list[torch.Tensor]) -> None:
+        self._wait(works)
+        chunks.add_up(out, received)
+
+    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        """Give every rank its piece; received[r] gets rank r's for this one. (Scatters go from and to where the data
+        is; gloo's all-to-all wants them side by side.)
+        """
+        return [
+            dist.scatter(
+                slot, pieces if rank == self.rank else None, src=rank, group=self._tensors.group, async_op=True
+            )
+            for rank, slot in enumerate(received)
+        ]
+
+    def sum_in_order(self, values: Any, what: str) -> Any:
+        if isinstance(values, torch.Tensor):
+            return self._sum(values, what, self._gather_rows)
+        own = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return self._sum(own, what, self._collect).tolist()
+
+    def _sum(self, own: torch.Tensor, what: str, gather: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
+        if own.dtype != torch.float64:
+            raise ValueError(f"{what}: {own.dtype}; float64 is summed.")
+        first, *others = gather(own, what)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def _gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return every rank's `own` [n] of the device as [size, n]; not a part of the traffic of a step."""
+        full = own.new_empty(self.size * own.numel())
+        with self._exchange(what, full.numel()):
+            pieces_of(full, self.size)[self.rank].copy_(own)
+            self._gather(full, self._tensors)
+        return full.view(self.size, -1)
+
+    def _collect(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return every rank's `own` [n] of the host as [size, n], when it is there."""
+        full = own.new_empty(self.size * own.numel())
+        with self._exchange(what, full.numel(), self._values):
+            pieces_of(full, self.size)[self.rank].copy_(own)
+            self._gather(full, self._values)
+        return full.view(self.size, -1)
+
+    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+        with self._exchange(what, flat.numel()):
+            self._send(flat.view(torch.uint8), source)
+
+    def _send(self, data: torch.Tensor, source: int) -> None:
+        self._wait([dist.broadcast(data, source, group=self._tensors.group, async_op=True)])
+
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+        data = pickle.dumps(value)
+        lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{what}: lengths")]
+        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self._collect(padded, what)
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def agree(self, name: str, value: Any) -> None:
+        own = torch.tensor([digest(value)])
+        digests = self._collect(own, f"comparison of {name}").flatten().tolist()
+        if len(set(digests)) > 1:
+            values = self.gather_objects(value, f"values of {name}")
+            raise ConfigError(difference(name, digests, values))
+
+    def any(self, flag: bool, what: str) -> bool:
+        return bool(self._collect(torch.tensor([flag]), what).any())
+
+    def barrier(self, what: str) -> None:
+        self._collect(torch.zeros(1, dtype=torch.uint8), what)
+
+    # -- waiting, and the end --------------------------------------------------------------------------------
+
+    def look(self) -> Sequence[Place]:
+        """Return where this rank is in both rows; any thread may ask."""
+        return self._tensors.now, self._values.now
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        self._watch.listeners.append(listener)
+        if self._watch.error is not None:
+            listener(self._watch.error)
+
+    @contextmanager
+    def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
+        """This rank is in an exchange, of tensors unless another row is given; where it raises it stays there, for the
+        message.
+        """
+        row = row or self._tensors
+        with row.lock:
+            self._check()
+            if not self.stands:
+                raise ConfigError(
+                    "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
+                    "used it: close the engine first."
+                )
+            row.now = moved(row.now, what, numel)
+            yield
+            row.now = left(row.now)
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        """Block until work of gloo is done, or until a rank is lost: a rank that is stopped blocks gloo for ever. A
+        wait that ends early (it raises) does not end the work.
+        """
+        for work in works:
+            while not work.is_completed():
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=LOOK_S))
+                self._check()
+            try:
+                work.wait()  # raises what went wrong
+            except RuntimeError as error:
+                explained = self._explain(error)
+            else:
+                continue
+            raise explained
+
+    @property
+    def stands(self) -> bool:
+        with suppress(KeyError, ValueError):
+            return bool(dist.get_process_group_ranks(self._tensors.group))
+        return False
+
+    def _abandon(self, _error: RankLostError | None) -> None:
+        """A thread of gloo may be blocked for ever, and destroying its group would wait for it: never do."""
+        groups = [self._tensors.group, self._values.group]
+        for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._watch.exit_code = getattr(error, "exit_code", self._watch.exit_code)
+        if self._watch.is_over:
+            return
+        atexit.unregister(self._at_exit)
+        self._watch.end(error if self.stands else None)  # who destroys the groups destroys them everywhere
+        if any(place.inside for place in self.look()):
+            self._abandon(None)
+        else:  # with an error, too: a process that leaves a group of gloo to the interpreter's end may abort there
+            self._destroy()
+
+    def _at_exit(self) -> None:
+        self.close(getattr(sys, "last_value", None))
+
+    def _destroy(self) -> None:
+        rows = self._tensors, self._values
+        if self.stands:
+            for group in (None,) if self._owns_default else [row.group for row in rows]:
+                dist.destroy_process_group(group)
+        for row in rows:  # with the last reference go gloo's threads, which may still let go of tensors: Python's lock
+            row.group = None  # must not be gone by then, or they abort the process (seen with torch 2.13)
+
+
+class _Chunks:
+    """Scratch for sums: two sets of a slot per rank, and room for a sum and a term in the dtype of the sum."""
+
+    def __init__(self, scratch: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        width = 2 * size * dtype.itemsize + 2 * self.dtype.itemsize
+        self.numel = scratch.numel() // width // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+        if not self.numel:
+            raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * _CHUNK_MULTIPLE}.")
+        sums, slots = scratch[: self.numel * width].split(
+            [2 * self.dtype.itemsize * self.numel, 2 * size * dtype.itemsize * self.numel]
+        )
+        self._total, self._term = sums.view(self.dtype).view(2, self.numel)
+        self.slots = slots.view(dtype).view(2, size, self.numel)
+
+    def add_up(self, out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """out = ((x0 + x1) + x2) + ..."""
+        first, *others = pieces
+        total = out if out.dtype == self.dtype else self._total[: len(out)]
+        total.copy_(first)
+        for other in others:
+            if other.dtype != self.dtype:
+                other = self._term[: len(out)].copy_(other)
+            total += other
+        _place(out, total)
+
+
+def _be_patient(deadline: float, start_s: float) -> None:
+    if time.monotonic() > deadline:
+        raise RankLostError(f"Not all ranks came within {start_s:g} s of the start.", None)
+
+
+def _address() -> str:
+    """Return the address of this machine by which others reach it: the one that it has toward rank 0's."""
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR") or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return list(full.view(size, -1))
+
+
+def _place(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, unless it is there."""
+    if to.data_ptr() != source.data_ptr() or to.dtype != source.dtype:
+        to.copy_(source)
+
+
+def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> None:
+    if full.dim() != 1 or shard.dim() != 1 or full.numel() != size * shard.numel():
+        shapes = f"full {tuple(full.shape)}, shard {tuple(shard.shape)}"
+        raise ValueError(f"{what}: {shapes}; both are flat, and full has {size} times the elements.")
+    if not full.is_contiguous() or not shard.is_contiguous() or full.device != shard.device:
+        raise ValueError(f"{what}: full and shard are to be contiguous, on one device.")

@@ -1,0 +1,138 @@
+"""How a process comes to its comm: by the process group that exists, or by the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.distributed.comm import Alone, Comm, Ranks
+from offload.distributed.watch import Times
+from offload.errors import ConfigError, OffloadError, RankLostError
+from offload.layout.regions import SCRATCH_BYTES
+
+
+def open_comm(
+    device: torch.device | None = None,
+    *,
+    times: Times = Times(),  # noqa: B008 (frozen)
+    scratch_bytes: int = SCRATCH_BYTES,
+    environ: Mapping[str, str] | None = None,
+) -> Comm:
+    """Return this process's comm: of the process group that there is, or else of RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. Collective.
+
+    A group that the caller made is never destroyed; in any case exchanges have groups of their own.
+
+    Raises:
+        ConfigError: some of the variables are missing or wrong.
+        RankLostError: not all ranks came within times.start_s.
+    """
+    environ = os.environ if environ is None else environ
+    exists = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if exists else _read_environment(environ)
+    if size == 1:
+        return Alone()
+    if not dist.is_available():
+        raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
+    local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if device is None:
+        number, num_devices = local[0] if local else 0, torch.cuda.device_count()
+        if num_devices and number >= num_devices:
+            raise ConfigError(
+                f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
+                f"most {num_devices} with --nproc-per-node."
+            )
+        device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
+    kind: type[Ranks] = Ranks
+    if device.type == "cuda":
+        from offload.distributed.nccl import NcclRanks
+
+        kind = NcclRanks
+    begun = time.monotonic()
+    try:
+        if not exists:
+            _make_group(None if device.type == "cuda" else "gloo", environ, timedelta(seconds=times.start_s))
+        comm = kind(device, times, scratch_bytes, owns_default=not exists)
+    except OffloadError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        where = "over the process group that there is"
+        if not exists:
+            where = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+        after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
+        raise RankLostError(f"The {size} ranks did not meet {where}, {after}: {error}", None) from error
+    if local:
+        comm.local_rank, comm.local_size = local
+    return comm
+
+
+def _make_group(backend: str | None, environ: Mapping[str, str], timeout: timedelta) -> None:
+    """Make the process group of torchrun's variables. `backend`: what the caller's own code will use; None for all."""
+    place = _meeting_place(*(environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+    place.store.set_timeout(timeout)
+    # Torchrun's store outlives the groups, and a second one would find the addresses of the first there.
+    store = dist.PrefixStore(f"offload-{next(place.numbers)}", place.store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class _MeetingPlace:
+    """Where the ranks find each other: `numbers` counts the groups that were made there."""
+
+    store: Any
+    rank: int
+    size: int
+    numbers: Iterator[int] = field(default_factory=count)
+
+
+@lru_cache(maxsize=1)
+def _meeting_place(*_variables: str) -> _MeetingPlace:
+    """Connect to the store, or open it on rank 0, for as long as the process lives or is given other variables: who
+    comes late to the next group must find it.
+    """
+    return _MeetingPlace(*next(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+
+
+def _read_environment(environ: Mapping[str, str]) -> int:
+    """Check what torchrun sets; return the number of ranks."""
+    ranks = _pair(environ, "RANK", "WORLD_SIZE")
+    local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if ranks is None:
+        if local is not None:
+            raise ConfigError("LOCAL_RANK is set, and RANK and WORLD_SIZE are not: start with torchrun, or unset it.")
+        return 1
+    rank, size = ranks
+    if local is not None and (local[1] > size or local[0] > rank):
+        raise ConfigError(
+            f"LOCAL_RANK {local[0]} of LOCAL_WORLD_SIZE {local[1]} does not go with RANK {rank} of WORLD_SIZE {size}."
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing and size > 1:
+        raise ConfigError(f"WORLD_SIZE is {size}, and {' and '.join(missing)} is not set: start with torchrun.")
+    return size
+
+
+def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    """Return a rank and the number of them, or None where neither is set."""
+    given = [name for name in (rank, size) if environ.get(name)]
+    if not given:
+        return None
+    if len(given) == 1:
+        other = size if given[0] == rank else rank
+        raise ConfigError(f"{given[0]} is {environ[given[0]]}, and {other} is not set: start with torchrun.")
+    try:
+        number, count = int(environ[rank]), int(environ[size])
+    except ValueError:
+        number, count = -1, 0
+    if not 0 <= number < count:
+        raise ConfigError(f"{rank} is {environ[rank]!r} and {size} {environ[size]!r}; whole numbers, 0 <= rank < size.")
+    return number, count

@@ -1,0 +1,57 @@
+"""How something that every rank does ended: well on all of them, or with one error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from offload.distributed.comm import Comm
+from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError
+
+_Made = TypeVar("_Made")
+
+
+def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> list[_Made]:
+    """Return what every rank made; or raise on all ranks the failure of the lowest rank that has one. Collective.
+
+    Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other; the text is the same
+    on all ranks.
+    """
+    told = comm.gather_objects((made, None if failure is None else _describe(failure)), f"outcome of {what}")
+    for rank, (_, found) in enumerate(told):
+        if found is not None:
+            kind, text, *rest = found
+            raise kind(f"[rank {rank}] {text}" if rank else text, *rest) from failure
+    return [its for its, _ in told]
+
+
+@contextmanager
+def as_one(comm: Comm, what: str) -> Iterator[None]:
+    """What fails within on one rank fails on all of them, with one message. Nothing within may be collective.
+
+    Raises the error itself where there is one rank, else see `outcome`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        failure = error
+    outcome(comm, None, failure, what)
+
+
+def _describe(failure: Exception) -> tuple[Any, ...]:
+    """Return what to make the error of again: its kind, its text, and what else that kind takes."""
+    text = str(failure)
+    if isinstance(failure, DiskError):
+        return DiskError, text, failure.errno, failure.path, failure.offset, failure.num_bytes
+    if isinstance(failure, CheckpointError):
+        return CheckpointError, text, failure.path
+    for kind in (ConfigError, DoesNotFitError, OffloadError):
+        if isinstance(failure, kind):
+            return kind, text
+    return OffloadError, f"failed: {type(failure).__name__}: {text}; run with --debug for the traceback"

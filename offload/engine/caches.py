@@ -1,0 +1,46 @@
+"""Key-value caches of a model, which are off while its units stream: a recompute would append to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from offload.engine.units.undo import Undo
+
+
+class Caches:
+    """What the configurations in a model say of caches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found: dict[int, Any] = {}
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "use_cache", None) is not None:
+                found[id(config)] = config
+        self._given = [(config, config.use_cache) for config in found.values()]
+
+    def turn_off(self) -> None:
+        """Say that there are none."""
+        for config, _ in self._given:
+            config.use_cache = False
+
+    def restore(self) -> None:
+        """Say what was said before."""
+        for config, used in self._given:
+            config.use_cache = used
+
+    @contextmanager
+    def as_given(self, undo: Undo) -> Iterator[None]:
+        """Within, the model's configuration is as it was given."""
+        now = [(config, config.use_cache) for config, _ in self._given]
+
+        def restore() -> None:
+            for config, value in now:
+                config.use_cache = value
+
+        with undo.afterwards(restore):
+            self.restore()
+            yield

@@ -1,0 +1,1 @@
+"""Gradients from autograd's hands to the update."""

@@ -1,0 +1,253 @@
+"""A step's gradients, from the backward of a unit to the host: summed in fp32 where there are several contributions,
+measured, rounded once.
+
+A region whose only contribution comes from one use of one unit passes through a shared buffer and lands at once, behind
+the compute of the next unit. A region with several (tied weights, a unit used twice, weights that stay on the device)
+waits in an fp32 buffer on the device and lands when the backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from offload.engine.gradients.landing import Landing
+from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.reduction import Reduction
+from offload.errors import ConfigError
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence
+from offload.layout.regions import ParameterInfo, Region
+from offload.native import kernels
+from offload.telemetry.counters import Counters
+from offload.tiers.device import Device
+from offload.tiers.ring import Ring, Stretch
+from offload.tiers.store import Store
+
+_FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
+
+
+class GradientFlow:
+    """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
+
+    `opens()` is called once, before the first backward of a unit. `measures` has what is known of all gradients.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        regions: Sequence[Region],
+        device: Device,
+        lanes: Lanes,
+        counters: Counters,
+        *,
+        buffer_bytes: int,
+        staging: torch.Tensor,
+        shards_bytes: int = 0,
+        scratch_bytes: int = 0,
+        has_wide_buffer: bool = False,
+        debug: bool = False,
+    ) -> None:
+        """`shards_bytes`, `scratch_bytes`: of the device, for sums over several ranks. `has_wide_buffer`: the plan has
+        room in the buffer for any region in fp32.
+        """
+        self._has_wide_buffer = has_wide_buffer
+        self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
+        self._lanes, self._debug = lanes, debug
+        self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
+        self._repeats = self.drops = False
+        self.opens: Callable[[], None] | None = None
+        self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
+        self._lasting: dict[int, torch.Tensor] = {}
+        self._lasting_so_far: set[int] = set()  # of these, what is not for good
+        self._places: dict[int, tuple[Region, int]] = {
+            index: (region, position) for region in regions for position, index in enumerate(region.parameters)
+        }
+        self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
+        self.measures = Measures(store, infos, regions, device, lanes)
+        reduction = None
+        if store.comm.size > 1:
+            reduction = Reduction(
+                store,
+                self.measures,
+                lanes,
+                counters,
+                shards=device.allocate("gradient shards", shards_bytes),
+                scratch=device.allocate("reduction scratch", scratch_bytes),
+                debug=debug,
+            )
+        self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=debug)
+        self._ragged = {
+            region.index: [
+                slice(offset + size, end)
+                for offset, size, end in zip(
+                    region.offsets, region.sizes, (*region.offsets[1:], region.numel), strict=True
+                )
+                if offset + size < end
+            ]
+            for region in regions
+        }
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.measures.begin_step()
+        self.landing.begin_step()
+        self._open.clear()
+        self._buffer.reset()
+        self.is_wide = self._repeats = self.drops = False
+        self.opens = None
+
+    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
+        for the sake of a pass of the other kind does no longer: in which order is added must not depend on the past.
+        """
+        self.landing.accumulate(accumulates, staging)
+        for index in self._lasting_so_far:
+            self._device.ledger.release("lasting gradients", self._lasting.pop(index).nbytes)
+        self._lasting_so_far.clear()
+
+    @property
+    def accumulates(self) -> bool:
+        """True where gradients are summed over several backward passes."""
+        return self.landing.accumulates
+
+    def lasts(self, region: Region) -> bool:
+        """True where a region's gradients land only once the backward is over."""
+        return region.index in self._lasting
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the device's buffer through which gradients pass."""
+        return self._buffer.memory.nbytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Let gradients pass through a buffer of another size, between two steps."""
+        self._device.ledger.drop("gradient buffer")
+        self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._buffer = Ring(self._device.allocate("gradient buffer", num_bytes), "gradient buffer")
+
+    def make_lasting(self, region: Region, for_good: bool = True) -> None:
+        """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes
+        are of another kind.
+        """
+        if for_good:
+            self._lasting_so_far.discard(region.index)
+        if region.trainable and region.index not in self._lasting:
+            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
+            so_far = self.landing.sum_so_far(region)
+            if so_far is not None:  # what this step has summed so far begins the sum
+                flat[self._store.sharding.shard(region)].copy_(so_far)
+                touched = self.measures.touched[region.index]
+                for position, has in enumerate(touched):  # another rank may have had what is summed here
+                    touched[position] = has or bool(flat[self._store[region].span(position)].any())
+            self._lasting[region.index] = flat
+            if not for_good:
+                self._lasting_so_far.add(region.index)
+
+    def open(self, regions: Sequence[Region]) -> None:
+        """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
+        opens, self.opens = self.opens, None
+        if opens is not None:
+            opens()
+        if self._repeats and any(region.index in self._open for region in regions):
+            return
+        passing = [region for region in regions if region.trainable and region.index not in self._lasting]
+        if not passing:
+            return
+        dtypes = [torch.bfloat16 if region.is_split and not self.is_wide else torch.float32 for region in passing]
+        sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
+        # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
+        is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_split for region in passing)
+        stretch = None if is_too_wide else self._buffer.take(sum(sizes))
+        if stretch is None:
+            for region in passing:
+                self.make_lasting(region, for_good=False)
+            return
+        self._lanes.compute_after((), fills=stretch.fills)
+        end = 0
+        for region, dtype, size in zip(passing, dtypes, sizes, strict=True):
+            flat = stretch.flat[end : end + size].view(dtype)
+            end += size
+            if self.accumulates:  # a parameter without a gradient in this pass adds nothing
+                flat.zero_()
+            for span in self._ragged[region.index]:  # another unit's gradients lay here: padding must stay zero
+                flat[span].zero_()
+            self._open[region.index] = flat, stretch
+
+    @contextmanager
+    def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
+        """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
+        was_wide = self.is_wide
+        self._repeats, self.is_wide = True, True
+        try:
+            yield
+        finally:
+            self._repeats, self.is_wide = False, was_wide
+        self.close(regions)
+
+    @property
+    def _sums_up(self) -> bool:
+        """True where a gradient is one of several that are added."""
+        return self.is_wide or self._repeats or self.accumulates
+
+    def take(self, index: int, parameter: nn.Parameter) -> None:
+        """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
+        if parameter.grad is None:  # it went into a unit as an argument, and the unit did not use it
+            return
+        region, position = self._places[index]
+        if parameter.grad.is_sparse:
+            raise ConfigError(
+                f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense ones "
+                "are streamed. Make the module with sparse=False."
+            )
+        gradient, parameter.grad = parameter.grad.reshape(-1), None
+        if self.drops:  # those of a recording, which an own loop may need in the middle of a step
+            return
+        span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
+        touched = self.measures.touched[region.index]
+        flat = self._lasting.get(region.index)
+        is_all = flat is None and not self._sums_up and self._store.comm.size == 1
+        if flat is None:
+            flat = self._open[region.index][0]
+        if touched[position]:
+            self.measures.know(index, None)
+            flat[span].add_(gradient)
+        elif is_all and flat.is_cpu and flat.dtype == gradient.dtype:
+            # Measure what autograd has just written, while it is in the cache.
+            self.measures.know(index, kernels.copy_sum_squares(gradient, flat[span]))
+        else:
+            flat[span].copy_(gradient)
+        touched[position] = True
+
+    def close(self, regions: Sequence[Region]) -> None:
+        """Land what is final after the backward of one use of a unit."""
+        if self._repeats:
+            return
+        for region in regions:
+            found = self._open.pop(region.index, None)
+            if found is None:
+                continue
+            flat, stretch = found
+            if self.landing.lands(region):
+                self.landing.land(region, flat, stretch.fence)
+            stretch.is_open = False
+
+    def free(self) -> None:
+        """Let go of every buffer."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._buffer = Ring(empty, "")
+        self.landing.free()
+        self._lasting.clear()
+        self._open.clear()
+
+    def land_rest(self) -> None:
+        """The backward is over: land what waited on the device."""
+        for index, flat in self._lasting.items():
+            region = self._store.states[index].region
+            if self.landing.lands(region):
+                self.landing.land(region, flat, Fence("lasting gradients"), is_final=True)

@@ -1,0 +1,228 @@
+"""The way of a region's gradients down from the device: summed over ranks, added to what waits, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.reduction import Reduction
+from offload.errors import OffloadError
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import Region
+from offload.native import kernels
+from offload.telemetry.counters import Counters
+from offload.tiers.device import Device
+from offload.tiers.ring import Ring, Stretch
+from offload.tiers.store import Store
+
+_CHUNK = 1 << 24
+
+
+class Landing:
+    """Lands gradients where they wait for their update.
+
+    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat` (over the elements that
+    this rank updates), or to disk (None). Over several ranks they are summed on the way, and every trained region lands
+    that was opened, as another rank may have what this one lacks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        measures: Measures,
+        reduction: Reduction | None,
+        device: Device,
+        lanes: Lanes,
+        counters: Counters,
+        staging: torch.Tensor,
+        *,
+        debug: bool,
+    ) -> None:
+        self._store, self._measures, self._reduction = store, measures, reduction
+        self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
+        self.accumulates = False
+        self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
+        self._staging = Ring(staging, "gradient staging")
+        self._landed: set[int] = set()
+        self._tickets: list[Ticket] = []
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self._landed.clear()
+        self._tickets.clear()
+        if self._reduction is not None:
+            self._reduction.begin_step()
+        self._staging.reset()
+
+    def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        self.accumulates, self._staging = accumulates, Ring(staging, "gradient staging")
+
+    def sum_so_far(self, region: Region) -> torch.Tensor | None:
+        """Return what this rank has summed of a region's gradients in this step; None where there is nothing."""
+        if not self.accumulates or region.index not in self._landed:
+            return None
+        plane = self._store[region].gradients
+        assert plane is not None
+        self._lanes.wait(self._tickets)
+        return plane[self._summed_here(region)]
+
+    def free(self) -> None:
+        """Let go of every buffer."""
+        self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
+        if self._reduction is not None:
+            self._reduction.free()
+
+    def finish(self) -> None:
+        """Wait until everything has landed, sum and round what was accumulated: afterwards the measures and the planes
+        are final. The one wait of the host in a step.
+        """
+        self._lanes.wait(self._tickets)
+        if self.accumulates:
+            for state in self._store.states:
+                if state.gradients is not None and state.region.index in self._landed:
+                    self._finish_sum(state.region, state.gradients)
+            self._lanes.wait(self._tickets)
+        self._landed.clear()
+        self._measures.finish()
+
+    def _finish_sum(self, region: Region, plane: torch.Tensor) -> None:
+        """Measure what was summed over several passes, and round it."""
+        own = plane[self._summed_here(region)]
+        if self._reduction is not None:
+            self._measures.measure_shard(region, own, agrees=False)
+        else:
+            self._note(self._measures.measure(region, own))
+        if region.is_split:
+            kernels.round_bf16_(own)
+        if len(own) < len(plane):
+            what = f"all-gather of the gradients of {region.name}"
+            store = self._store
+            self._note(store.exchanges.submit(lambda: store.comm.all_gather(plane, own, what), name=what))
+            self._counters.all_gather_elements += region.numel
+
+    def _note(self, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            self._tickets.append(ticket)
+
+    def lands(self, region: Region) -> bool:
+        return self._reduction is not None or any(self._measures.touched[region.index])
+
+    def _summed_here(self, region: Region) -> slice:
+        """Return which of the elements that this rank updates it sums up itself: in stage 0 not all."""
+        shard, begin = self._store.sharding.shard(region), self._store[region].begin
+        return slice(shard.start - begin, shard.stop - begin)
+
+    def _summed(
+        self, region: Region, flat: torch.Tensor, source: Fence
+    ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
+        """Return what is to come down of a region's gradients, the fence of its memory, and after what it is there."""
+        if self._reduction is None:
+            return flat, source, self._lanes.mark()
+        measure = None
+        if not self.accumulates:  # else when all passes are over
+            # Whoever updates in the backward needs the norm so far.
+            measure = partial(self._measures.measure_shard, region, agrees=self.landed is not None)
+        whole = not self.accumulates and self._store.sharding.num_ranges == 1
+        flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
+        return flat, source, (ticket,)
+
+    def land(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool = False) -> None:
+        if self.accumulates:
+            self._add(region, flat, source, is_final)
+            return
+        if region.index in self._landed:
+            raise OffloadError(
+                f"unit {' = '.join(region.units)} gave a second gradient after its first had left the device: the "
+                "model took another path than in the recording pass. Use engine.model and engine.backward, which add "
+                "up any number of passes."
+            )
+        self._landed.add(region.index)
+        if self._reduction is None:
+            self._note(self._measures.measure(region, flat))
+        flat, source, reads = self._summed(region, flat, source)
+        state = self._store[region]
+        if state.lands_on_disk:
+            for tile in state.tiles:
+                lease = tile.land("gradients")
+                piece = flat[tile.begin - state.begin : tile.end - state.begin]
+                lease.done_writing(
+                    self._bring_down(region, lease.planes["gradients"], piece, source, reads, lease.fills)
+                )
+            if self.landed is not None:
+                self.landed(region, None, Fence("gradients on disk"))
+            return
+        target, fence, stretch = state.gradients, state.landing, None
+        fills = fence.before_fill()
+        if target is None:
+            target, stretch = self._staged(flat, region.plane("gradients").dtype)
+            fence, fills = stretch.fence, stretch.fills
+        fence.fill(self._bring_down(region, target, flat, source, reads, fills))
+        if self.landed is not None:
+            self.landed(region, target, fence)
+        if stretch is not None:
+            stretch.is_open = False
+
+    def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
+        """Add a region's gradients to its fp32 plane."""
+        state = self._store[region]
+        plane, fence = state.gradients, state.landing
+        assert plane is not None
+        plane = plane[self._summed_here(region)]
+        first = region.index not in self._landed
+        self._landed.add(region.index)
+        flat, source, reads = self._summed(region, flat, source)
+        if is_final:  # summed over the whole step already
+            fence.fill(self._bring_down(region, plane, flat, source, reads, fence.before_fill()))
+            return
+        # What ranks have added up is rounded once, when all passes are over.
+        dtype = region.plane("gradients").dtype if self._reduction is None else torch.float32
+        staged, stretch = self._staged(flat, dtype)
+        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
+
+        def add() -> None:
+            if first:
+                plane.copy_(staged)
+            else:
+                kernels.accumulate(plane, staged)
+
+        ticket = self._store.updating.submit(
+            add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
+        )
+        stretch.fence.read(ticket)
+        stretch.is_open = False
+        fence.fill(ticket)
+        self._tickets.append(ticket)
+
+    def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Stretch]:
+        stretch = self._staging.take(flat.numel() * dtype.itemsize)
+        assert stretch is not None, "staging has room for the largest region"
+        return stretch.flat.view(dtype), stretch
+
+    def _bring_down(
+        self,
+        region: Region,
+        target: torch.Tensor,
+        flat: torch.Tensor,
+        source: Fence,
+        reads: Sequence[Ticket],
+        fills: Sequence[Ticket],
+    ) -> Ticket:
+        """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole."""
+
+        def copy() -> None:
+            for start in range(0, len(flat), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                self._device.copy(target[part], flat[part].to(target.dtype))
+            if self._debug and source.kind == "gradient buffer":
+                flat.fill_(float("nan"))
+
+        ticket = self._store.down.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
+        source.read(ticket)
+        self._tickets.append(ticket)
+        self._store.came_down(target.nbytes)
+        return ticket

@@ -1,0 +1,136 @@
+"""What a step has to know of its gradients as a whole: which parameters received one, and how large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Ticket
+from offload.layout.regions import ParameterInfo, Region
+from offload.native import kernels
+from offload.tiers.device import Device
+from offload.tiers.store import Store
+
+
+class Measures:
+    """`touched[region.index][position]` tells which parameters received a gradient; `squares[parameter]` is the fp64
+    sum of squares of its fp32 gradient. Both are final once `measured` was called for a region whose gradients have
+    landed (from a GPU the squares come down with them).
+
+    Over several ranks they are those of all: each rank adds up its own range, and these sums are added in rank order,
+    so that all have the same bits. Until then `touched` is this rank's alone.
+    """
+
+    def __init__(
+        self, store: Store, infos: Sequence[ParameterInfo], regions: Sequence[Region], device: Device, lanes: Lanes
+    ) -> None:
+        self._store, self._infos, self._regions, self._device, self._lanes = store, infos, regions, device, lanes
+        self.touched: dict[int, list[bool]] = {}
+        self.squares: list[float] = []
+        self._known: set[int] = set()  # parameters, measured as they came
+        self._pending: dict[int, torch.Tensor] = {}  # on their way from a GPU
+        self._shares: dict[int, torch.Tensor] = {}  # of this rank, until the ranks agree
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.touched = {region.index: [False] * len(region.parameters) for region in self._regions if region.trainable}
+        self.squares = [0.0] * len(self._infos)
+        self._known.clear()
+        self._pending.clear()
+        self._shares.clear()
+
+    def know(self, index: int, square: float | None) -> None:
+        """Note the square of a parameter's gradient as it came; None where more was added to it."""
+        if square is None:
+            self._known.discard(index)
+        else:
+            self.squares[index] = square
+            self._known.add(index)
+
+    def measured(self, region: Region) -> None:
+        """A region's gradients have landed: from now on what is known of them is final."""
+        found = self._pending.get(region.index)
+        if found is not None:  # on the update lane and here at once, if need be: both note the same
+            self._note(region, found.tolist())
+            self._pending.pop(region.index, None)
+
+    def measure(self, region: Region, flat: torch.Tensor) -> Ticket | None:
+        """Measure the gradients of the only rank; from a GPU they are known after the ticket that is returned."""
+        touched = self.touched[region.index]
+        if all(index in self._known for index, has in zip(region.parameters, touched, strict=True) if has):
+            return None
+        squares = _squares(region, flat, slice(0, region.numel))
+        if squares.is_cpu:
+            self._note(region, squares.tolist())
+            return None
+        host = self._pending[region.index] = torch.empty(squares.shape, dtype=torch.float64, pin_memory=True)
+        return self._lanes.d2h.submit(lambda: self._device.copy(host, squares), reads=self._lanes.mark(), name="norm")
+
+    def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
+        """Measure this rank's range of the sum over ranks, on the lane of exchanges. With `agrees` the others are told
+        at once, else in `finish`.
+        """
+        flags = torch.tensor(self.touched[region.index], dtype=torch.float64)
+        squares = _squares(region, shard, self._store.sharding.shard(region))
+        share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
+        if not agrees:
+            self._shares[region.index] = self._brought_down(share)
+            return
+        total = self._brought_down(self._store.comm.sum_in_order(share, f"norm of the gradients of {region.name}"))
+        self._pending[region.index] = total
+        if share.is_cpu:
+            self.measured(region)
+
+    def finish(self) -> None:
+        """All gradients have landed: let the ranks agree on what they have not yet, and note what came from a GPU."""
+        regions = [region for region in self._regions if region.index in self._shares]
+        if regions:
+            shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
+            # As values: tensors may be on their way for the next step.
+            totals = torch.tensor(self._store.comm.sum_in_order(shares, "norm of the gradients"), dtype=torch.float64)
+            sizes = [2 * len(region.parameters) for region in regions]
+            self._pending.update(
+                (region.index, total) for region, total in zip(regions, totals.split(sizes), strict=True)
+            )
+            self._shares.clear()
+        for index in list(self._pending):
+            self.measured(self._store.states[index].region)
+
+    def _brought_down(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values on the host, there once the lane has done its present work."""
+        if values.is_cpu:
+            return values
+        if self._store.exchanges is self._lanes.here:  # they are compute's own work, for which nobody waits
+            return values.cpu()
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        return host
+
+    def _note(self, region: Region, values: Sequence[float]) -> None:
+        """Note squares, and of several ranks on how many of them each parameter received a gradient."""
+        count = len(region.parameters)
+        touched = self.touched[region.index]
+        if len(values) > count:
+            touched[:] = [number > 0 for number in values[count:]]
+        for index, value, has in zip(region.parameters, values, touched, strict=False):
+            if has:
+                self.squares[index] = float(value)
+
+
+def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
+    """Return the sum of squares, in float64, of what lies of each parameter in `flat`, the elements `held` of a region;
+    on the device of `flat`.
+    """
+    offsets, sizes = [], []
+    for offset, size in zip(region.offsets, region.sizes, strict=True):
+        begin, end = max(offset, held.start), min(offset + size, held.stop)
+        offsets.append(min(max(0, begin - held.start), len(flat)))
+        sizes.append(max(0, end - begin))
+    if flat.is_cpu:
+        return kernels.sum_squares_segments(flat, offsets, sizes)
+    parts = [flat[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()

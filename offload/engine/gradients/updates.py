@@ -1,0 +1,339 @@
+"""The update of the regions, beside the passes, with exact clipping: at once, deferred, or speculative."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offload.engine.gradients.early import EarlyReads
+from offload.engine.gradients.flow import GradientFlow
+from offload.errors import NonFiniteError
+from offload.lanes.lane import Lane
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import ParameterInfo, Region
+from offload.optim.clip import clip_coefficient, total_norm
+from offload.optim.rule import UpdateRule
+from offload.optim.update import correct_tile, update_tile
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store, Tile
+
+COARSE_RATIO = 8.0
+"""Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
+
+
+@dataclass
+class Landed:
+    """A region whose gradients have landed: in memory, or with its states (None) on disk. With which coefficient it is
+    updated is known once the norm is; `counts` is false where it was found that it must not be.
+    """
+
+    region: Region
+    gradients: torch.Tensor | None
+    fence: Fence
+    scale: float = 1.0
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a step's gradients."""
+
+    norm: float
+    skipped: bool = False
+    num_corrected: int = 0
+    is_coarse: bool = False
+
+
+class Updates:
+    """Runs the update rule on the update lane.
+
+    Without clipping a region is updated as soon as its gradients have landed. `deferred`: once the norm over all of
+    them is known, in the order in which the next step needs them. `speculative`: as they land, with the coefficient
+    that the norm so far gives, and corrected once the true one is known. Steps that sum over several backward passes
+    are always deferred.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        infos: Sequence[ParameterInfo],
+        flow: GradientFlow,
+        slots: Slots,
+        lanes: Lanes,
+        rule: UpdateRule,
+        *,
+        max_grad_norm: float | None,
+        skips: bool,
+        clip: str,
+        debug: bool = False,
+    ) -> None:
+        self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
+        self._measures = flow.measures
+        self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
+        self._lane: Lane = store.updating
+        self.clip = "deferred" if self._lane is lanes.here else clip  # on the device nothing hides behind anything
+        self._updated: list[Landed] = []
+        self.lr = rule.lr
+        self._so_far = [0.0]
+        self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
+        self._due: dict[Region, Landed] = {}
+        """What is to be updated with a norm that is known, in this order, and was not submitted yet."""
+        self._early = EarlyReads(store)
+        slots.needs = self._submit_due
+
+    @property
+    def _is_speculative(self) -> bool:
+        return self.clip == "speculative"
+
+    @property
+    def waits(self) -> bool:
+        """True where updates come after the norm."""
+        return self._skips or (self._max_norm is not None and not self._is_speculative)
+
+    @property
+    def is_immediate(self) -> bool:
+        """True where, in this step, what has landed is updated once and for all."""
+        return self._flow.landing.landed is not None and not self._is_speculative
+
+    def begin_step(self, lr: float, waits: bool) -> None:
+        """Start a step; `waits`: its updates come after the norm in any case."""
+        self.lr = lr
+        self._lanes.settle()
+        self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
+        self._updated = []
+        self._flow.opens = self._early.begin if self.waits and not waits and self._early.are_possible else None
+        self._flow.landing.landed = None if waits or self.waits else self._update_at_once
+
+    def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
+        """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
+        is known how, and weights may come up for the next step.
+        """
+        self._flow.opens = None  # where there was no backward
+        self._flow.land_rest()
+        if self.is_immediate:
+            self._slots.refresh()
+            go_on()
+        applied = self._clip(rank)
+        if not self.is_immediate:
+            self._slots.refresh()
+            go_on()
+            self._submit_due()
+        self._lanes.settle()  # what is on its way belongs to a step that is over
+        self.is_updating = False  # only now: whoever is interrupted before would give those updates up
+        return applied
+
+    def _clip(self, rank: Callable[[Region], float]) -> Applied:
+        self._flow.landing.finish()
+        norm = total_norm(self._measures.squares)
+        if not math.isfinite(norm):
+            if self._skips:
+                self._early.give_back()
+                return Applied(norm, skipped=True)
+            self._refuse_gradients(norm)
+        scale = clip_coefficient(norm, self._max_norm)
+        if self._flow.landing.landed is not None:
+            return self._correct(norm, scale, rank)
+        if self._store.comm.size == 1:  # others may have updated theirs
+            self._early.check()
+        waiting = sorted((s for s in self._store.states if s.keeps_gradients), key=lambda state: rank(state.region))
+        self._early.follow([state.region for state in waiting])
+        for state in waiting:
+            # Of several ranks another may have what this one lacks.
+            if self._store.comm.size > 1 or any(self._measures.touched[state.region.index]):
+                self._slots.invalidate(state.region)
+                self._due[state.region] = Landed(state.region, state.gradients, state.landing, scale)
+            else:
+                self._early.give_back(state.tiles)
+        return Applied(norm)
+
+    def _submit_due(self, last: Region | None = None) -> None:
+        """Submit the updates that are due: up to that of a region whose weights come up next, as those behind it would
+        take the place in the ring from which they come up; or all.
+        """
+        if last is None or last in self._due:
+            for region in list(self._due):
+                self._submit(self._due.pop(region), self._measures.touched[region.index])
+                if region is last:
+                    break
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    def give_up(self) -> str | None:
+        """The step ended with an exception: cancel what was not begun. Return why the states belong to no step any
+        more, where they do not.
+        """
+        self._due.clear()
+        self._early.forget()
+        self._lanes.give_up()
+        return self.failure()
+
+    def failure(self) -> str | None:
+        """Between steps: return why the states belong to no step, if they do not."""
+        if self.is_updating:
+            return "a step failed after some units were updated and before the others were"
+        error = self._lanes.failure
+        return None if error is None else f"an update failed ({type(error).__name__}: {error})"
+
+    # -- at once, and corrections ----------------------------------------------------------------------------
+
+    def _update_at_once(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
+        landed = Landed(region, gradients, fence)
+        self._updated.append(landed)
+        touched, squares, so_far = self._measures.touched[region.index], self._measures.squares, self._so_far
+        # Several ranks find out together, in `apply`.
+        alone = self._store.comm.size == 1
+        if alone and not all(math.isfinite(squares[index]) for index in region.parameters):
+            self._refuse_gradients(math.nan)  # on a GPU the squares are not there yet, and `apply` does it
+
+        def prepare() -> None:
+            if self._max_norm is None and self._lane is self._lanes.here and self._store.comm.size == 1:
+                return  # compute does not wait for the norm, which `apply` judges
+            self._measures.measured(region)
+            so_far[0] += sum(squares[index] for index in region.parameters)
+            landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
+            landed.counts = math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
+
+        self._submit(landed, touched, prepare)
+
+    def _correct(self, norm: float, scale: float, rank: Callable[[Region], float]) -> Applied:
+        """Bring what was updated with the norm so far to the true coefficient, before it is fetched again."""
+        if self._max_norm is None:
+            return Applied(norm)
+        total, worst, wrong = 0.0, 1.0, []
+        for landed in self._updated:  # the same sums as on the lane, which may be behind
+            total += sum(self._measures.squares[index] for index in landed.region.parameters)
+            applied = clip_coefficient(total_norm([total]), self._max_norm)
+            if _as_float32(applied) != _as_float32(scale):
+                worst = max(worst, applied / scale if scale else math.inf)
+                wrong.append(landed)
+        for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
+            self._submit_correction(landed, self._measures.touched[landed.region.index], scale)
+        for landed in sorted(self._updated, key=lambda landed: rank(landed.region)):
+            self._publish(landed.region)
+        return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+
+    # -- the lane --------------------------------------------------------------------------------------------
+
+    def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
+        state, lr = self._store[landed.region], self.lr
+        first, last = state.tiles[0], state.tiles[-1]
+        may_correct = self._is_speculative and self._flow.landing.landed is not None
+
+        def update(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+            if tile is first:
+                prepare()
+            if not landed.counts:
+                return 0
+            num_wrong = update_tile(
+                state, tile, planes, gradients, touched, self._rule, self._infos, lr=lr, scale=landed.scale
+            )
+            if tile is last:
+                state.count(touched)
+            if self._debug and not may_correct:
+                gradients.fill_(float("nan"))
+            return num_wrong
+
+        self._enter(landed, update, "update", publishes=not may_correct)
+
+    def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
+        state, lr = self._store[landed.region], self.lr
+
+        def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+            return correct_tile(
+                state,
+                tile,
+                planes,
+                gradients,
+                touched,
+                self._rule,
+                self._infos,
+                lr=lr,
+                applied_scale=landed.scale,
+                scale=scale,
+            )
+
+        self._enter(landed, correct, "correct", publishes=False)
+
+    def _publish(self, region: Region) -> None:
+        """Give the other ranks the weights that were updated speculatively, now that they are final."""
+        for number, tile in enumerate(self._store[region].tiles if self._store.sharding.publishes else ()):
+            lease = tile.lend("weights")
+            self._store.publish(region, number, lease, lease.reads)
+
+    def _enter(
+        self,
+        landed: Landed,
+        work: Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int],
+        verb: str,
+        publishes: bool,
+    ) -> None:
+        """Submit work on a region's states, tile by tile: after its gradients, behind every fetch of what it
+        overwrites. The work returns how many weights are no longer finite. `publishes`: they are final, and go to the
+        other ranks where these hold them too.
+        """
+        region, lr = landed.region, self.lr
+        self.is_updating = True
+        self._slots.invalidate(region)
+
+        def run(tile: Tile, planes: dict[str, torch.Tensor]) -> None:
+            gradients = planes.get("gradients")
+            if gradients is None:
+                assert landed.gradients is not None
+                begin = self._store[region].begin
+                gradients = landed.gradients[tile.begin - begin : tile.end - begin]
+            num_wrong = work(tile, planes, gradients)
+            if num_wrong:
+                raise _overflow(region, num_wrong, lr)
+
+        for number, tile in enumerate(self._store[region].tiles):
+            lease = self._early.lend(tile, [*tile.states, *(["gradients"] if landed.gradients is None else ())])
+            ticket: Ticket = self._lane.submit(
+                partial(run, tile, lease.planes),
+                reads=(*landed.fence.before_read(), *lease.reads),
+                fills=lease.fills,
+                name=f"{verb} {region.name}",
+                num_bytes=region.update_bytes(tile.end - tile.begin),
+            )
+            landed.fence.read(ticket)
+            lease.done_writing(ticket)
+            if publishes and self._store.sharding.publishes:
+                self._store.publish(region, number, lease, (ticket,))
+
+    def _refuse_gradients(self, norm: float) -> None:
+        order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
+        bad = [
+            self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._measures.squares[i])
+        ]
+        if not bad:
+            largest = max(range(len(self._infos)), key=lambda i: self._measures.squares[i])
+            raise NonFiniteError(
+                f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
+                f"{self._infos[largest].name}. Lower --optimizer.lr or look at the data of this step; "
+                "--train.on_nonfinite skip goes on without such steps."
+            )
+        units: Mapping[int, str] = {
+            index: state.region.name for state in self._store.states for index in state.region.parameters
+        }
+        raise NonFiniteError(
+            f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
+            f"{len(self._infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
+            "--train.on_nonfinite skip goes on without such steps."
+        )
+
+
+def _overflow(region: Region, num_wrong: int, lr: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
+        "too large. Lower --optimizer.lr, and go on from the last checkpoint."
+    )
+
+
+def _as_float32(value: float) -> float:
+    """Return the value as the kernels see it."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])

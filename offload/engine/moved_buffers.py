@@ -1,0 +1,65 @@
+"""Buffers that a checkpoint needs beside those of the model's state as rank 0 has them: running values that are in no
+`state_dict`, and those that ranks have moved apart, as each sees its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from offload.checkpoint.manifest import MOVED, Entry, raw
+from offload.checkpoint.reader import Reader
+from offload.distributed.agreement import digest
+from offload.distributed.comm import Comm
+
+
+class MovedBuffers:
+    """Knows which buffers of a model are not as they were at the start, when all ranks had the same.
+
+    In a checkpoint each is a plane of its rank, `moved-RANK`, under the buffer's name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._at_start = self._digests()
+
+    def find(self, comm: Comm, saved: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+        """Return the planes that are to be written, by buffer. `saved`: the buffers that are written as rank 0 has them
+        in any case. Collective.
+        """
+        first, *others = comm.gather_objects(self._digests(), "buffers that have moved")
+        found: dict[str, Entry] = {}
+        for name, buffer in self._model.named_buffers():
+            ranks = [0] if name not in saved and first[name] != self._at_start.get(name) else []
+            ranks += [rank for rank, other in enumerate(others, 1) if other[name] != first[name]]
+            if ranks:
+                found[name] = Entry(tuple(buffer.shape), {f"{MOVED}{rank}": buffer.dtype for rank in ranks})
+        return found
+
+    def own(self, rank: int, found: Mapping[str, Entry]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (buffer, plane, value) of what this rank writes."""
+        plane = f"{MOVED}{rank}"
+        for name, buffer in self._model.named_buffers():
+            if name in found and plane in found[name].planes:
+                yield name, plane, buffer.detach().cpu().contiguous()
+
+    def load(self, reader: Reader, rank: int, is_same_size: bool) -> None:
+        """Give a rank the buffers that it had; those of rank 0, where the number of ranks is another."""
+        buffers = dict(self._model.named_buffers())
+        wanted = (f"{MOVED}{rank}", f"{MOVED}0") if is_same_size else (f"{MOVED}0",)
+        for name, entry in reader.contents.items():
+            plane = next((plane for plane in wanted if plane in entry.planes), None)
+            if plane is not None:
+                value = torch.empty(entry.shape, dtype=entry.planes[plane])
+                reader.read(name, plane, 0, value)
+                owner, _, key = name.rpartition(".")
+                if buffers[name].shape == value.shape:
+                    buffers[name].copy_(value)
+                else:  # a table that had grown
+                    self._model.get_submodule(owner)._buffers[key] = value.to(buffers[name].device)
+
+    def _digests(self) -> dict[str, int]:
+        buffers = self._model.named_buffers()
+        return {name: digest(raw(buffer.detach().cpu().contiguous()).tobytes()) for name, buffer in buffers}

@@ -1,0 +1,95 @@
+"""Loops that call the model and hand in the losses themselves."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.engine.loss.batch_agreement import meet
+from offload.engine.recovery import Recovery
+from offload.engine.state import EngineState
+from offload.engine.steps import StepResult, Steps
+from offload.engine.units.residency import refuse_nan
+from offload.errors import ConfigError
+
+
+class OwnLoop:
+    """A step whose forwards and backwards are called from outside, as many as there are."""
+
+    def __init__(self, state: EngineState, recovery: Recovery, steps: Steps) -> None:
+        self._state, self._recovery, self._steps = state, recovery, steps
+        self.losses: list[torch.Tensor] = []
+        self.is_open = False  # a step has begun
+        self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def refuse_middle(self, what: str) -> None:
+        """Raise ConfigError where a step has gradients already, which `what` would lose."""
+        if self.losses:
+            raise ConfigError(
+                f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "
+                "engine.update() first."
+            )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`, as given."""
+        with self._recovery.ending():
+            self._open_step()  # the units may have been called one by one
+            loss.backward()
+            self.losses.append(loss.detach())
+
+    def update(self) -> StepResult:
+        """Clip, update, and return the mean of the losses since the last update, over all ranks."""
+        if not self.losses:
+            raise ConfigError(
+                "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
+            )
+        state, lr = self._state, self._steps.lr
+        meet(state.comm, "update", lr=lr)
+        loss = torch.stack([value.to(torch.float32) for value in self.losses]).mean() / state.comm.size
+        state.updates.lr = lr
+        with self._recovery.ending():
+            result = self._steps.end(loss, None, "own loop")
+            self.forget()
+            return result
+
+    def forget(self) -> None:
+        """No step is open: it was made, or given up."""
+        self.losses.clear()
+        self.is_open = False
+
+    def close(self) -> None:
+        """Take no calls of the model any more."""
+        self._hook.remove()
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_nan("pickle (torch.save) or copy.deepcopy")  # of the model, which has the hook
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is called: record on the first call's own arguments, and make room for sums of gradients."""
+        state, recovery, rehearsal = self._state, self._recovery, self._steps.rehearsal
+        if state.is_ours:
+            return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._before_forward(module, args, kwargs)
+            return
+        recovery.recover()
+        state.snapshot.check(torch.is_grad_enabled())
+        with recovery.working():
+            state.slots.settle()
+            if not torch.is_grad_enabled():
+                return
+            recovery.check_sound()
+            rehearsal.forget_other_modes()
+            if meet(state.comm, "own loop", is_new=lambda: rehearsal.is_new_call(args, kwargs)).is_new:
+                rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+            self._open_step()
+
+    def _open_step(self) -> None:
+        self._state.accumulate()
+        if not self.is_open:
+            self._state.spare_memory.give_back()
+            self._steps.begin("own loop", waits=True)
+            self.is_open = True

@@ -1,0 +1,1 @@
+"""The passes before the first step, which learn what a step relies on."""

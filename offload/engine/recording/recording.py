@@ -1,0 +1,422 @@
+"""The recording pass: run the model once on a few rows, and learn, or refuse, what would be wrong later.
+
+Every unit runs with a graph of its own here, cut off at its border. What the pass finds:
+- a unit's parameters read from outside the unit: that unit stays on the device;
+- a unit called from inside another: likewise;
+- inputs changed in place, by the unit or after it: they are cloned, and come back as outputs;
+- outputs that never require a gradient;
+- what a unit's graph would save, and which axes of its tensors grow with the batch (from two passes with different
+  numbers of rows);
+- tensors that leave a unit other than by return and reach the loss or another unit: refused, since their gradient would
+  be lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.condition import Condition, Place, places, same_values
+from offload.engine.units.drawn import Drawn
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.traits import BatchAxis, Rows, UnitTraits
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+
+
+class RestartRecording(Exception):
+    """The pass cannot go on with these resident units; `Recording.outside_readers` says which one to add."""
+
+
+@dataclass
+class Use:
+    """The shapes of one use of a unit, and what its graph saved beside its inputs and weights."""
+
+    inputs: list[torch.Size]
+    others: list[Any]
+    outputs: list[torch.Size]
+    saved_bytes: int = 0
+
+
+class Recording:
+    """What one run of the model shows about its units.
+
+    A leaf of a unit's own graph (its weights, its inputs) is `interior`; what a unit hands out is a `border`. A unit's
+    result may hang on its own interior only, the loss on borders only. `before` is the pass with another number of
+    rows, if there was one.
+    """
+
+    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int, before: Recording | None = None) -> None:
+        self.outside_readers: set[str] = set()
+        self.rows = rows
+        self.uses: dict[str, list[Use]] = {}
+        self._runner, self._before = runner, before
+        self._inside: Unit | None = None
+        self._interior: dict[int, tuple[torch.Tensor, str]] = {}
+        self._borders: dict[int, tuple[torch.Tensor, str]] = {}
+        self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._pages: set[int] = set()
+        self._addresses = {
+            parameter.data_ptr(): unit.name  # also of every view of it, since it is one element
+            for unit in units
+            if not unit.resident
+            for parameter in unit.resting.values()
+            if parameter.numel()
+        }
+
+    def reads(self) -> TorchDispatchMode:
+        """Return a mode under which reads of resting parameters are noticed."""
+        return _Reads(self._addresses, self.outside_readers)
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
+        if self._inside is not None:
+            self.outside_readers.add(unit.name)
+            raise RestartRecording
+        arguments = Arguments(without_caches(args, kwargs))
+        traits = unit.learn(arguments.structure)
+        leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
+        inputs = [leaf.clone() for leaf in leaves]
+        versions = [t._version for t in inputs]
+        saved = _Saved(self._runner, inputs)
+        condition = Condition(unit.modules, places(unit.modules))
+        self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
+        self._inside = unit
+        self._runner.enter(unit)
+        try:
+            without = None if self._before is None else self._run_without_graph(unit, arguments)
+            live = list(unit.live().values())
+            fetched = [weight._version for weight in live]
+            with torch.enable_grad(), saved.hooks():
+                result = self._runner.run(unit, arguments, inputs, arguments.others)
+            self._refuse_changed_weights(unit, live, fetched)
+            self._refuse_buffers_with_graphs(unit)
+            outputs = self._cut(unit, arguments, inputs, result)
+            own = [*leaves, *live]
+        finally:
+            self._runner.leave()
+            self._inside = None
+        mutated = _moved(inputs, versions)
+        self._refuse_views(unit, arguments, mutated)
+        self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
+        self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
+        use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
+        self.uses.setdefault(unit.name, []).append(use)
+        if self._before is None:
+            self._learn(unit, result, mutated, condition.moved())
+        elif without is not None:
+            unit.traits.needs_graph |= not mutated and not all(map(same_values, result.tensors, without.tensors))
+            self._learn_batch(unit, arguments)
+            if not all(map(_close, _floats(result), _floats(without))):
+                self._refuse_other_results(unit, arguments)
+        with torch.no_grad():
+            for i in mutated:
+                arguments.tensors[i].copy_(inputs[i])
+        self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
+        self._handed.append((traits, outputs, [t._version for t in outputs]))
+        return deliver(result.fill(outputs), args, kwargs)
+
+    def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
+        """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
+        random, drawn = self._runner.device.random_state(), Drawn.so_far()
+        condition = Condition(unit.modules, places(unit.modules))
+        with torch.no_grad():
+            result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
+        condition.put_back()
+        self._runner.device.set_random_state(random)
+        drawn.put_back()
+        result.tensors = [self._runner.own(t) for t in result.tensors]
+        return result
+
+    def finish(self, results: Any) -> None:
+        """After the forward: what changed later, whether `results` (the loss) hang on something inside a unit,
+        and what a backward reads.
+        """
+        for traits, tensors, versions in self._watched:
+            traits.stale |= _moved(tensors, versions)
+        for traits, tensors, versions in self._handed:
+            traits.changed |= _moved(tensors, versions)
+        receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
+        for traits, tensors, _ in self._watched:
+            traits.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
+        self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
+        # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
+        loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
+        received = [t for _, tensors, _ in self._watched for t in tensors]
+        for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
+            torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True)
+
+    def _cut(
+        self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
+    ) -> list[torch.Tensor]:
+        """Return the result's tensors without the unit's graph; an input that came back unchanged stays the
+        caller's own.
+        """
+        own = {id(t): original for t, original in zip(inputs, arguments.tensors, strict=True)}
+        outputs = []
+        for tensor in result.tensors:
+            if id(tensor) in own:
+                outputs.append(own[id(tensor)])
+                continue
+            border = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self._borders[id(border)] = (border, unit.name)
+            outputs.append(border.clone())  # no leaf: the caller may change it in place
+        return outputs
+
+    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[Place]) -> None:
+        """Note what one use of a unit does; over several uses, what any of them does."""
+        traits, uses = unit.traits, self.uses[unit.name]
+        detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
+        if self._is_first(traits):
+            traits.detached, traits.keeps_nothing = detached, True
+        traits.mutated |= mutated
+        traits.buffers |= buffers
+        traits.detached &= detached
+        traits.keeps_nothing &= not mutated and not uses[-1].saved_bytes
+
+    def _is_first(self, traits: UnitTraits) -> bool:
+        """True for the first use of a page in this pass."""
+        is_first = id(traits) not in self._pages
+        self._pages.add(id(traits))
+        return is_first
+
+    def _learn_batch(self, unit: Unit, arguments: Arguments) -> None:
+        """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether
+        the unit can be cut.
+        """
+        assert self._before is not None
+        traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
+        if self.rows == self._before.rows:  # an own loop's call: nothing to compare
+            return
+        traits.is_compared = True
+        if len(before) < len(uses):
+            traits.splits = False
+            return
+        is_first = self._is_first(traits)
+        learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first)
+        if traits.splits and traits.grows:
+            traits.splits = not traits.mutated and self._splits(unit, arguments)
+        elif traits.buffers:  # they would move once for the whole batch
+            traits.splits = False
+
+    def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        if _moved(weights, versions):
+            raise ConfigError(
+                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change would "
+                "stay on the device and be lost. Build the module without it."
+            )
+
+    def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
+        for module, key in places(unit.modules):
+            if module._buffers[key].grad_fn is not None:  # type: ignore[union-attr]
+                raise ConfigError(
+                    f"unit {unit.name} assigns its buffer {key} a tensor that hangs on the graph of this forward: "
+                    "gradients of later forwards would have to flow back into it, and in plain PyTorch too each would "
+                    "keep all graphs before it. Assign what is detached (.detach(), or under torch.no_grad())."
+                )
+
+    def _refuse_other_results(self, unit: Unit, arguments: Arguments) -> None:
+        """Raise ConfigError where a unit gives another result when it runs again as a recompute does: it draws from a
+        generator of its own, or goes by what is in none of its attributes.
+        """
+        if self._runner.saved.surely_keeps_graph(unit):
+            return
+        self._inside = unit
+        self._runner.enter(unit)
+        try:
+            first, second = (self._run_without_graph(unit, arguments) for _ in range(2))
+        finally:
+            self._runner.leave()
+            self._inside = None
+        if not all(map(_close, _floats(first), _floats(second))):
+            raise ConfigError(
+                f"unit {unit.name} gives another result each time it runs on the same input, so that its gradients "
+                "would belong to another forward when train.recompute runs it again. Draw random numbers from the "
+                "default generators of torch, Python or numpy, which are put back for that (not from a "
+                "torch.Generator, random.Random or numpy Generator of its own), or set train.recompute to never."
+            )
+
+    def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
+        for i in mutated:
+            if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
+                raise ConfigError(
+                    f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and "
+                    "that input is a view of another tensor: its gradient cannot be followed when the unit streams. "
+                    "Give the unit a copy (.clone()), or write the operation out of place."
+                )
+
+    def _splits(self, unit: Unit, arguments: Arguments) -> bool:
+        """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the
+        comparison.
+        """
+        traits = unit.traits
+
+        def run(rows: Rows | None) -> Arguments:
+            inputs = [t.clone() for t in traits.cut_inputs(arguments.tensors, rows)]
+            result = self._runner.run(unit, arguments, inputs, traits.cut_others(arguments.others, rows))
+            result.tensors = [self._runner.own(t) for t in result.tensors]
+            return result
+
+        self._inside = unit
+        self._runner.enter(unit)
+        try:
+            with self._runner.undo.in_eval_mode(unit.module), torch.no_grad():
+                whole = run(None)
+                pieces = [run((row, row + 1, self.rows)) for row in range(self.rows)]
+                joined = traits.join_outputs(pieces)
+        except Exception:
+            return False
+        finally:
+            self._runner.leave()
+            self._inside = None
+        shared = [number for number, axis in enumerate(traits.outputs) if axis is None]
+        # The first row's may be the whole's by chance, such as a largest value.
+        is_alike = all(_close(whole.tensors[number], piece.tensors[number]) for piece in pieces for number in shared)
+        return is_alike and all(map(_close, whole.tensors, joined))
+
+    def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
+        """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its
+        arguments.
+        """
+        for leaf in _graph_leaves(tensors):
+            found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
+            if found is not None and id(leaf) not in own:
+                raise ConfigError(
+                    f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
+                    "by another way than arguments and results (a hook, a cache or a shared container), and its "
+                    "gradient would be lost when the unit streams. Flags that collect such tensors cannot be "
+                    "honoured, as output_router_logits=True for a router loss: set them to False in the model's "
+                    "config."
+                )
+
+
+class _Reads(TorchDispatchMode):
+    """Notices operations on the NaN that stands for a parameter at rest."""
+
+    def __init__(self, addresses: dict[int, str], found: set[str]) -> None:
+        super().__init__()
+        self._addresses, self._found = addresses, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for leaf in value if isinstance(value, list | tuple) else (value,):  # an operation's lists are flat
+                if isinstance(leaf, torch.Tensor):
+                    name = self._addresses.get(leaf.data_ptr())
+                    if name is not None:
+                        self._found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Saved:
+    """Counts what autograd saves of a unit's run beside its inputs and its weights."""
+
+    def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
+        self._runner = runner
+        self._known = {t.untyped_storage().data_ptr() for t in inputs}
+        self.num_bytes = 0
+
+    def hooks(self) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._known and not self._runner.slots.holds(tensor):
+                self._known.add(storage.data_ptr())
+                self.num_bytes += storage.nbytes()
+            return tensor.detach()
+
+        return self._runner.undo.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: bool) -> None:
+    """Compare a unit's use in two passes: what grew with the rows, and by which axis; what its graph holds regardless
+    of them.
+
+    Uses of one unit that differ in this, or a tensor with two axes that grew, leave the unit uncut.
+    """
+    traits = unit.traits
+    per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
+    traits.copied_bytes = max(traits.copied_bytes, two.saved_bytes - per_row * rows[1])
+    could = is_first or traits.splits
+    traits.splits = False
+    try:
+        inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
+        outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
+        others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
+    except ValueError:
+        return
+    if not is_first and (inputs, outputs, others) != (traits.inputs, traits.outputs, traits.others):
+        return
+    if all(axis is None for axis in outputs):  # a position table that takes the tokens for their shape: run it whole
+        inputs, others = [None] * len(inputs), [False] * len(others)
+    traits.inputs, traits.outputs, traits.others = inputs, outputs, others
+    traits.splits = could
+
+
+def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
+    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is
+    not clear.
+    """
+    if len(first) != len(second):
+        raise ValueError("another number of axes")
+    grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not grown:
+        return None
+    axis = grown[0]
+    if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
+        raise ValueError("no single axis grew with the rows")
+    return BatchAxis(axis)
+
+
+def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+    """True where an argument that is no tensor is the number of rows or a multiple of it, False where it stays;
+    ValueError for anything else.
+    """
+    if type(first) is int and type(second) is int and first != second:
+        if first % rows[0] or first // rows[0] * rows[1] != second:
+            raise ValueError("a number that follows the rows in another way")
+        return True
+    return False
+
+
+def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
+    return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+
+
+def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    scale = float(first.abs().nan_to_num(0.0, 0.0).max()) if first.numel() else 0.0
+    return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
+
+
+def _floats(result: Arguments) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in result.tensors if tensor.is_floating_point()]
+
+
+def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that require a gradient under `tensors`."""
+    seen: set[Any] = set()
+    nodes = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -1,0 +1,341 @@
+"""What an engine runs on: units, tiers, lanes, made in the right order and undone by `close`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.distributed.comm import Comm
+from offload.engine.caches import Caches
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.updates import Updates
+from offload.engine.moved_buffers import MovedBuffers
+from offload.engine.spare_memory import SpareMemory
+from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
+from offload.engine.units.find import Candidate
+from offload.engine.units.recompute_policy import RecomputePolicy
+from offload.engine.units.residency import Hold, Snapshot
+from offload.engine.units.router import Router
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.undo import Undo
+from offload.engine.units.unit import Unit, put_parameter
+from offload.errors import format_bytes
+from offload.lanes.lane import ThreadLane
+from offload.lanes.opening import open_lanes
+from offload.layout.regions import ParameterInfo, Region
+from offload.planning.memory import (
+    SCRATCH,
+    SHARDS,
+    SLOT,
+    staging_bytes,
+)
+from offload.planning.plan import Plan, budget_bytes
+from offload.planning.settings import Settings
+from offload.schedule.execute import Executor
+from offload.telemetry.counters import Counters
+from offload.tiers.device import open_device
+from offload.tiers.ledger import Ledger
+from offload.tiers.nvme import Nvme
+from offload.tiers.placement import Placement
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
+
+
+class EngineState:
+    """A model whose parameters stream."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        infos: list[ParameterInfo],
+        candidates: Sequence[Candidate],
+        regions: Sequence[Region],
+        plan: Plan,
+        counters: Counters,
+        comm: Comm,
+    ) -> None:
+        self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
+        self.throttles = settings.throttles
+        self.closed = self.is_ours = False
+        placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
+        self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
+        self._staged = [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
+        self._keeps_gradients = keeps_gradients
+        device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
+        self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
+        self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
+        self.device = open_device(device_ledger, copies_aside=plan.overlap)
+        delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
+        self.lanes = open_lanes(settings.throttles, delay_seed, plan.overlap, has_peers=comm.size > 1)
+        self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
+        if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
+            self.lanes.collective.on_failure = comm.close
+        counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
+        self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
+        self.caches = Caches(model)
+        _put_buffers(model, self.device.torch_device)
+        self.moved = MovedBuffers(model)
+
+        self._nvme = self._open_nvme(placement, counters) if plan.rings else None
+        self.store = Store(
+            regions,
+            infos,
+            tier=plan.tiers[1],
+            device=self.device,
+            host=self.host,
+            lanes=self.lanes,
+            layout=plan.layout,
+            nvme=self._nvme,
+            comm=comm,
+            counters=counters,
+        )
+        if keeps_gradients:
+            self.store.hold_gradients(accumulates=False)
+        slot, buffer = plan.of("device", SLOT), plan.of("device", "gradient buffer")
+        self.slots = Slots(
+            self.store,
+            infos,
+            self.device,
+            self.lanes,
+            counters,
+            slot_bytes=slot.num_bytes,
+            slot_name=slot.name,
+            debug=debug,
+        )
+        self.gradients = GradientFlow(
+            self.store,
+            infos,
+            regions,
+            self.device,
+            self.lanes,
+            counters,
+            buffer_bytes=buffer.num_bytes,
+            shards_bytes=plan.of("device", SHARDS).num_bytes,
+            scratch_bytes=plan.of("device", SCRATCH).num_bytes,
+            staging=self._stage(self._staged),
+            has_wide_buffer=settings.splits,
+            debug=debug,
+        )
+        # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        stays = plan.tiers[0] == "device" or plan.limited
+        self.executor = Executor(
+            self.slots,
+            len(regions) if settings.prefetch == "auto" and self.lanes.overlap else plan.ahead,
+            None if stays else 1 + plan.ahead,
+            lands_late=self.gradients.lasts,
+        )
+        self.updates = Updates(
+            self.store,
+            infos,
+            self.gradients,
+            self.slots,
+            self.lanes,
+            settings.optimizer,
+            max_grad_norm=settings.max_grad_norm,
+            skips=settings.skips,
+            clip=settings.clip,
+            debug=debug,
+        )
+        self.spare_memory = SpareMemory(
+            comm,
+            self.device,
+            self.slots,
+            self.gradients,
+            slots_bytes=plan.range(SLOT),
+            buffer_bytes=plan.range("gradient buffer"),
+            moved=self._forget_places,
+        )
+        self.undo = Undo()
+        self.runner = UnitRunner(
+            self.device,
+            self.lanes,
+            self.slots,
+            self.executor,
+            self.gradients,
+            SavedInputs(
+                self.device,
+                self.lanes,
+                RecomputePolicy(settings.recompute, device_ledger, self.slots.holds),
+                self._activation_offload(placement.activations, counters),
+                self.undo,
+            ),
+            self.undo,
+            seed=settings.seed,
+            comm=comm,
+        )
+        self.router = Router(self.runner)
+        self.units: list[Unit] = []
+        for number, candidate in enumerate(candidates):
+            mine = [region for region in regions if candidate.name in region.units]
+            self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
+        self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
+        self.hold = Hold(model, infos, self.units, self.device.torch_device)
+        self.snapshot = Snapshot(model, infos, self.units, self.hold)
+
+    def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload[Any] | None:
+        """Return where unit inputs wait for their backward; None for the device."""
+        if tier == "nvme":
+            assert self._nvme is not None
+            return ActivationOffload(OnDisk(self.device, self.lanes, self._nvme), self.device, counters)
+        if tier == "cpu":
+            return ActivationOffload(OnHost(self.device, self.lanes, self.host), self.device, counters)
+        return None
+
+    def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
+        """Make the files of what is on disk, and the rings through which it moves. The ranks take turns, so that each
+        sees what room the others have left.
+        """
+        for allocation in self.plan.allocations:
+            if allocation.tier == "nvme":
+                self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
+        made: Nvme | None = None
+        for turn in range(self.comm.size):
+            if turn == self.comm.rank:
+                made = Nvme(
+                    placement.dirs,
+                    self.plan.layout.num_bytes(self.regions),
+                    rings=self.plan.rings,
+                    lanes=self.lanes,
+                    counters=counters,
+                    ledger=self.nvme_ledger,
+                    host=self.host,
+                    pinning=self.device.pinning,
+                )
+            self.comm.barrier(f"making of the files of rank {turn}")
+        assert made is not None
+        return made
+
+    @contextmanager
+    def as_ours(self) -> Iterator[None]:
+        """Within, the model's forward is called by the engine, not by an own loop."""
+        before = self.is_ours
+
+        def restore() -> None:
+            self.is_ours = before
+
+        with self.undo.afterwards(restore):
+            self.is_ours = True
+            yield
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Hang one NaN in the model for every parameter, also for those that stay on the device; its names and shapes
+        may be read.
+        """
+        resident = [unit for unit in self.units if unit.resident]
+
+        def restore() -> None:
+            for unit in resident:
+                unit.install(unit.live())
+
+        with self.undo.afterwards(restore), self.hold.reading(self.undo):
+            for unit in resident:
+                unit.install(unit.resting)
+            yield
+
+    def make_resident(self, names: set[str]) -> None:
+        """Units that are read from outside stay on the device, if it has room."""
+        for unit in self.units:
+            if unit.name in names:
+                size = sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r))
+                warnings.warn(
+                    f"unit {unit.name} is read from outside itself: its weights stay on the device "
+                    f"({format_bytes(size)}).",
+                    stacklevel=2,
+                )
+                self.keep(unit)
+                unit.resident = True
+
+    def keep(self, unit: Unit) -> None:
+        """Give a unit its weights on the device for good; its module runs as it is."""
+        unit.unroute()
+        self.slots.keep(unit.regions)
+        self.slots.settle()
+        self.executor.reset()
+        for other in self.units:
+            if any(region in unit.regions for region in other.regions):
+                other.forget_live()
+        for region in unit.regions:
+            self.gradients.make_lasting(region)
+        unit.install(unit.live())
+
+    def _forget_places(self) -> None:
+        """The device's memory for weights is about to become another."""
+        self.executor.reset(keep_orders=True)
+        for unit in self.units:
+            if not unit.resident:
+                unit.forget_live()
+
+    def accumulate(self, accumulates: bool = True) -> None:
+        """Make room for gradients that are summed over several backward passes; or between two steps go back to those
+        of one, so that a step is what it would be had there been none of the others.
+        """
+        if self._has_room_for_sums is accumulates:
+            return
+        self._has_room_for_sums = None
+        if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
+            warnings.warn(
+                "gradients that are summed over several backward passes wait in host memory, in fp32, although "
+                "offload.gradients is nvme.",
+                stacklevel=2,
+            )
+        self.lanes.drain_updates()  # they read what goes
+        self.store.hold_gradients(accumulates, waits=self._keeps_gradients)
+        self.gradients.accumulate(
+            accumulates, self._stage(self.regions if accumulates else self._staged, accumulates=accumulates)
+        )
+        self._has_room_for_sums = accumulates
+
+    def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
+        """Return memory beside the states for the gradients of these regions on their way."""
+        neighbours = 2 if self.lanes.overlap else 1
+        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates)
+        return self.store.stage("gradient staging", num_bytes)
+
+    def end_lanes(self) -> None:
+        self.lanes.close()
+        self._dropped.detach()  # what is raised in a finalizer is lost, a Ctrl-C too: none runs where none is needed
+
+    def close(self, restore: bool) -> None:
+        """Undo the rerouting; put real parameters back with `restore`; free the tiers."""
+        made: dict[int, nn.Parameter] = {}
+        for unit in self.units:
+            unit.unroute()
+            for place in unit.places:
+                index, now = place.parameter, place.module._parameters.get(place.key)
+                if restore and index not in made:
+                    value = self.store.read(index).to(self.device.torch_device, self.dtypes[index])
+                    trainable = self.infos[index].trainable if now is None else now.requires_grad
+                    made[index] = nn.Parameter(value, requires_grad=trainable)
+                put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
+            unit.forget_live()
+        self.caches.restore()
+        if restore:
+            self.hold.release()
+        else:
+            self.hold.spend()
+        self.end_lanes()
+        self.runner.close()
+        self.slots.free()
+        self.gradients.free()
+        self.store.close()
+        self.device.ledger.clear()
+        self.host.clear()
+        self.nvme_ledger.clear()
+        self.closed = True
+
+
+def _put_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers live on the device, in their own dtype."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

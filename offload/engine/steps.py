@@ -1,0 +1,265 @@
+"""One step, from a batch to the update, and one evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from offload.engine.loss.batch_agreement import PassPlan, meet
+from offload.engine.loss.loss import IGNORED, Batch, LossFunction, LossRule
+from offload.engine.loss.parts import Losses
+from offload.engine.recording.rehearsal import Rehearsal
+from offload.engine.recovery import Recovery
+from offload.engine.state import EngineState
+from offload.engine.units.condition import Condition, Place, places
+from offload.engine.units.drawn import Drawn
+from offload.engine.units.traits import DepartedError
+from offload.errors import ConfigError, DoesNotFitError
+from offload.layout.regions import Region
+from offload.planning.estimates import forward_seconds, update_seconds
+from offload.planning.settings import Settings
+from offload.telemetry.counters import Counters
+from offload.telemetry.timeline import LaneTime, Span
+
+_Result = TypeVar("_Result")
+_MOST_DEPARTURES = 3
+"""Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives."""
+
+    loss: torch.Tensor
+    """0-dim fp32 CPU tensor."""
+    grad_norm: float
+    """The norm of the gradients before clipping."""
+    tokens: int | None
+    """The target tokens; None in own loops."""
+    skipped: bool
+    """Whether the update was skipped for a gradient that is not finite."""
+    corrected: int = 0
+    """How many regions speculative clipping had updated with another coefficient than the true one."""
+    coarse: bool = False
+    """One of them was too far off for the correction to be as exact as docs/design.md says."""
+    seconds: float = 0.0
+    """Of the step on this thread."""
+    lanes: Mapping[str, LaneTime] = field(default_factory=dict)
+    """How long each lane was busy in it, and how long compute waited for it."""
+
+
+class Steps:
+    """Makes steps and evaluations of batches; own loops begin and end theirs here. `lr`: of the next update. `spans`:
+    what every lane did in the last step.
+    """
+
+    def __init__(self, state: EngineState, recovery: Recovery, counters: Counters, settings: Settings) -> None:
+        self._state, self._recovery, self._counters = state, recovery, counters
+        self._rule, self.lr, self._micro_rows = settings.optimizer, settings.optimizer.lr, settings.micro_batch_size
+        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
+        self.rehearsal = Rehearsal(state, counters)
+        self._modules = list(state.model.modules())
+        self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
+        self.spans: list[Span] = []
+
+    def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
+        """Train on a batch, which is on this rank's side still."""
+        self.rehearsal.forget_other_modes()
+        known = self._meet("step", batch, loss_fn, self.lr)
+        batch = self._bring(batch)
+        return self._again(lambda departed: self._step(batch, known, loss_fn, departed))
+
+    def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
+        """Return the loss of a batch, and leave no trace."""
+        known = self._meet("evaluate", batch, loss_fn)
+        batch = self._bring(batch)
+        return self._again(lambda departed: self._evaluate(batch, known, loss_fn, departed))
+
+    def _step(self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
+        state = self._state
+        rule = self._rehearsed(batch, known, loss_fn, departed)
+        tokens = known.num_targets(rule)
+        if not tokens and loss_fn is None:
+            raise ConfigError(
+                f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
+            )
+        self.resolve_clip(known.num_elements)
+        with self._recovery.ending():
+            state.accumulate(self._micro_rows is not None and self.losses.is_plain)
+            state.spare_memory.begin_step(known.num_elements)
+            self.begin(known.kind)
+            loss = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
+            # Closed now, and not when somebody lets go of a traceback that holds it.
+            with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
+                for part_loss in part_losses:
+                    if part_loss.requires_grad:
+                        part_loss.backward()
+                    loss += part_loss.detach().to(torch.float32)
+            return self.end(loss, tokens, known.kind)
+
+    def _evaluate(
+        self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
+    ) -> torch.Tensor:
+        state = self._state
+        rule = self._rehearsed(batch, known, loss_fn, departed)
+        random = state.device.random_state()
+        with (
+            self._recovery.ending(),
+            self._counters.unchanged(),
+            state.undo.afterwards(lambda: state.device.set_random_state(random)),
+            state.undo.in_eval_mode(state.model),
+            torch.no_grad(),
+        ):
+            state.slots.settle()
+            state.executor.begin(known.kind)
+            total = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
+            with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
+                for part_loss in part_losses:
+                    total += part_loss.to(torch.float32)
+            state.executor.end()
+            state.lanes.timeline.discount("h2d", "nvme_read")
+            state.executor.expect(*self._expected)
+            return self._sum(total)
+
+    def begin(self, kind: Hashable, waits: bool = False) -> None:
+        """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards."""
+        state = self._state
+        state.lanes.timeline.begin_step()
+        self._counters.begin_step()
+        state.runner.begin_step()
+        state.updates.begin_step(self.lr, waits or state.gradients.accumulates)
+        state.executor.begin(kind, wraps=state.updates.is_immediate)
+
+    def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
+        """Finish the gradients, clip, update, and start on the next step's weights."""
+        state = self._state
+        first = state.executor.first_uses()
+
+        def rank(region: Region) -> float:
+            if state.slots.is_resident(region):
+                return -1  # the step begins with it
+            return min(first.get(state.slots.cargo_of(unit.regions), math.inf) for unit in state.users[region.index])
+
+        def go_on() -> None:
+            state.runner.end_step()
+            state.executor.end()
+            if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
+                state.spare_memory.end_step()
+            state.executor.expect(*self._expected)
+
+        self._expected = kind, state.updates.is_immediate
+        applied = state.updates.apply(rank, go_on)
+        loss = self._sum(loss)
+        seconds, lanes, self.spans = state.lanes.end_step()
+        return StepResult(
+            loss,
+            applied.norm,
+            tokens,
+            skipped=applied.skipped,
+            corrected=applied.num_corrected,
+            coarse=applied.is_coarse,
+            seconds=seconds,
+            lanes=lanes,
+        )
+
+    def resolve_clip(self, tokens: int) -> str:
+        """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now."""
+        state = self._state
+        if state.updates.clip == "auto":
+            sharding, throttles = state.plan.layout.sharding, state.throttles
+            # On disk a correction is a second pass over the states, which costs more than the first one hides.
+            hides = not state.lanes.overlap or bool(state.plan.layout.planes)
+            if not hides:
+                device, num_units = state.device.torch_device, len(state.units)
+                forward_s = forward_seconds(state.infos, state.regions, num_units, tokens, sharding, throttles, device)
+                hides = update_seconds(self._rule, state.regions, sharding, throttles) <= forward_s
+            # Each rank has measured for itself.
+            is_late = state.comm.any(not hides, "choice of train.clip")
+            state.updates.clip = "speculative" if is_late else "deferred"
+        return state.updates.clip
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What was decided once and for all, and changes bits; for JSON."""
+        clip, losses = self._state.updates.clip, self.rehearsal.decided
+        return {"clip": clip, "plain": self.losses.is_plain, "losses": losses}
+
+    def decide_again(self, decided: Mapping[str, Any]) -> None:
+        """Go on by what another engine has decided."""
+        if self._state.updates.clip == "auto":
+            self._state.updates.clip = decided["clip"]
+        self.rehearsal.begin_again(decided.get("losses", {}))
+        self.losses.is_plain = decided.get("plain", False)
+
+    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
+        is_new = partial(self.rehearsal.is_new, batch, loss_fn)
+        return meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
+
+    def _bring(self, batch: Batch) -> Batch:
+        normal = {key: value.clone() if value.is_inference() else value for key, value in batch.items()}
+        return {key: value.to(self._state.device.torch_device) for key, value in normal.items()}
+
+    def _sum(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what each rank has of a loss, on the CPU."""
+        comm, loss = self._state.comm, loss.cpu()
+        if comm.size > 1:
+            loss = torch.tensor(comm.sum_in_order([float(loss)], "loss")[0], dtype=torch.float32)
+        return loss
+
+    def _rehearsed(
+        self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
+    ) -> LossRule:
+        """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
+        with self._recovery.ending():
+            self._state.slots.settle()
+            rule, self.losses.head = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
+            if not self.losses.is_plain and (known.is_new or departed is not None):
+                self.losses.is_plain = self._state.comm.any(not self.losses.splits, "whether batches can be cut")
+            self.rehearsal.is_complete = True
+        return rule
+
+    def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
+        """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
+        sequence fills), on one rank or several, record on rows of such a batch in their whole length, and run again
+        from the same random state. Where no few rows show what the batch does, it is not cut any more. Likewise where
+        units that had found room on the device were in the way. What fails leaves modules and generators as they were.
+        """
+        state = self._state
+        random, departed, num_departures = state.device.random_state(), None, 0
+        condition, drawn = Condition(self._modules, self._may_move()), Drawn.so_far()
+        step_number = state.runner.step_number
+
+        while True:
+            try:
+                result = run(departed)
+                if isinstance(result, StepResult) and result.skipped:
+                    condition.put_back()
+                return result
+            except BaseException as error:
+                if self._recovery.torn or state.runner.step_number != step_number:  # it is done, in part or all of it
+                    raise
+                state.device.set_random_state(random)
+                drawn.put_back()
+                condition.put_back()
+                if isinstance(error, DepartedError):
+                    departed, num_departures = error.is_own, num_departures + 1
+                    self.losses.is_plain |= num_departures == _MOST_DEPARTURES
+                elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
+                    raise
+
+    def _may_move(self) -> set[Place]:
+        """Return the buffers that a pass may move: all but those of units that were seen not to."""
+        recorded = [unit for unit in self._state.units if not unit.resident and unit.known]
+        still = {place for unit in recorded for place in places(unit.modules)}
+        still -= {place for unit in self._state.units for page in unit.known.values() for place in page.buffers}
+        return places(self._modules) - still
+
+    def _gives_back(self) -> bool:
+        with self._recovery.working():  # the other ranks had room, and are further by now
+            return self._state.comm.size == 1 and self._state.spare_memory.give_back()

@@ -1,0 +1,67 @@
+"""A model's weights, taken over into an engine one unit at a time."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from offload.distributed.comm import Comm
+from offload.engine.state import EngineState
+from offload.hf.safetensors_file import reader
+from offload.hf.sources import Fill, Source
+from offload.tiers.host import trim_heap
+
+
+def take_over(state: EngineState, fill: Fill | None) -> None:
+    """Take the weights over, and reroute the units."""
+    state.caches.turn_off()
+    try:
+        _take(state, fill)
+        state.hold.guard()
+        state.lanes.drain_updates()  # a disk that fails is found out here
+        state.lanes.timeline.discount("nvme_read", "nvme_write")
+        trim_heap()
+        for unit in state.units:
+            if unit.resident:
+                state.keep(unit)
+            else:
+                unit.route(state.router.call)
+        for region in state.regions:
+            if len(region.units) > 1:
+                state.gradients.make_lasting(region)
+    except BaseException:
+        if any(unit.resting for unit in state.units):
+            state.hold.spend(failed=True)
+        state.caches.restore()
+        state.end_lanes()
+        state.store.close()
+        raise
+
+
+def _take(state: EngineState, fill: Fill | None) -> None:
+    """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
+    # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
+    # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
+    given: dict[nn.Parameter, Source] = {}
+    taken: set[int] = set()
+    for number, unit in enumerate(sorted(state.units, key=lambda unit: not unit.whole)):
+        source = number % state.comm.size if fill is not None else 0
+        if fill is not None and source == state.comm.rank:
+            given.update(fill(unit.name, unit.module) or {})  # also of what is below, which may come later
+        for place in unit.places:
+            parameter = place.module._parameters[place.key]
+            assert parameter is not None
+            if place.parameter not in taken:
+                read = given.pop(parameter).read if parameter in given else reader(parameter)
+                state.store.write(place.parameter, read, parameter.dtype, source)
+                taken.add(place.parameter)
+            unit.resting[place.parameter] = state.hold.resting[place.parameter]
+        unit.install(unit.resting)
+
+
+def share_buffers(model: nn.Module, comm: Comm) -> None:
+    """Give all ranks the buffers of rank 0, as they get its weights."""
+    for name, buffer in model.named_buffers() if comm.size > 1 else ():
+        if buffer.numel():
+            value = buffer.detach().cpu().contiguous().reshape(-1)
+            comm.broadcast(value, 0, f"buffer {name}")
+            buffer.copy_(value.view(buffer.shape))

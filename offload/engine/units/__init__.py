@@ -1,0 +1,1 @@
+"""Units: modules whose parameters travel together, and what runs, saves and recomputes them."""

@@ -1,0 +1,274 @@
+"""Activation checkpoints below the device: the inputs of units, from their forward to their backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import align
+from offload.telemetry.counters import Counters
+from offload.tiers.device import Device
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+from offload.tiers.nvme import RING_TILES, Nvme, Stripes
+
+_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in memory: its strides, and where in a line of the cache it begins, both in elements.
+
+    Kernels choose by these how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
+    batch norm by the order of the axes), so that a copy which lies in another way gives other last bits.
+    """
+
+    strides: tuple[int, ...]
+    begin: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        return cls(tensor.stride(), tensor.data_ptr() % _LINE_BYTES // tensor.element_size())
+
+    def part(self, part: torch.Tensor, whole: Sequence[int]) -> Layout:
+        """Return the layout that a part of a tensor had, which is now told from its copy, contiguous in the shape
+        `whole`, of which `part` is a view.
+        """
+        begin, rest = self.begin, int(part.storage_offset())
+        for axis, stride in enumerate(self.strides):
+            index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
+            begin += index * stride
+        return Layout(self.strides, begin % (_LINE_BYTES // part.element_size()))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy that lies so."""
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, self.strides, strict=True)]  # expanded
+        span = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(shape, self.strides, strict=True))
+        room = torch.empty(self.begin + span, dtype=tensor.dtype, device=tensor.device)
+        room.as_strided(shape, self.strides, self.begin).copy_(tensor.as_strided(shape, tensor.stride()))
+        return room.as_strided(tensor.shape, self.strides, self.begin)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """What stands for a tensor that was put away; on the host it also lies there. `shape`, `layout`: the tensor's."""
+
+    memory: torch.Tensor
+    shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
+    layout: Layout = Layout((), 0)
+    fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
+
+
+@dataclass(eq=False)
+class _Extent(_Buffer):
+    """A buffer on disk: its memory is an address that nobody touches, so that parts of it can be told."""
+
+    file: Stripes | None = None
+    offset: int = 0
+
+
+_B = TypeVar("_B", bound=_Buffer)
+
+
+class _Place(Protocol[_B]):
+    """Where buffers are."""
+
+    def make(self, num_bytes: int) -> _B:
+        """Make one more."""
+
+    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
+        """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
+
+    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
+        """Move a part of a buffer's view to the device."""
+
+
+class ActivationOffload(Generic[_B]):
+    """A pool of buffers, grown to what a step needs and used again by every step after it."""
+
+    def __init__(self, place: _Place[_B], device: Device, counters: Counters) -> None:
+        self._place, self._device, self._counters = place, device, counters
+        self._free: dict[int, list[_B]] = {}
+        self._taken: dict[int, _B] = {}
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor away behind compute; return what stands for it, of the same shape."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not num_bytes:
+            return tensor
+        free = self._free.setdefault(num_bytes, [])
+        buffer = free[-1] if free else self._place.make(num_bytes)
+        self._taken[buffer.memory.data_ptr()] = buffer
+        if free:
+            free.pop()
+        buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
+        copy = buffer.memory.view(tensor.dtype).view(tensor.shape)
+        buffer.fence.fill(*self._place.put(tensor, copy, buffer))
+        self._counters.d2h_bytes += num_bytes
+        return copy
+
+    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout]:
+        """Return a device copy of what was put away, or of a part of it, the tickets after which it is there, and how
+        that lay; any other tensor as it is.
+        """
+        buffer = self._taken.get(tensor.untyped_storage().data_ptr())
+        if buffer is None:
+            return tensor, (), Layout.of(tensor)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
+        self._counters.h2d_bytes += copy.nbytes
+        return copy, self._place.get(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
+
+    def has(self, storage: int) -> bool:
+        """True where a storage (by its address) is one of the pool's."""
+        return storage in self._taken
+
+    def free(self, storage: int) -> bool:
+        """Give a buffer back to the pool; False where it is none of the pool's."""
+        buffer = self._taken.get(storage)
+        if buffer is not None:
+            free = self._free[buffer.memory.nbytes]
+            if buffer not in free:
+                free.append(buffer)
+            del self._taken[storage]
+        return buffer is not None
+
+    def reset(self) -> None:
+        """Nobody needs any buffer any more."""
+        for storage in list(self._taken):
+            self.free(storage)
+
+
+class OnHost:
+    """Buffers in host memory: copies go down on the d2h lane, and come back on the h2d lane."""
+
+    def __init__(self, device: Device, lanes: Lanes, host: Ledger) -> None:
+        self._device, self._lanes, self._host = device, lanes, host
+
+    def make(self, num_bytes: int) -> _Buffer:
+        """Take host memory."""
+        self._host.reserve("activation checkpoints", num_bytes)
+        return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
+
+    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+        """Copy down."""
+        ticket = self._lanes.d2h.submit(
+            partial(self._device.copy, copy, tensor),
+            reads=self._lanes.mark(),
+            fills=buffer.fence.before_fill(),
+            name="activations",
+            num_bytes=copy.nbytes,
+        )
+        return (ticket,)
+
+    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+        """Copy up."""
+        ticket = self._lanes.h2d.submit(
+            partial(self._device.copy, copy, part),
+            # The copy's memory may be what compute has just let go of.
+            reads=(*buffer.fence.before_read(), *self._lanes.mark()),
+            name="activations",
+            num_bytes=copy.nbytes,
+        )
+        buffer.fence.read(ticket)
+        return (ticket,)
+
+
+class OnDisk:
+    """Buffers in files: tiles go down and up through a ring, in turn by the lanes of the device and of the disk."""
+
+    def __init__(self, device: Device, lanes: Lanes, nvme: Nvme) -> None:
+        self._device, self._lanes, self._nvme, self._channel = device, lanes, nvme, nvme.activations
+        # A part may begin and end within a page.
+        self._tile_bytes = nvme.activations.num_bytes // RING_TILES - 2 * _PAGE_BYTES
+
+    def make(self, num_bytes: int) -> _Extent:
+        """Take room in a file."""
+        file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
+        return _Extent(Arena(num_bytes).take(num_bytes, torch.uint8), file=file, offset=offset)
+
+    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
+        """Copy down and write, tile by tile."""
+        assert buffer.file is not None
+        flat, fills, tickets = tensor.reshape(-1).view(torch.uint8), buffer.fence.before_fill(), []
+        for begin in range(0, copy.nbytes, self._tile_bytes):
+            tile = flat[begin : begin + self._tile_bytes]
+            stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))
+            down = self._lanes.d2h.submit(
+                partial(self._device.copy, stretch.flat[: tile.nbytes], tile),
+                reads=self._lanes.mark(),
+                fills=stretch.fills,
+                name="activations",
+                num_bytes=tile.nbytes,
+            )
+            stretch.fence.fill(down)
+            tickets.append(
+                self._channel.write(
+                    buffer.file,
+                    buffer.offset + begin,
+                    stretch,
+                    stretch.flat.nbytes,
+                    reads=(down,),
+                    fills=fills,
+                    name="activations",
+                )
+            )
+            stretch.is_open = False
+        return tickets
+
+    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
+        """Read and copy up, tile by tile."""
+        assert buffer.file is not None
+        tickets, reads, end = [], buffer.fence.before_read(), 0
+        target = copy.view(-1).view(torch.uint8)
+        for begin, num_rows, row_bytes, run_bytes in _tiles(part, self._tile_bytes):
+            first = begin // _PAGE_BYTES * _PAGE_BYTES
+            last = align(begin + (num_rows - 1) * row_bytes + run_bytes, _PAGE_BYTES)
+            stretch = self._channel.take(last - first)
+            reading = self._channel.read(
+                buffer.file, buffer.offset + first, stretch, reads=reads, name="activations", is_ahead=False
+            )
+            buffer.fence.read(reading)
+            size = num_rows * run_bytes
+            offset = stretch.flat.storage_offset() + begin - first
+            source = stretch.flat.as_strided((num_rows, run_bytes), (row_bytes, 1), offset)
+            up = self._lanes.h2d.submit(
+                partial(self._device.copy, target[end : end + size].view(num_rows, run_bytes), source),
+                reads=(reading, *self._lanes.mark()),
+                name="activations",
+                num_bytes=size,
+            )
+            stretch.fence.read(up)
+            stretch.is_open = False
+            tickets.append(up)
+            end += size
+        return tickets
+
+
+def _tiles(part: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a part of a contiguous tensor (a range along one of its axes) in tiles, in order: where it begins in the
+    tensor, how many rows it has, from row to row, and of each row; all but the second in bytes.
+    """
+    item, begin = part.element_size(), int(part.storage_offset()) * part.element_size()
+    run, axis = 1, part.dim()
+    while axis and (part.shape[axis - 1] == 1 or part.stride(axis - 1) == run):
+        axis -= 1
+        run *= part.shape[axis]
+    num_rows, row_bytes, run_bytes = part.numel() // run, 0, run * item
+    if axis:
+        row_bytes = part.stride(axis - 1) * item
+    per_tile = max(1, most_bytes // row_bytes) if row_bytes else 1
+    for row in range(0, num_rows, per_tile):
+        if per_tile > 1:
+            yield begin + row * row_bytes, min(per_tile, num_rows - row), row_bytes, run_bytes
+            continue
+        for start in range(0, run_bytes, most_bytes):
+            yield begin + row * row_bytes + start, 1, 0, min(most_bytes, run_bytes - start)

@@ -1,0 +1,327 @@
+"""One use of a unit in a pass that will have a backward: micro-batch by micro-batch, with a recompute or a kept
+graph.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.condition import Condition
+from offload.engine.units.drawn import Drawn
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
+from offload.engine.units.saved_inputs import Returning
+from offload.engine.units.traits import Rows
+from offload.engine.units.undo import Undo, Where
+from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
+
+_T = TypeVar("_T")
+
+
+class Surroundings:
+    """The default device, the context variables and the autocast of a forward. Its recompute needs them: a backward may
+    be called outside, and on a GPU runs in a thread of autograd's, which has others.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device, self._context = torch.get_default_device(), contextvars.copy_context()
+        self._types = dict.fromkeys(("cpu", device_type))
+        self._autocast = self._autocast_now()
+
+    def run(self, function: Callable[[], _T], undo: Undo) -> _T:
+        """Call a function in them."""
+        return self._context.run(self._run, function, undo)
+
+    def _run(self, function: Callable[[], _T], undo: Undo) -> _T:
+        with ExitStack() as within:
+            if torch.get_default_device() != self._device:
+                within.enter_context(undo.within(self._device))
+            if self._autocast_now() != self._autocast:
+                for name, enabled, dtype, caches in self._autocast:
+                    within.enter_context(undo.within(torch.autocast(name, dtype, enabled, caches)))
+            return function()
+
+    def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
+        caches = torch.is_autocast_cache_enabled()
+        return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches) for t in self._types]
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch of a call: its rows, the generators and the unit's modules as they were, its graph where that is
+    kept. drawn: None where nothing was drawn but from torch's generators.
+    """
+
+    rows: Rows | None
+    random: tuple[torch.Tensor, ...]
+    condition: Condition
+    drawn: Drawn | None
+    graph: SavedGraph | None = None
+
+
+class Call:
+    """Serves the forward and the backward of one `UnitFunction`."""
+
+    def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
+        self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
+        self._needs = [t.requires_grad for t in arguments.tensors]
+        self._surroundings = Surroundings(runner.device.torch_device.type)
+        self._inputs: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._micro_batches: list[MicroBatch] = []
+        self._shapes = [(t.shape, t.dtype) for t in arguments.tensors]
+        self.result: Arguments | None = None
+        self.dirty: list[torch.Tensor] = []
+        self._is_open = False
+        self._coming: dict[int, Returning] = {}
+        self._claim = runner.claims.open(self, unit.name)
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
+        unit, runner, traits = self.unit, self._runner, self.traits
+        rows = runner.rows_of(unit)
+        keeps = runner.saved.keeps_graph(unit, self._shapes)
+        self._is_open = True
+        if not keeps:
+            self._save_inputs(tensors)
+        runner.enter(unit)
+        results: list[Arguments] = []
+        # Ranks start from the same seed, and must not draw the same.
+        draws_own = len(rows) > 1 or runner.has_peers
+        ambient = runner.device.random_state() if draws_own else None
+        try:
+            for number, span in enumerate(rows):
+                if ambient is not None:
+                    runner.seed(unit, number)
+                micro_batch = MicroBatch(
+                    span, runner.device.random_state(), Condition(unit.modules, traits.buffers), Drawn.so_far()
+                )
+                self._micro_batches.append(micro_batch)
+                inputs = traits.cut_inputs(tensors, span)
+                others = traits.cut_others(self._arguments.others, span)
+                results.append(self._forward_of(micro_batch, inputs, others, keeps))
+                if micro_batch.drawn and not micro_batch.drawn.has_moved():
+                    micro_batch.drawn = None
+        finally:
+            runner.leave()
+            if ambient is not None:
+                runner.device.set_random_state(ambient)
+        self.result = results[0]
+        self.result.tensors = traits.join_outputs(results)
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            _refuse_change(unit, tensor, version)
+        for i in traits.changed:  # the caller changes this result in place, which autograd forbids where it is a view
+            if all(self.result.tensors[i] is not t for t in tensors):
+                self.result.tensors[i] = self.result.tensors[i].clone()
+        self.dirty = [tensors[i] for i in sorted(traits.mutated) if tensors[i].is_floating_point()]
+        return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
+
+    def _forward_of(
+        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
+    ) -> Arguments:
+        runner, unit = self._runner, self.unit
+        if keeps:
+            try:
+                micro_batch.graph = SavedGraph(unit, runner, self._arguments, inputs, self._needs, others, self._claim)
+                return micro_batch.graph.hand_over()
+            except TooMuchToKeepError:
+                # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
+                # before.
+                runner.device.set_random_state(micro_batch.random)
+                micro_batch.condition.put_back()
+                if micro_batch.drawn:
+                    micro_batch.drawn.put_back()
+                if not self._inputs:
+                    self._save_inputs(self._arguments.tensors)
+        result = run_without_graph(unit, runner, self._arguments, inputs, others, self._needs)
+        result.tensors = [runner.own(t) for t in result.tensors]
+        return result
+
+    def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        traits = self.traits
+        copied = traits.mutated | traits.stale
+        inputs, saved = [], self._runner.saved
+        for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True)):
+            kept = saved.put_away(t.clone() if i in copied else t.detach(), need and i not in traits.shared)
+            saved.hold(kept, "unit inputs", self._claim)
+            inputs.append(kept)
+        self._inputs, self._versions = inputs, [t._version for t in inputs]
+        saved.opened(self)
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters'
+        go to the runner.
+        """
+        unit, runner = self.unit, self._runner
+        if not self._is_open:
+            raise OffloadError(
+                f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
+            )
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            _refuse_change(unit, tensor, version)
+        if not runner.claims.is_current(self._claim):
+            raise OffloadError(
+                f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
+            )
+        if not runner.claims.is_of_these_weights(self._claim):
+            raise OffloadError(
+                f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
+                "checkpoint), so that its gradients would be none of any model's; run the forward again."
+            )
+        before, runner.undo.where = runner.undo.where, Where.ENGINE
+        found: list[list[torch.Tensor | None]] = []
+        ambient = runner.device.random_state()
+        runner.enter(unit, backward=True)
+        unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
+        try:
+            for number, micro_batch in enumerate(self._micro_batches):
+                with micro_batch.condition.buffers_again(self.traits.buffers, runner.undo):
+                    leaves, results = micro_batch.graph.take() if micro_batch.graph else self._recompute(number)
+                    pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
+                    pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
+                del leaves, results, pairs
+            runner.gradients.close(unit.regions)
+        finally:
+            unit.install(unit.resting)
+            runner.device.set_random_state(ambient)
+            runner.leave()
+            self.close()
+        joined = self.traits.join_gradients(found, self._shapes)
+        runner.undo.where = before
+        return joined
+
+    def prepare(self, number: int = 0) -> None:
+        """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
+        if (
+            number < len(self._micro_batches)
+            and self._micro_batches[number].graph is None
+            and number not in self._coming
+        ):
+            self._coming[number] = self._runner.saved.bring_back(
+                self.traits.cut_inputs(self._inputs, self._micro_batches[number].rows)
+            )
+
+    def _recompute(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Run the forward of a micro-batch again, with a graph; return its leaves and the tensors that gradients
+        come in for.
+        """
+        unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
+        self.prepare(number)
+        saved = runner.saved.wait(self._coming.pop(number))
+        if number + 1 == len(self._micro_batches):
+            runner.saved.look_back(self)
+        elif runner.saved.looks_back:
+            self.prepare(number + 1)
+        others = traits.cut_others(self._arguments.others, micro_batch.rows)
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
+        runner.device.set_random_state(micro_batch.random)
+        with (
+            torch.enable_grad(),
+            runner.saved.measure_kept(unit, self._shapes, leaves, len(self._micro_batches)),
+            micro_batch.condition.attributes_again(runner.undo),
+            micro_batch.drawn.again(runner.undo) if micro_batch.drawn else nullcontext(),
+        ):
+            inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
+            results = self._surroundings.run(
+                lambda: runner.run(unit, self._arguments, inputs, others), runner.undo
+            ).tensors
+        dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
+        return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
+
+    def close(self) -> None:
+        """Let go of what the backward needed."""
+        if self._is_open:
+            self._is_open = False
+            self._inputs, self._micro_batches, self._coming = [], [], {}
+            self._runner.finish(self._claim)
+
+
+def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise OffloadError(
+            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
+            "the recording pass; use an out-of-place operation there."
+        )
+
+
+class UnitFunction(torch.autograd.Function):
+    """The border between the outer graph and a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, _anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.forward(tensors)
+        if call.dirty:
+            ctx.mark_dirty(*call.dirty)
+        detached = call.traits.detached
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.call.backward(gradients)
+
+
+def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+    """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input
+    does.
+    """
+    call = Call(unit, runner, arguments)
+    outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
+    # The outputs hold the call through their graph: a call that held them too (or an input that it changed in place,
+    # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
+    result, call.result, call.dirty, arguments.tensors = call.result, None, [], []
+    assert result is not None
+    return result.fill(outputs)
+
+
+def call_unit_without_graph(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+    """Run a unit whose result needs no gradient."""
+    rows, results = runner.rows_of(unit), []
+    runner.enter(unit)
+    try:
+        with torch.no_grad():
+            for span in rows:
+                inputs = unit.traits.cut_inputs(arguments.tensors, span)
+                result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
+                result.tensors = [runner.own(t) for t in result.tensors]
+                results.append(result)
+    finally:
+        runner.leave()
+    return results[0].fill(unit.traits.join_outputs(results))
+
+
+def run_without_graph(
+    unit: Unit,
+    runner: UnitRunner,
+    arguments: Arguments,
+    tensors: Sequence[torch.Tensor],
+    others: Sequence[Any],
+    needs: Sequence[bool],
+) -> Arguments:
+    """Run a unit and drop its graph; under one where torch would otherwise take another kernel, with other last
+    bits.
+    """
+    if not unit.traits.needs_graph:
+        return runner.run(unit, arguments, tensors, others)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        result = runner.run(unit, arguments, leaves, others)
+    original = {id(leaf): t for leaf, t in zip(leaves, tensors, strict=True)}
+    result.tensors = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
+    return result

@@ -1,0 +1,171 @@
+"""Find the units of a model by its structure: no list of names, no family.
+
+The blocks are what the outermost lists of modules hold. Every other module that owns parameters is a unit by itself,
+except the small ones (final norms, biases of a parent module), which stay on the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.layout.regions import ParameterInfo
+from offload.optim.rule import UpdateRule
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_RESIDENT_SHARE = 16
+"""A module outside the blocks stays on the device when it is smaller than the largest block divided by this."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter hangs: `module._parameters[key]`."""
+
+    module: nn.Module
+    key: str
+    parameter: int
+
+
+@dataclass
+class Candidate:
+    """A unit before anything is allocated: a module, the places of its parameters, and whether it streams or stays.
+
+    A parent whose children are units of their own keeps only the parameters that hang directly on it (`whole` is
+    False), and stays.
+    """
+
+    name: str
+    module: nn.Module
+    places: list[Place]
+    whole: bool
+    resident: bool
+
+    @property
+    def parameters(self) -> list[int]:
+        """Indices of the parameters, in module order, each once."""
+        return list(dict.fromkeys(place.parameter for place in self.places))
+
+
+def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str) -> list[ParameterInfo]:
+    """Return what there is to train, in torch's order, tied names once."""
+    named = list(model.named_parameters())
+    if not named:
+        raise ConfigError("the model has no parameters: there is nothing to train.")
+    if not any(p.requires_grad for _, p in named):
+        raise ConfigError("every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
+    kept = _kept_in_fp32(model)
+    infos = []
+    for index, (name, parameter) in enumerate(named):
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}: only float32, bfloat16 and float16 weights are trained. Load "
+                "the model unquantized."
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
+                "run: its gradient lands in the engine, unit by unit. Remove the hook; a hook of a module does run."
+            )
+        fp32 = precision == "fp32" or (
+            parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
+        )
+        lr_scale, weight_decay = optimizer.settings(name, parameter.dim())
+        infos.append(
+            ParameterInfo(
+                index=index,
+                name=name,
+                shape=tuple(parameter.shape),
+                trainable=parameter.requires_grad,
+                compute="fp32" if fp32 else "bf16",
+                bf16_source=parameter.dtype == torch.bfloat16,
+                lr_scale=lr_scale,
+                weight_decay=weight_decay,
+            )
+        )
+    return infos
+
+
+def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
+    """Split `model` into units, in module order. A model without lists of modules is split into the modules that
+    own parameters.
+    """
+    index_of = {id(parameter): index for index, (_, parameter) in enumerate(model.named_parameters())}
+    bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def places(modules: Iterator[nn.Module]) -> list[Place]:
+        return [
+            Place(module, key, index_of[id(parameter)])
+            for module in modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    units: list[Candidate] = []
+    inside: set[int] = set()
+    for block in _blocks(model):
+        if id(block) not in inside:
+            units.append(Candidate(names[id(block)], block, places(block.modules()), whole=True, resident=False))
+            inside.update(id(module) for module in block.modules())
+    largest = max((sum(bytes_of[i] for i in unit.parameters) for unit in units), default=0)
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        own = places(iter((module,)))
+        if not own:
+            continue
+        below = [child for child in module.modules() if child is not module]
+        size = sum(bytes_of[place.parameter] for place in own)
+        is_small = size * _RESIDENT_SHARE < largest
+        whole = not any(parameter is not None for child in below for parameter in child._parameters.values())
+        if not whole and not is_small and not any(id(child) in inside for child in below):
+            # A table with a norm of its own, an attention with a projection: one unit with all that is below.
+            own, whole = places(module.modules()), True
+            inside.update(id(child) for child in below)
+        units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or is_small))
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return sorted(units, key=lambda unit: order.get(unit.name, 0))
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the elements of the outermost lists, going through lists of lists; a Sequential counts where every
+    element has parameters.
+    """
+
+    def has_parameters(module: nn.Module) -> bool:
+        return next(module.parameters(), None) is not None
+
+    def elements(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if isinstance(child, _LISTS):
+                yield from elements(child)
+            elif has_parameters(child):
+                yield child
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            is_chain = isinstance(child, nn.Sequential) and len(child) > 1 and all(map(has_parameters, child))
+            # A dict of modules is often a mere namespace ({"wte": ..., "h": [...]}): what counts is the lists in it.
+            if isinstance(child, nn.ModuleList) or is_chain:
+                yield from elements(child)
+            else:
+                yield from walk(child)
+
+    yield from walk(model)
+
+
+def _kept_in_fp32(model: nn.Module) -> list[re.Pattern[str]]:
+    """Return patterns for the names of parameters that a transformers model keeps in fp32 when it runs in a
+    16-bit dtype.
+    """
+    patterns: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            patterns.update(getattr(module, attribute, None) or ())
+    return [re.compile(rf"(^|\.){pattern.replace('.*', '[^.]*')}(\.|$)") for pattern in sorted(patterns)]

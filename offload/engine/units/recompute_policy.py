@@ -1,0 +1,105 @@
+"""Which uses of units keep their graph, and which recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.engine.units.undo import Undo
+from offload.engine.units.unit import Unit
+from offload.tiers.ledger import Ledger
+
+_COPIED_SHARE = 10
+"""A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo
+the streaming.
+"""
+
+Shapes = Sequence[tuple[torch.Size, torch.dtype]]
+
+
+class RecomputePolicy:
+    """`always` recompute, `never`, or `auto`: as many kept graphs as the device's budget has room for.
+
+    A unit whose graph would save only its inputs and weights (an embedding, a linear head) keeps it in every mode. For
+    `auto`, the first step of every shape recomputes and measures what a graph would hold beside the unit's inputs; the
+    steps after it keep what fits, from the last unit back, since those are held for the shortest time. Room for graphs
+    is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
+    """
+
+    def __init__(self, mode: str, ledger: Ledger, is_weight: Callable[[torch.Tensor], bool]) -> None:
+        self.mode, self._ledger, self._is_weight = mode, ledger, is_weight
+        self._sizes: dict[tuple[Any, ...], int] = {}
+        self._kept: set[tuple[Any, ...]] = set()
+        self._new: list[tuple[Any, ...]] = []
+        self._others_peak_bytes = 0
+        self._step_peak_bytes = 0
+
+    @property
+    def may_give_up(self) -> bool:
+        """True where a graph that turns out too large is dropped, and the unit recomputed."""
+        return self.mode == "auto"
+
+    def keeps(self, unit: Unit, shapes: Shapes) -> bool:
+        """Decide for one use of a unit with inputs of these shapes."""
+        traits = unit.traits
+        if traits.keeps_nothing:
+            return True
+        weights = sum(region.weight_bytes for region in unit.regions)
+        if self.mode == "always" or traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > weights:
+            return False
+        return self.mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
+
+    def has_room(self, num_bytes: int) -> bool:
+        """True where a graph may hold `num_bytes` more."""
+        budget = self._ledger.budget_bytes
+        return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
+
+    def saw(self) -> None:
+        """Something more is held than before: note the most that graphs and everything else have held."""
+        self._step_peak_bytes = max(self._step_peak_bytes, self._held_bytes)
+        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - self._held_bytes)
+
+    @contextmanager
+    def measure(
+        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int, undo: Undo
+    ) -> Iterator[None]:
+        """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
+        key = (unit.name, *shapes)
+        if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
+            yield
+            return
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and not self._is_weight(tensor):
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()
+
+        with undo.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._sizes[key] = sum(storages.values()) * num_parts
+        self._new.append(key)
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._step_peak_bytes = self._held_bytes
+
+    def end_step(self) -> None:
+        """Choose among what this step has measured."""
+        if not self._new or self._ledger.budget_bytes is None:
+            return
+        room = self._ledger.budget_bytes - self._others_peak_bytes - self._step_peak_bytes
+        for key in self._new:  # backward order: the last unit comes first
+            if self._sizes[key] <= room:
+                self._kept.add(key)
+                room -= self._sizes[key]
+        self._new.clear()
+
+    @property
+    def _held_bytes(self) -> int:
+        return self._ledger.allocations.get("kept tensors", 0)

@@ -1,0 +1,68 @@
+"""Where the calls of units go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.call import call_unit, call_unit_without_graph
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.undo import Where
+from offload.engine.units.unit import Unit
+
+_Calls = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Router:
+    """Takes the calls of all units: for the runner, with a backward or without; or for a recording, while there is one.
+
+    `give_up` ends what an interrupt has left half done.
+    """
+
+    def __init__(self, runner: UnitRunner) -> None:
+        self._runner, self._undo = runner, runner.undo
+        self._recording: _Calls | None = None
+        self.give_up: Callable[[], None] = runner.reset
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit's forward, as the module would."""
+        if self._recording is not None:
+            return self._recording(unit, args, kwargs)
+        if self._undo.where is Where.ENGINE:
+            self.give_up()
+        self._undo.where = Where.ENGINE
+        with_grad = torch.is_grad_enabled()
+        try:
+            self._runner.collect()
+            result = self._call(unit, args, kwargs)
+        except BaseException:
+            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
+            raise
+        self._undo.where = Where.NOWHERE
+        return result
+
+    def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runner = self._runner
+        is_step = torch.is_grad_enabled() or runner.has_micro_batches
+        arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
+        runner.count(unit, arguments)
+        if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
+            runner.expect_backward(unit)
+            return deliver(call_unit(unit, runner, arguments), args, kwargs)
+        return deliver(call_unit_without_graph(unit, runner, arguments), args, kwargs)
+
+    @contextmanager
+    def recorded(self, recording: _Calls) -> Iterator[None]:
+        """Within, the units' calls go to a recording, and gradients nowhere."""
+        gradients = self._runner.gradients
+
+        def restore() -> None:
+            self._recording, gradients.drops = None, False
+
+        with self._undo.afterwards(restore):
+            self._recording, gradients.drops = recording, True
+            yield

@@ -1,0 +1,248 @@
+"""Runs units: brings their weights up, runs their modules over them, and lets others have the room again."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.distributed.comm import Comm
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.units.activation_offload import Layout
+from offload.engine.units.arguments import Arguments, mappings
+from offload.engine.units.claims import Claim, Claims
+from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.traits import DepartedError, Rows
+from offload.engine.units.undo import Undo, Where
+from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
+from offload.lanes.lanes import Lanes
+from offload.layout.regions import Region
+from offload.schedule.execute import Executor
+from offload.tiers.device import Device
+from offload.tiers.slots import Slots
+
+
+class UnitRunner:
+    """What the units of one engine share. A unit's use goes enter -> run -> leave, in forward and again in backward.
+
+    Within `micro_batches`, every unit whose inputs grow with the batch runs micro-batch by micro-batch, under one fetch
+    (layered gradient accumulation, arXiv:2106.02679).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        lanes: Lanes,
+        slots: Slots,
+        executor: Executor,
+        gradients: GradientFlow,
+        saved: SavedInputs,
+        undo: Undo,
+        *,
+        seed: int,
+        comm: Comm,
+    ) -> None:
+        self.device, self.slots, self.gradients, self.saved, self.undo = device, slots, gradients, saved, undo
+        self._lanes, self._executor = lanes, executor
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.step_number = 0
+        self._seed, self._comm = seed, comm
+        self.has_peers = comm.size > 1
+        self._batch: tuple[int, int] | None = None
+        self._is_cut = False
+        self._inside: Unit | None = None
+        self._uses: dict[str, int] = {}
+        self._num_calls: dict[str, int] = {}
+        self.claims = Claims()
+
+    # -- a use of a unit -------------------------------------------------------------------------------------
+
+    def count(self, unit: Unit, arguments: Arguments) -> None:
+        """A unit is called. Raises DepartedError, on all ranks, where the batch is cut in rows and the arguments on one
+        of them cannot be.
+        """
+        self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
+        is_known = unit.recall(arguments.structure) and unit.traits.is_compared
+        if self._is_cut:
+            # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
+            departs = self._batch is not None and not (is_known and unit.traits.can_cut(arguments, self._batch[0]))
+            if self._comm.any(departs, f"how unit {unit.name} is called"):
+                raise DepartedError(is_own=departs)
+
+    def expect_backward(self, unit: Unit) -> None:
+        """A use of a unit begins that will have a backward; it ends with `finish`."""
+        self._uses[unit.name] = self._uses.get(unit.name, 0) + 1
+
+    def enter(self, unit: Unit, backward: bool = False) -> None:
+        """Bring the unit's weights up, and with `backward` make room for its gradients: both are its own until
+        `leave`.
+        """
+        before, self.undo.where = self.undo.where, Where.ENGINE
+        if self._inside is not None:
+            raise OffloadError(
+                f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
+                "recording pass: one unit computes at a time."
+            )
+        self._inside = unit
+        if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
+            for region in unit.regions:
+                self.gradients.make_lasting(region, for_good=False)
+        with _normally():
+            self._executor.enter(unit.regions, backward)
+        if backward:
+            self.gradients.open(unit.regions)
+        self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
+        self.undo.where = before
+
+    def leave(self) -> None:
+        """What the unit needed is free for others."""
+        before, self.undo.where = self.undo.where, Where.ENGINE
+        unit = self._inside
+        if unit is not None:
+            self._lanes.computed(self._name, self._begun)
+            with _normally():
+                self._executor.leave(unit.regions)
+        self._inside = None
+        self.undo.where = before
+
+    def run(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]
+    ) -> Arguments:
+        """Run a unit's module; return its result, and what it put into mappings among its arguments, as (result,
+        additions).
+        """
+        args, kwargs = arguments.fill(tensors, others)
+        found = mappings(args, kwargs)
+        before = [dict(mapping) for mapping in found]
+        with unit.in_place() as forward:
+            where, self.undo.where = self.undo.where, Where.MODEL
+            result = forward(*args, **kwargs)
+        self.undo.where = where
+        additions = [
+            (number, key, value)
+            for number, mapping in enumerate(found)
+            for key, value in mapping.items()
+            if key not in before[number] or before[number][key] is not value
+        ]
+        return Arguments((result, additions))
+
+    def finish(self, claim: Claim) -> None:
+        """A use of a unit has had its backward, or will have none."""
+        if self.claims.is_current(claim):
+            self.saved.let_go(claim)
+            self._uses[claim.unit] = max(0, self._uses.get(claim.unit, 0) - 1)
+            self.claims.close(claim)
+
+    def collect(self) -> None:
+        """Give back what was held by uses that were dropped without a backward."""
+        while (claim := self.claims.next_dropped()) is not None:
+            self.finish(claim)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result of a unit as something that outlives the slot."""
+        return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
+
+    def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
+        """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
+        are there.
+        """
+        with _normally():
+            live = self.slots.parameters(regions)
+        flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
+        for index, parameter in live.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p, index=index: flow.take(index, p))
+        return live
+
+    # -- micro-batches ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
+        """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
+
+        def restore() -> None:
+            self._batch, self._is_cut, self.gradients.is_wide = None, False, False
+
+        with self.undo.afterwards(restore):
+            self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
+            self.gradients.is_wide = is_cut
+            yield
+
+    @contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Within, units run on what they are given (the chunks of a head)."""
+        before = self._batch, self._is_cut
+
+        def restore() -> None:
+            self._batch, self._is_cut = before
+
+        with self.undo.afterwards(restore):
+            self._batch, self._is_cut = None, False
+            yield
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """True within `micro_batches`, where there are several."""
+        return self._batch is not None
+
+    def rows_of(self, unit: Unit) -> list[Rows | None]:
+        """Return the micro-batches of a use of a unit, or None for all that it is given."""
+        if self._batch is None or not unit.traits.grows:
+            return [None]
+        total, step = self._batch
+        return [(start, min(start + step, total), total) for start in range(0, total, step)]
+
+    def seed(self, unit: Unit, part: int) -> None:
+        """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,
+        rank).
+        """
+        key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._comm.rank)
+        torch.manual_seed(generator_seed(*key))
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self.collect()
+        self._num_calls.clear()
+        self.saved.begin_step()
+        self.gradients.begin_step()
+        self.slots.settle()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self.step_number += 1
+        self.claims.weights_change()
+        self.saved.end_step()
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self.claims.reset()
+        self.saved.close()
+
+    def reset(self) -> None:
+        """Forget every pass so far: they were given up."""
+        self.undo.run()
+        self.claims.reset()
+        self.saved.reset()
+        self._uses.clear()
+        self._inside = self._batch = None
+        self.gradients.begin_step()
+        self.undo.where = Where.NOWHERE
+
+
+def _normally() -> AbstractContextManager[Any]:
+    """Out of a caller's torch.inference_mode: tensors that are made in it are good for no later step."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def generator_seed(*numbers: int) -> int:
+    """Return a seed of 63 bits for these numbers: the same on every machine and in every version of Python."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,171 @@
+"""What units keep from their forward to their backward: their inputs, or their graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offload.engine.units.activation_offload import ActivationOffload, Layout
+from offload.engine.units.claims import Claim
+from offload.engine.units.recompute_policy import RecomputePolicy, Shapes
+from offload.engine.units.undo import Undo, Where
+from offload.engine.units.unit import Unit
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Ticket
+from offload.tiers.device import Device
+
+_FIXES = {
+    "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations "
+    "cpu, lower --train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
+    "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto "
+    "or always, or raise --offload.device_memory.",
+}
+
+
+@dataclass(frozen=True)
+class Returning:
+    """Saved inputs on their way back to the device, there after `tickets`, and how they lay when they were saved."""
+
+    tensors: list[torch.Tensor]
+    tickets: list[Ticket]
+    layouts: list[Layout]
+
+
+class Returns(Protocol):
+    """A use of a unit whose inputs can be brought back."""
+
+    def prepare(self) -> None:
+        """Start to bring them back."""
+
+
+class SavedInputs:
+    """The inputs and graphs that wait for their backward: on the device, entered in its ledger, or put away."""
+
+    def __init__(
+        self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload[Any] | None, undo: Undo
+    ) -> None:
+        self._device, self._lanes, self._policy, self._offload, self._undo = device, lanes, policy, offload, undo
+        self._held: dict[int, tuple[int, str]] = {}
+        self._calls: list[weakref.ref[Returns]] = []
+        self.looks_back = offload is not None and lanes.overlap
+
+    def keeps_graph(self, unit: Unit, shapes: Shapes) -> bool:
+        """True where a use of a unit keeps its graph instead of recomputing it."""
+        return self._policy.keeps(unit, shapes)
+
+    def surely_keeps_graph(self, unit: Unit) -> bool:
+        """True where no use of a unit is ever recomputed."""
+        return self._policy.keeps(unit, ()) and not self._policy.may_give_up
+
+    def measure_kept(
+        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
+    ) -> AbstractContextManager[None]:
+        """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
+        return self._policy.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts, self._undo)
+
+    @property
+    def may_give_up_graphs(self) -> bool:
+        """True where a graph that does not fit is dropped and its unit recomputed."""
+        return self._policy.may_give_up
+
+    @property
+    def inputs_stay(self) -> bool:
+        """True where the inputs of units wait for their backward on the device."""
+        return self._offload is None
+
+    def has_room(self, tensor: torch.Tensor) -> bool:
+        """True where the device's budget has room to hold a tensor."""
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() in self._held or self._policy.has_room(storage.nbytes())
+
+    def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
+        """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
+        return self._offload.put(tensor) if self._offload is not None and movable else tensor
+
+    def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
+        """Start to bring saved inputs, or a micro-batch of them, back to the device."""
+        if self._offload is None:
+            return Returning(list(tensors), [], [])
+        found = [self._offload.get(tensor) for tensor in tensors]
+        return Returning(
+            [tensor for tensor, _, _ in found],
+            [ticket for _, tickets, _ in found for ticket in tickets],
+            [layout for _, _, layout in found],
+        )
+
+    def wait(self, returning: Returning) -> list[torch.Tensor]:
+        """Let compute come after what returns."""
+        self._lanes.compute_after(returning.tickets)
+        for number, layout in enumerate(returning.layouts):
+            if layout != Layout.of(returning.tensors[number]):
+                returning.tensors[number] = layout.copy(returning.tensors[number])
+        return returning.tensors
+
+    def opened(self, call: Returns) -> None:
+        """A call waits for its backward."""
+        if self.looks_back:
+            self._calls.append(weakref.ref(call))
+
+    def look_back(self, call: Returns) -> None:
+        """A call's backward is about to compute: start to bring back what the one before it has saved."""
+        while self._calls:
+            found = self._calls.pop()()
+            if found is not None and found is not call:
+                found.prepare()
+                self._calls.append(weakref.ref(found))
+                return
+
+    def hold(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
+        """Enter a tensor that waits for the backward in the device's ledger; one that many units receive counts
+        once.
+        """
+        before, self._undo.where = self._undo.where, Where.ENGINE
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage.data_ptr(), storage.nbytes()
+        if self._offload is None or not self._offload.has(key):
+            count, first = self._held.get(key, (0, name))
+            if not count:
+                self._device.ledger.reserve(name, num_bytes, _FIXES[name])
+            self._held[key] = (count + 1, first)
+        claim.entries.append((key, num_bytes))
+        self._policy.saw()
+        self._undo.where = before
+
+    def let_go(self, claim: Claim, since: int = 0) -> None:
+        """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
+        while len(claim.entries) > since:
+            key, num_bytes = claim.entries.pop()
+            if self._offload is not None and self._offload.free(key):
+                continue
+            count, name = self._held[key]
+            if count > 1:
+                self._held[key] = (count - 1, name)
+            else:
+                del self._held[key]
+                self._device.ledger.release(name, num_bytes)
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._calls.clear()
+        self._policy.begin_step()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self._policy.end_step()
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self._held.clear()
+
+    def reset(self) -> None:
+        """Every pass so far was given up."""
+        self._held.clear()
+        for name in _FIXES:
+            self._device.ledger.drop(name)
+        if self._offload is not None:
+            self._offload.reset()

@@ -1,0 +1,147 @@
+"""What the recording pass has learned about a unit, and how its tensors are cut into micro-batches and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.condition import Place
+
+Rows = tuple[int, int, int]
+"""A micro-batch: rows [begin, end) of so many."""
+
+
+class DepartedError(Exception):
+    """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows: on
+    this rank (`is_own`) or on another.
+    """
+
+    def __init__(self, is_own: bool) -> None:
+        super().__init__()
+        self.is_own = is_own
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """A tensor's axis that grows with the batch. Its size is a multiple of the rows: as many as there are heads, for
+    ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch * sequence, ...].
+    """
+
+    axis: int
+
+    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the part of `tensor` that belongs to a micro-batch."""
+        begin, end = (_share(tensor.shape[self.axis], number, rows) for number in rows[:2])
+        return tensor.narrow(self.axis, begin, end - begin)
+
+
+@dataclass
+class UnitTraits:
+    """Indices are into a unit's input tensors, or its result's, each listed once.
+
+    mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other
+    units receive too. changed: results that the caller changes in place. detached: results that never require a
+    gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
+    a graph, and the last bits differ. inputs, others, outputs: which of them grow with
+    the batch, and how. is_compared: passes with different numbers of rows were, so that this is known. splits: it
+    gives the same when the batch is cut in rows.
+    keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
+    copied_bytes: what its graph saves that does not grow with the batch (copies of weights).
+    """
+
+    mutated: set[int] = field(default_factory=set)
+    stale: set[int] = field(default_factory=set)
+    shared: set[int] = field(default_factory=set)
+    changed: set[int] = field(default_factory=set)
+    detached: set[int] = field(default_factory=set)
+    buffers: set[Place] = field(default_factory=set)
+    needs_graph: bool = False
+    inputs: list[BatchAxis | None] = field(default_factory=list)
+    others: list[bool] = field(default_factory=list)
+    outputs: list[BatchAxis | None] = field(default_factory=list)
+    is_compared: bool = False
+    splits: bool = False
+    keeps_nothing: bool = False
+    copied_bytes: int = 0
+
+    @property
+    def grows(self) -> bool:
+        """True where some input grows with the batch."""
+        return any(axis is not None for axis in self.inputs)
+
+    def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
+        """True where so many rows have equal shares of all arguments that grow with the batch."""
+        sizes = [t.shape[axis.axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
+        sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
+        return all(type(size) is int and size % num_rows == 0 for size in sizes)
+
+    def cut_inputs(self, tensors: Sequence[torch.Tensor], rows: Rows | None) -> list[torch.Tensor]:
+        """Return the inputs of one micro-batch; what does not grow with the batch is every micro-batch's."""
+        if rows is None:
+            return list(tensors)
+        return [t if axis is None else axis.cut(t, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
+
+    def cut_others(self, others: Sequence[Any], rows: Rows | None) -> Sequence[Any]:
+        """Return the arguments that are no tensors; a number that is the batch size, or a multiple, becomes the
+        micro-batch's.
+        """
+        if rows is None:
+            return others
+        number = rows[1] - rows[0]
+        return [_share(o, number, rows) if grows else o for o, grows in zip(others, self.others, strict=True)]
+
+    def cut_outputs(self, gradients: Sequence[torch.Tensor | None], rows: Rows | None) -> list[torch.Tensor | None]:
+        """Return the gradients of one micro-batch's results (and of the inputs that it changed in place)."""
+        if rows is None:
+            return list(gradients)
+        axes = [*self.outputs, *(self.inputs[i] for i in sorted(self.mutated))]
+        # A result that every micro-batch gives alike was handed on once, by the first.
+        shared = [g if rows[0] == 0 else None for g in gradients]
+        return [
+            g if g is None else once if a is None else a.cut(g, rows)
+            for g, once, a in zip(gradients, shared, axes, strict=False)
+        ]
+
+    def join_outputs(self, results: Sequence[Arguments]) -> list[torch.Tensor]:
+        """Return the results of the whole batch."""
+        if len(results) == 1:
+            return results[0].tensors
+        joined = []
+        for index, axis in enumerate(self.outputs):
+            pieces = [result.tensors[index] for result in results]
+            joined.append(pieces[0] if axis is None else torch.cat(pieces, axis.axis))
+        return joined
+
+    def join_gradients(
+        self, found: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs for the whole batch: joined along the batch, summed where all
+        micro-batches share one.
+        """
+        if len(found) == 1:
+            return list(found[0])
+        joined: list[torch.Tensor | None] = []
+        for index in range(len(shapes)):
+            pieces = [part[index] for part in found]
+            present = [piece for piece in pieces if piece is not None]
+            axis = self.inputs[index]
+            if not present:
+                joined.append(None)
+            elif axis is None:
+                total = present[0]
+                for piece in present[1:]:
+                    total = total + piece
+                joined.append(total)
+            else:
+                assert len(present) == len(pieces)
+                joined.append(torch.cat(present, axis.axis))
+        return joined
+
+
+def _share(size: int, number: int, rows: Rows) -> int:
+    """Return how much of a size that all rows share evenly so many rows have."""
+    return size // rows[2] * number

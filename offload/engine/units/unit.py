@@ -1,0 +1,158 @@
+"""A unit: one module whose parameters travel together. The one place that reroutes a module's forward.
+
+Its code is untouched. Forward waits for the weights in a slot, runs the original forward without a graph, and lets
+others have the slot; backward waits for them again, recomputes under the saved generator state with a graph, and hands
+the gradients on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.units.find import Candidate
+from offload.engine.units.traits import UnitTraits
+from offload.layout.regions import Region
+from offload.tiers.slots import Slots
+
+MakeLive = Callable[[Sequence[Region]], dict[int, nn.Parameter]]
+"""Makes Parameters, by the model's index, that view the device's copy of regions."""
+
+
+class Unit:
+    """A module, the places of its parameters, the regions that hold them, and what the recording pass has learned
+    about it.
+    """
+
+    def __init__(
+        self, number: int, candidate: Candidate, regions: Sequence[Region], slots: Slots, make_live: MakeLive
+    ) -> None:
+        self.number = number
+        self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
+        self.modules = list(self.module.modules())
+        self.whole, self.resident = candidate.whole, candidate.resident
+        self.regions = tuple(regions)
+        self._trainable = [index for region in regions if region.trainable for index in region.parameters]
+        self._frozen: frozenset[int] = frozenset()
+        self.traits = UnitTraits()
+        self.known: dict[Hashable, UnitTraits] = {}
+        self.resting: dict[int, nn.Parameter] = {}
+        self._live: dict[int, dict[int, nn.Parameter]] = {}
+        self._slots, self._make_live = slots, make_live
+        self._original: Callable[..., Any] | None = None
+
+    def learn(self, structure: Hashable) -> UnitTraits:
+        """Open the page for uses with arguments of this structure, empty or with what earlier passes wrote."""
+        self.traits = self.known.setdefault(structure, UnitTraits())
+        return self.traits
+
+    def recall(self, structure: Hashable) -> bool:
+        """Turn to the page for uses of this structure. Where there is none: what is safe for any use, and False."""
+        found = self.known.get(structure)
+        if found is None:
+            buffers = {place for page in self.known.values() for place in page.buffers}
+            needs_graph = any(page.needs_graph for page in self.known.values())
+            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
+            return False
+        self.traits = found
+        return True
+
+    # -- the module's parameters -----------------------------------------------------------------------------
+
+    def install(self, parameters: dict[int, nn.Parameter]) -> None:
+        """Hang Parameters (by the model's index) in the module."""
+        for place in self.places:
+            put_parameter(place.module, place.key, parameters[place.parameter])
+
+    def rest(self) -> None:
+        """Leave nothing in the module that views weights in a slot, wherever a pass was given up."""
+        if not self.resident:
+            self.install(self.resting)
+
+    def live(self) -> dict[int, nn.Parameter]:
+        """Return the Parameters that view this unit's weights where they are on the device, made once a place."""
+        offset = self._slots.offset(self._slots.cargo_of(self.regions))
+        if offset not in self._live:
+            self._live[offset] = self._make_live(self.regions)
+            self._mark(self._live[offset])
+        return self._live[offset]
+
+    @property
+    def trainable(self) -> bool:
+        """True where a parameter of the unit takes gradients."""
+        return any(index not in self._frozen for index in self._trainable)
+
+    def freeze(self, frozen: frozenset[int]) -> None:
+        """Take no gradients for these parameters from now on, and for all others that were to be trained."""
+        self._frozen = frozen
+        for parameters in (self.resting, *self._live.values()):
+            self._mark(parameters)
+
+    def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
+        for index in self._trainable:
+            parameters[index].requires_grad_(index not in self._frozen)
+
+    def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+        """True where a Parameter views weights on the device, as those of a unit that stays there do."""
+        return parameter.dtype == dtype and self._slots.holds(parameter)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that autograd had made when an exception kept their hooks from taking them."""
+        for parameters in self._live.values():
+            for parameter in parameters.values():
+                parameter.grad = None
+
+    def forget_live(self) -> None:
+        """The device's memory for weights is another."""
+        self._live.clear()
+
+    # -- the module's forward --------------------------------------------------------------------------------
+
+    def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Send calls of the module to `call(unit, args, kwargs)`. Its signature stays readable."""
+        self._own = self.module.__dict__.get("forward")
+        self._original = original = self.module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call(self, args, kwargs)
+
+        self.module.forward = forward
+
+    def unroute(self) -> None:
+        """Give the module its own forward back."""
+        if self._original is None:
+            return
+        if self._own is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self._own
+        self._original = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[Callable[..., Any]]:
+        """Within, the weights hang in the module; yield its original forward. Afterwards hangs what did before."""
+        assert self._original is not None
+        place = self.places[0]
+        were_there = place.module._parameters[place.key] is not self.resting[place.parameter]
+        self.install(self.live())
+        try:
+            yield self._original
+        finally:
+            if not were_there:
+                self.install(self.resting)
+
+
+def put_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    """Set a parameter by the short way, or through the module's own `__setattr__` where it keeps references (the
+    RNNs of torch do).
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[key] = parameter
+    else:
+        setattr(module, key, parameter)

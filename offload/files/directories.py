@@ -1,0 +1,124 @@
+"""The directories of the nvme tier: whether they are of use, found out by trying, and have the space, before anything
+is put there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from offload.errors import ConfigError, DoesNotFitError, errno_text, format_bytes
+from offload.files.scratch import open_nameless
+
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
+    """Return the resolved directories after trying each of them. Raises ConfigError for the first that is no use."""
+    if not dirs:
+        raise ConfigError("the nvme tier has no directory; set --offload.nvme_dir to a folder on a disk.")
+    found: dict[tuple[int, int], str] = {}
+    places: list[Path] = []
+    for given in dirs:
+        place, status = _check_dir(str(given))
+        key = (status.st_dev, status.st_ino)
+        if key in found:
+            raise ConfigError(
+                f"offload.nvme_dir has {found[key]} and {given}, which are the same directory: what is striped over "
+                "them would be on one disk. Give --offload.nvme_dir each directory once."
+            )
+        found[key] = str(given)
+        places.append(place)
+    return places
+
+
+def check_space(places: Sequence[Path], num_bytes: int) -> None:
+    """Raise DoesNotFitError where a file system has less free space than its directories are to get of `num_bytes`,
+    which are striped evenly over all of them.
+    """
+    share = -(-num_bytes // len(places))
+    on_disk: dict[int, list[Path]] = {}
+    for place in places:
+        on_disk.setdefault(place.stat().st_dev, []).append(place)
+    for here in on_disk.values():
+        need, free = share * len(here), free_bytes(here[0])
+        if need <= free:
+            continue
+        raise DoesNotFitError(
+            f"the run needs {format_bytes(need)} ({need} bytes) under {', '.join(map(str, here))} and that file system "
+            f"has {format_bytes(free)} ({free} bytes) free, {format_bytes(need - free)} ({need - free} bytes) too "
+            f"little; all of the nvme tier is {num_bytes} bytes, striped evenly over {len(places)} "
+            f"{'directory' if len(places) == 1 else 'directories'}. Nothing was made. Free space (the files of other "
+            "runs have no names: `lsof +L1` shows them), set --offload.nvme_dir to directories on larger or on more "
+            "disks, or let the nvme tier hold less with --offload.nvme_memory."
+        )
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that holds a resolved path, such as ext4; "unknown" where it is not listed."""
+    kind, longest = "unknown", -1
+    for partition in psutil.disk_partitions(all=True):
+        mounted = Path(partition.mountpoint)
+        if len(mounted.parts) >= longest and path.is_relative_to(mounted):  # of two on one point the later is on top
+            kind, longest = partition.fstype, len(mounted.parts)
+    return kind
+
+
+def free_bytes(path: Path) -> int:
+    """Return what an ordinary user may still put on the file system of `path`."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _check_dir(given: str) -> tuple[Path, os.stat_result]:
+    """Return the resolved directory and its status. Raises ConfigError."""
+    try:
+        path = Path(given).expanduser()
+        status = path.stat()
+    except FileNotFoundError:
+        several = " (Several directories are separated by spaces.)" if "," in given else ""
+        raise ConfigError(
+            f"offload.nvme_dir is {given}, which does not exist, and it is not made for you: where a disk should be "
+            f"mounted there but is not, the files would fill the disk below. Mount it, or `mkdir -p "
+            f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory.{several}"
+        ) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of a user that there is not
+        raise ConfigError(
+            f"offload.nvme_dir is {given}, which cannot be reached: {reason_of(error)}; set --offload.nvme_dir to "
+            "another directory."
+        ) from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"offload.nvme_dir is {given}, which is a file; set --offload.nvme_dir to a directory on a disk."
+        )
+    path = path.resolve()
+    kind = file_system(path)
+    if kind in _IN_MEMORY:
+        raise ConfigError(
+            f"offload.nvme_dir is {given}, which is on {kind}: that is memory, not a disk, so the nvme tier would use "
+            "up what it is there to save. Set --offload.nvme_dir to a directory on a disk, or put these states on the "
+            "cpu tier."
+        )
+    _try_to_write(given, path)
+    return path, status
+
+
+def _try_to_write(given: str, path: Path) -> None:
+    """Make a file and let it go: neither rights nor mount options tell what really works. Raises ConfigError."""
+    try:
+        os.close(open_nameless(path, os.O_RDWR))
+    except OSError as error:
+        raise ConfigError(
+            f"offload.nvme_dir is {given}, which cannot be written to: {reason_of(error)}; change that, or set "
+            "--offload.nvme_dir to another directory."
+        ) from None
+
+
+def reason_of(error: Exception) -> str:
+    """Return what the system says of an error that it gave; else what the error says itself."""
+    return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)

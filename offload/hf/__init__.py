@@ -1,0 +1,1 @@
+"""Hugging Face folders and models: read, written and built in pieces."""

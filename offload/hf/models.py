@@ -1,0 +1,339 @@
+"""A model from a folder, a config.json or a preset, and initial weights that need not all be in memory at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from offload.config.presets import PRESETS
+from offload.config.sections import ModelSection
+from offload.errors import ConfigError, OffloadError, format_bytes
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.names import CannotStream, Shape
+from offload.hf.read import LoadReport, conversion, read_model, weight_files
+from offload.hf.sources import Fill
+
+_NUM_NAMES = 3  # of parameters, in a note
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model ready for the engine.
+
+    `fill(name, module)` is to be called just before a module's parameters are taken: it gives them their initial
+    values, or returns from where these are to be read. `folder` is where a tokenizer may be; None for a preset.
+    `notes`: what the user should know of the weights, a line each. `close` is to be called when all is filled.
+    """
+
+    model: nn.Module
+    fill: Fill
+    folder: Path | None
+    notes: tuple[str, ...] = ()
+    close: Callable[[], None] = lambda: None
+
+    def fill_all(self) -> None:
+        """Give every parameter its initial value, for use without an engine."""
+        for parameter, source in (self.fill("", self.model) or {}).items():
+            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+        self.close()
+
+
+def configuration(folder: Path) -> PreTrainedConfig:
+    """Return the configuration in a folder. Raises ConfigError."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, so what model it holds is not known.")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {reason}") from error
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and advice out of our output; what matters to the user is said by our own
+    errors.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"transformers\..*")
+
+
+def load_model_config(section: ModelSection) -> PreTrainedConfig:
+    """Read the architecture: of the preset, or from model.path. Raises ConfigError."""
+    path = locate(section)
+    if path is None:
+        shape = dict(PRESETS[section.preset or "tiny"])
+        return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model "
+            "folder."
+        )
+    _check_json(file, str(section.path))
+    try:
+        return AutoConfig.from_pretrained(file)
+    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
+        reason = f"whose configuration cannot be read: {_brief(error)}"
+        raise ConfigError(f"model.path is {section.path}, {reason}") from error
+
+
+def locate(section: ModelSection) -> Path | None:
+    """Return the folder or config.json of model.path, a hub model's local copy (downloaded if need be), or None for a
+    preset.
+    """
+    if section.path is None:
+        return None
+    path = Path(section.path).expanduser()
+    if path.exists():
+        return path
+    missing = (
+        f"model.path is {section.path}, which does not exist; set --model.path to a model folder or a config.json."
+    )
+    if path.is_absolute() or section.path.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) != 2:
+        raise ConfigError(missing)
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
+    is_online = _reaches_hub()
+    try:
+        return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
+    except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
+        reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
+        raise ConfigError(f"{missing} As the name of a hub model it cannot be had either: {reason}.") from error
+
+
+def _reaches_hub() -> bool:
+    """Tell whether the hub's name resolves: where it does not, asking it would only wait for time-outs."""
+    try:
+        socket.getaddrinfo(urlparse(huggingface_hub.constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def _check_json(path: Path, given: str) -> None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path is {given}, but {path} is not a JSON file: {error}.") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"model.path is {given}, but {path} names no model_type, so the architecture is unknown.")
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}{'...' if len(text) > 400 else ''}"
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that the architecture has positions for; None where it states no limit."""
+    text = config.get_text_config()
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def vocab_size(config: PreTrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse rows longer than the model has positions for. Raises ConfigError."""
+    limit = max_positions(config)
+    if limit is not None and sequence_length > limit:
+        raise ConfigError(_too_long(sequence_length, limit))
+
+
+def _check_position_table(model: nn.Module, sequence_length: int) -> None:
+    """Refuse rows longer than a table of positions whose first rows are padding (RoBERTa and its kin count from
+    there).
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
+            limit = module.num_embeddings - module.padding_idx - 1
+            if sequence_length > limit:
+                raise ConfigError(_too_long(sequence_length, limit))
+
+
+def _too_long(sequence_length: int, limit: int) -> str:
+    return (
+        f"data.sequence_length is {sequence_length}, but the model has positions for {limit} tokens "
+        f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sort of language model is trained: "causal", "masked" or "seq2seq", and the Auto class that makes it."""
+
+    name: str
+    auto: Any
+
+
+def model_kind(config: PreTrainedConfig) -> Kind:
+    """Return what `architectures` says; else masked for a family whose attention sees both sides, seq2seq for an
+    encoder-decoder, causal for the rest.
+
+    Raises ConfigError.
+    """
+    tables = transformers.models.auto.modeling_auto
+    kinds = {
+        Kind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
+        Kind("masked", transformers.AutoModelForMaskedLM): tables.MODEL_FOR_MASKED_LM_MAPPING,
+        Kind("seq2seq", transformers.AutoModelForSeq2SeqLM): tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    }
+    wanted = (config.architectures or [""])[0]
+    possible = []
+    for kind, mapping in kinds.items():
+        made = mapping.get(type(config), None)
+        classes = made if isinstance(made, tuple) else (made,)
+        if any(each is not None and each.__name__ == wanted for each in classes):
+            return kind
+        if made is not None:
+            possible.append(kind)
+    if config.is_encoder_decoder:
+        possible.sort(key=lambda kind: kind.name != "seq2seq")
+    elif not getattr(config, "is_decoder", False):  # a family with a masked head sees the target otherwise
+        possible.sort(key=lambda kind: kind.name != "masked")
+    if not possible:
+        raise ConfigError(
+            f"model type {config.model_type} has no language model in transformers {transformers.__version__} "
+            f"(causal, masked or sequence-to-sequence); set --model.path to one that has."
+        )
+    return possible[0]
+
+
+def build_model(
+    section: ModelSection,
+    *,
+    seed: int,
+    config: PreTrainedConfig | None = None,
+    sequence_length: int = 0,
+    grow: bool = False,
+) -> BuiltModel:
+    """Make the model that `section` asks for, for rows of `sequence_length` tokens. Raises OffloadError.
+
+    `init: random`: the architecture as transformers builds it, fp32, writes to parameters put off until `fill`.
+    `init: pretrained`: as transformers' own loading, in the dtype of the files, which are read on `fill`. With `grow`,
+    the embeddings of `config` may have more rows than the files. Of what the files lack, parameters of a head are
+    initialised, with a note: a folder of the base model gets a new head. Any of the base model is refused.
+    """
+    path = locate(section)
+    config = config or load_model_config(section)
+    pretrained = section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
+    folder = None if path is None else path if path.is_dir() else path.parent
+    kind = model_kind(config)
+    if kind.name == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # T5's choice, where the configuration makes none
+    options = attention_options(section)
+    try:
+        if pretrained:
+            built = _load(kind.auto, section, path, config, seed=seed, grow=grow, **options)
+        else:
+            with DeferredInit(seed) as deferred:
+                model = kind.auto.from_config(config, dtype=torch.float32, **options)
+            built = BuiltModel(model, deferred.bind(model), folder)
+    except OffloadError:
+        raise
+    except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        where = section.path or f"preset {section.preset or 'tiny'}"
+        where += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
+        raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
+    _check_position_table(built.model, sequence_length)
+    return built
+
+
+def attention_options(section: ModelSection) -> dict[str, Any]:
+    """Return what `from_config` and `from_pretrained` are told of how attention is computed."""
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+
+
+def _load(
+    auto: Any,
+    section: ModelSection,
+    path: Path | None,
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    grow: bool,
+    **options: Any,
+) -> BuiltModel:
+    if path is None or path.is_file():
+        raise ConfigError(
+            f"model.path is {section.path}, a file without weights, but model.init is pretrained; set --model.init "
+            "random, or give the folder."
+        )
+    if not Path(str(section.path)).expanduser().exists() and not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"the hub's model {section.path} has no weights as safetensors. "
+            + conversion(str(section.path), str(section.path).rpartition("/")[2])
+        )
+    try:
+        model, weights = read_model(auto, path, config, seed=seed, grow=grow, **options)
+    except CannotStream as error:
+        warnings.warn(
+            f"the weights of {path} are read by transformers, which holds all of them in memory at once "
+            f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}",
+            stacklevel=2,
+        )
+        return _load_whole(auto, path, config, options)
+    _check_complete(model, path, weights.report.missing)
+    return BuiltModel(model, weights.fill, path, tuple(_notes(weights.report)), weights.close)
+
+
+def _load_whole(auto: Any, path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> BuiltModel:
+    try:
+        model, info = auto.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **options)
+    except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: whatever is wrong in a file
+        raise ConfigError(f"the weights of {path} cannot be read: {_brief(error)}") from error
+    state = model.state_dict()
+    missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
+    _check_complete(model, path, missing)
+    unexpected: dict[str, Shape] = dict.fromkeys(sorted(info["unexpected_keys"]), ())
+    return BuiltModel(model, lambda _name, _module: None, path, tuple(_notes(LoadReport({}, [], missing, unexpected))))
+
+
+def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) -> None:
+    """Refuse a folder that lacks parameters of the base model. Raises ConfigError."""
+    prefix = getattr(model, "base_model_prefix", "")
+    has_head = bool(prefix) and hasattr(model, prefix)
+    lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
+    if lacking:
+        raise ConfigError(
+            f"the weights of {path} lack {len(lacking)} parameters of {type(model).__name__}, for example "
+            f"{lacking[0]}; give a folder with all weights, or set --model.init random."
+        )
+
+
+def _notes(report: LoadReport) -> Iterator[str]:
+    """Yield what is worth a line; tied weights that are tied as the configuration says are not."""
+    for name, (old, new) in report.grown.items():
+        yield (
+            f"{name} grows from {old[0]:,} to {new[0]:,} rows, for tokens that were added to the tokenizer; each new "
+            "row is the mean of the others."
+        )
+    for names, what in (
+        (report.untied, "not tied, though the configuration ties them: they have other values in the files"),
+        (report.missing, "not in the files, and initialised at random"),
+        (report.unexpected, "not read: the model has no place for them"),
+    ):
+        if names:
+            some = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
+            yield f"{len(names)} of the weights are {what} ({some})."

@@ -1,0 +1,345 @@
+"""Weights from a Hugging Face folder, a module at a time: a model larger than memory can be taken over.
+
+The model is built with parameters that are not filled (`deferred.py`). Each then gets its values from the ranges of the
+safetensors files that it needs, renamed and fused by transformers' own rules (`hf_names.py`); what no file has is
+initialised as for a model from random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from offload.errors import ConfigError
+from offload.hf.deferred_init import DeferredInit
+from offload.hf.names import (
+    CannotStream,
+    Conversion,
+    Shape,
+    expected,
+    plan_reading,
+    separate,
+    settle_buffers,
+    stays_fp32,
+    tied_names,
+)
+from offload.hf.safetensors_file import TensorFile
+from offload.hf.sources import Fused, Grown, Source, Stacked, Whole, are_equal
+from offload.tiers.host import trim_heap
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was found in a folder for a model. Names of parameters are the model's, of unexpected tensors the files'."""
+
+    tied: dict[str, str] = field(default_factory=dict)  # name -> the name whose values it shares
+    untied: list[str] = field(default_factory=list)  # tied by the configuration, but with values of its own
+    missing: dict[str, Shape] = field(default_factory=dict)  # initialised as random ones
+    unexpected: dict[str, Shape] = field(default_factory=dict)  # not read
+    grown: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)  # name -> shape in the files, in the model
+
+
+class FolderWeights:
+    """The weights of a folder for one model. `fill(name, module)` is to be called just before a module's parameters are
+    taken.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path, deferred: DeferredInit | None = None, *, grow: bool = False
+    ) -> None:
+        """Plan for `model`, whose parameters are not filled and have the dtype wanted; its buffers are read at once.
+
+        `deferred` is what the model was built under: it initialises what no file has. With `grow`, embeddings may have
+        more rows than the files: the added ones are the mean of the others (transformers' resize draws them from a
+        normal distribution around it, a billionth as wide as that of the others).
+
+        Raises ConfigError, DiskError, CannotStream.
+        """
+        self._model, self._folder = model, folder
+        self._files = _open_files(folder, model)
+        state = model.state_dict(keep_vars=True)
+        if not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise CannotStream(f"{type(model).__name__} keeps more than tensors in its state.")
+        metas = {
+            name: torch.empty(file.entries[name].shape, dtype=torch.float32, device="meta")
+            for name, file in self._files.items()
+        }
+        try:
+            plan = plan_reading(model, metas)
+        except ValueError as error:
+            raise ConfigError(f"the weights in {folder} do not fit {type(model).__name__}: {error}.") from error
+        shapes = {name: self._files[name].entries[name].shape for name in plan.unexpected}
+        self._sources = self._find_sources(state, plan.conversions, plan.unexpected, shapes)
+        grown = self._check_shapes(state, _embeddings(model) if grow else set())
+        self._settle_dtypes(state)
+        tied, untied = self._settle_ties(state)
+        state = model.state_dict(keep_vars=True)
+        found = {id(state[name]) for name in self._sources}
+        absent = {name for name, value in state.items() if id(value) not in found}
+        missing, unexpected = expected(model, absent, plan.unexpected)
+        self.report = LoadReport(
+            tied,
+            untied,
+            {name: tuple(state[name].shape) for name in sorted(missing)},
+            {name: shapes[name] for name in sorted(unexpected)},
+            grown,
+        )
+        first = {id(state[name]): name for name in reversed(list(self._sources))}  # of tied names, one is read
+        self._first = {name: first[id(value)] for name, value in state.items() if id(value) in first}
+        self._places = {
+            (id(owner), key): self._first.get(f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in model.named_modules()
+            for key in owner._parameters
+        }
+        self._pending: dict[str, weakref.ref[nn.Parameter]] = {
+            name: weakref.ref(state[name]) for name in self._places.values() if name is not None
+        }
+        self._initial: Callable[[str, nn.Module], None] | None = None
+        if deferred is not None:
+            self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
+        elif absent & {name for name, _ in model.named_parameters()}:
+            raise ConfigError(f"the weights in {folder} lack {', '.join(sorted(absent)[:3])}.")
+        self._read_buffers(state)
+
+    def fill(self, name: str, module: nn.Module) -> dict[nn.Parameter, Source]:
+        """Give the parameters of a module, called `name`, their values: those that were not filled before. What can be
+        read piece by piece is left to the caller: where to read it from is returned, once.
+
+        Memory: of fused parameters two or three times as much for a moment, one after another; of stacks the parameter
+        and one row. Raises DiskError.
+        """
+        trim_heap()  # what was taken before is free by now, and malloc would keep most of it
+        wanted: dict[str, nn.Parameter] = {}
+        for owner in module.modules():
+            for key, here in owner._parameters.items():
+                first = self._places.get((id(owner), key))
+                # What was taken has another parameter in its place.
+                if here is not None and first in self._pending and here is self._pending[first]():
+                    wanted[first] = here
+        left: dict[nn.Parameter, Source] = {}
+        fused: dict[int, dict[str, torch.Tensor]] = {}  # several parameters may come from one conversion
+        for first, parameter in wanted.items():
+            source: Source = self._sources[first]
+            if isinstance(source, Fused):
+                values = fused.get(id(source.conversion)) or source.convert()
+                parameter.data = values.pop(first)
+                fused[id(source.conversion)] = {key: each for key, each in values.items() if key in wanted}
+            elif isinstance(source, Stacked):  # its rows should not be read twice
+                parameter.data = source.read(0, math.prod(source.shape)).view(source.shape)
+            else:
+                left[parameter] = source
+            del self._pending[first]
+        if self._initial is not None:
+            self._initial(name, module)
+        return left
+
+    def source(self, name: str) -> Source | None:
+        """Return where the values of a parameter come from; None where no file has it, and it is initialised."""
+        return self._sources[self._first[name]] if name in self._first else None
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _find_sources(
+        self,
+        state: Mapping[str, torch.Tensor],
+        conversions: list[Conversion],
+        unexpected: dict[str, str],
+        shapes: dict[str, Shape],
+    ) -> dict[str, Any]:
+        """Return a source for every tensor of the model that the files have; add what has no place to `unexpected`."""
+        sources: dict[str, Any] = {}
+        for conversion in conversions:
+            for name, shape in conversion.outputs.items():
+                if name not in state:
+                    unexpected[name], shapes[name] = name, shape
+                elif conversion.is_identity:
+                    key = conversion.sources[0]
+                    sources[name] = Whole(self._files[key], key, shape, state[name].dtype)
+                elif conversion.is_stacked:
+                    sources[name] = Stacked(self._files, conversion, shape, state[name].dtype)
+                else:
+                    sources[name] = Fused(self._files, conversion, name, shape, state[name].dtype)
+        return sources
+
+    def _check_shapes(self, state: Mapping[str, torch.Tensor], may_grow: set[int]) -> dict[str, tuple[Shape, Shape]]:
+        """Let embeddings grow that may. Raises ConfigError for any other shape that is not the model's."""
+        grown, wrong = {}, []
+        for name, source in self._sources.items():
+            shape, has = tuple(state[name].shape), source.shape
+            if shape == has:
+                continue
+            grows = isinstance(source, Whole) and len(shape) == len(has) > 0 and 0 < has[0] < shape[0]
+            if grows and has[1:] == shape[1:] and id(state[name]) in may_grow:
+                self._sources[name] = Grown(source, shape)
+                grown[name] = (has, shape)
+            else:
+                wrong.append(f"{name} is {list(has)} in the files and {list(shape)} in the model")
+        if wrong:
+            more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ConfigError(
+                f"the weights in {self._folder} do not fit its configuration: {'; '.join(wrong[:3])}{more}. Set the "
+                "sizes in config.json to those of the files, or give the folder that the configuration belongs to."
+            )
+        return grown
+
+    def _settle_dtypes(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep in fp32 what transformers keeps in fp32, of what the files have."""
+        main = getattr(self._model, "dtype", torch.float32)
+        is_kept = stays_fp32(self._model, main)
+        for name, source in self._sources.items():
+            if state[name].is_floating_point() and is_kept(name):
+                source.dtype = torch.float32
+                if isinstance(state[name], nn.Parameter) and state[name].dtype != torch.float32:
+                    state[name].data = torch.empty(state[name].shape, dtype=torch.float32)
+
+    def _settle_ties(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], list[str]]:
+        """Tie what is tied, but for what has different values in the files; return both."""
+        tied: dict[str, str] = {}
+        untied: list[str] = []
+        for name, other in tied_names(self._model).items():
+            if name not in state or other not in state or state[name] is not state[other]:
+                continue
+            mine, its = self._sources.get(name), self._sources.get(other)
+            if mine is None or its is None or are_equal(mine, its):
+                tied[name] = other
+                if mine is not None and its is not None:
+                    del self._sources[name]
+                continue
+            separate(self._model, name)
+            untied.append(name)
+        return tied, untied
+
+    def _read_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, source in self._sources.items():
+            if not isinstance(state[name], nn.Parameter):
+                owner, _, key = name.rpartition(".")
+                value = source.read(0, math.prod(source.shape)).view(source.shape)
+                self._model.get_submodule(owner)._buffers[key] = value
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that have a row for each token."""
+    modules = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            modules.append(getattr(model, name)())
+        except (AttributeError, NotImplementedError):
+            continue
+    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+
+
+def read_model(
+    auto: Any, folder: Path, config: PreTrainedConfig, *, seed: int = 0, grow: bool = False, **options: Any
+) -> tuple[nn.Module, FolderWeights]:
+    """Build the model of a folder as `auto.from_pretrained(folder, dtype="auto")` would, in eval mode, without its
+    weights: `FolderWeights.fill` gives them.
+
+    `auto`: transformers' Auto class; `options`: for its `from_config`, such as attn_implementation. Raises ConfigError,
+    DiskError, and CannotStream where only `from_pretrained` itself can do it.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"the model in {folder} is quantized ({_quantization(config)}): only bf16, fp16 and fp32 weights are "
+            "trained. Give the folder of the model that it was made from."
+        )
+    if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
+        raise CannotStream(f"the configuration in {folder} names files of its own for the weights.")
+    dtype = config.dtype or _first_dtype(folder)
+    with DeferredInit(seed) as deferred:
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
+        settle_buffers(model)
+    weights = FolderWeights(model, folder, deferred, grow=grow)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = str(folder)
+    return model.eval(), weights
+
+
+def _quantization(config: PreTrainedConfig) -> str:
+    given: Any = config.quantization_config
+    found = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    return str(getattr(found, "value", found) or "quantization_config")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, as its index lists them. Raises ConfigError."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(_no_weights(folder))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is no index of weights ({type(error).__name__}: {error}).") from None
+    lacking = [name for name in names if not (folder / name).is_file()]
+    if lacking:
+        raise ConfigError(
+            f"{folder} lacks {lacking[0]}, which {index.name} names ({len(lacking)} of {len(names)} files are not "
+            "there). Download the rest."
+        )
+    return [folder / name for name in names]
+
+
+def _no_weights(folder: Path) -> str:
+    if not any(folder.glob("pytorch_model*.bin")):
+        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
+        return (
+            f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
+            + (f", only {others}" if others else "")
+            + ". Give a folder that save_pretrained has written, or set --model.init random."
+        )
+    return (
+        f"{folder} has its weights as pytorch_model.bin, which can run any code when it is read, and is not read by "
+        f"parts. {conversion(str(folder), f'{folder}-safetensors')}"
+    )
+
+
+def conversion(source: str, folder: str) -> str:
+    """Say how weights become safetensors in a folder."""
+    return (
+        f'Convert them once: python -c "import transformers as t; a, b = {source!r}, {folder!r}; '
+        "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
+        f't.AutoTokenizer.from_pretrained(a).save_pretrained(b)", and give that folder instead: --model.path {folder}.'
+    )
+
+
+def _open_files(folder: Path, model: nn.Module) -> dict[str, TensorFile]:
+    """Return the file of every tensor. Raises ConfigError, DiskError."""
+    found: dict[str, TensorFile] = {}
+    for path in weight_files(folder):
+        file = TensorFile(path)
+        for name, entry in file.entries.items():
+            if entry.dtype.is_floating_point and entry.dtype not in _FLOATS:
+                raise ConfigError(
+                    f"tensor {name} in {path} is {str(entry.dtype).removeprefix('torch.')}: the model is quantized. "
+                    f"Only bf16, fp16 and fp32 weights of {type(model).__name__} are trained; give the folder of the "
+                    "model that it was made from."
+                )
+            found[name] = file
+    return found
+
+
+def _first_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the first weights that have a floating one. Raises ConfigError, DiskError."""
+    for path in weight_files(folder):
+        with TensorFile(path) as file:
+            for entry in file.entries.values():
+                if entry.dtype in _FLOATS:
+                    return entry.dtype
+    raise ConfigError(f"{folder} has no floating-point weights.")

@@ -1,0 +1,104 @@
+"""The proof of an export: what was written is loaded as anyone would load it, and must give the logits that the engine
+gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import OffloadError, format_bytes
+from offload.machine.environment import memory
+
+Batch = dict[str, torch.Tensor]
+
+# Largest difference of logits, as a share of the largest logit: where the order of sums differs between two devices
+# or kernels.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few tokens and the logits that the engine's model gave for them, fp32 on the CPU."""
+
+    batch: Batch
+    logits: torch.Tensor
+
+
+def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
+    """Run the engine's model on the first tokens of a batch's first row, in eval mode."""
+    short = {key: value[:1, :num_tokens] for key, value in batch.items()}
+    modes = [(module, module.training) for module in engine.model.modules()]
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
+
+
+def reason_not_to_reload(folder: Path) -> str | None:
+    """Return why an export cannot be loaded whole on this machine, or None."""
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    available = memory().get("available_bytes")
+    if available is not None and num_bytes * 1.2 > available:
+        return f"it has {format_bytes(num_bytes)} and {format_bytes(available)} of memory are free"
+    return None
+
+
+def reload(folder: Path, auto: Any) -> Any:
+    """Load an exported folder with transformers, in eval mode. Raises OffloadError."""
+    try:
+        model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except Exception as error:
+        raise OffloadError(
+            f"the exported folder {folder} cannot be loaded again: {type(error).__name__}: {error}"
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise OffloadError(f"the exported folder {folder} lacks {len(missing)} parameters, for example {missing[0]}.")
+    return model.eval()
+
+
+def check_logits(model: Any, probe: Probe, precision: str) -> str:
+    """Compare the reloaded model's logits with the probe; return what was found.
+
+    Raises OffloadError when they differ too much.
+    """
+    with torch.no_grad():
+        logits = model(**probe.batch).logits.to(torch.float32)
+    if torch.equal(logits, probe.logits):
+        return "logits bit-equal"
+    difference = (logits - probe.logits).abs().max().item()
+    scale = probe.logits.abs().max().item()
+    if not difference <= TOLERANCE[precision] * max(scale, 1.0):
+        raise OffloadError(
+            f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the "
+            f"largest is {scale:.3g} (allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not "
+            "be used."
+        )
+    allowed = TOLERANCE[precision] * max(scale, 1.0)
+    return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"
+
+
+def sample_text(
+    model: Any, tokenizer: Any, prompt_ids: torch.Tensor, *, seed: int, num_tokens: int = 48
+) -> tuple[str, str]:
+    """Return (prompt, continuation): tokens drawn at temperature 0.8 from a prompt of shape [1, sequence]."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        written = model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+        )
+    length = prompt_ids.shape[1]
+    return tokenizer.decode(prompt_ids[0]), tokenizer.decode(written[0, length:], skip_special_tokens=True)

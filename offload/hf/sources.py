@@ -1,0 +1,147 @@
+"""Where a parameter's values come from: one tensor of a file, or several that are stacked or fused. All are read by
+ranges of the flat parameter, so that a rank can read its share alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.hf.names import Conversion, Shape
+from offload.hf.safetensors_file import TensorFile
+
+_BLOCK_NUMEL = 1 << 22  # elements of a parameter that are converted, compared or averaged at once
+
+
+class Source(Protocol):
+    """The values of one parameter, in the dtype and shape that it has in the model."""
+
+    dtype: torch.dtype
+    shape: Shape
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return elements `begin` to `end` of the flat parameter, fresh. Raises DiskError."""
+
+
+Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
+"""Called with a module and its name just before its parameters are taken: gives them their values, or says where those
+of some are to be read.
+"""
+
+
+@dataclass
+class Whole:
+    """A parameter that is one tensor of a file."""
+
+    file: TensorFile
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        if self.file.entries[self.key].dtype == self.dtype:
+            return self.file.read(self.key, begin, end)
+        found = torch.empty(end - begin, dtype=self.dtype)
+        for low, high in _blocks(end - begin, 1):
+            found[low:high] = self.file.read(self.key, begin + low, begin + high)
+        return found
+
+
+@dataclass
+class Grown:
+    """A parameter with more rows than its tensor: the others are the mean of those, summed in fp64."""
+
+    begun: Whole
+    shape: Shape
+    _mean: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.begun.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        self.begun.dtype = dtype
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        known = math.prod(self.begun.shape)
+        parts = [self.begun.read(begin, min(end, known))] if begin < known else []
+        if end > known:
+            mean = self._row()
+            begin = max(begin, known)
+            first, last = begin // len(mean), -(-end // len(mean))
+            rows = mean.repeat(last - first)
+            parts.append(rows[begin - first * len(mean) : end - first * len(mean)])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _row(self) -> torch.Tensor:
+        if self._mean is None:
+            rows = self.begun.shape[0]
+            width = math.prod(self.begun.shape) // rows
+            total = torch.zeros(width, dtype=torch.float64)
+            for begin, end in _blocks(rows, width):
+                total += self.begun.read(begin * width, end * width).view(-1, width).sum(0, dtype=torch.float64)
+            self._mean = (total / rows).float().to(self.dtype)
+        return self._mean
+
+
+@dataclass
+class Stacked:
+    """A parameter whose rows are tensors of the files, such as a layer's experts: only rows that are asked for are
+    read.
+    """
+
+    files: Mapping[str, TensorFile]
+    conversion: Conversion
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        found = torch.empty(end - begin, dtype=self.dtype)
+        width = math.prod(self.shape[1:])
+        for row in range(begin // width, -(-end // width)) if width else ():
+            tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
+            value = self.conversion.make_row(row, tensors).reshape(-1)
+            low, high = max(begin, row * width), min(end, (row + 1) * width)
+            found[low - begin : high - begin] = value[low - row * width : high - row * width]
+        return found
+
+
+@dataclass
+class Fused:
+    """A parameter that is made of several tensors, or one of several that are made of a tensor: to read a part is to
+    make all of it.
+    """
+
+    files: Mapping[str, TensorFile]
+    conversion: Conversion
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    def convert(self) -> dict[str, torch.Tensor]:
+        return self.conversion.run(_tensor(self.files[key], key, self.dtype) for key in self.conversion.sources)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self.convert()[self.name].reshape(-1)[begin:end].clone()
+
+
+def _tensor(file: TensorFile, key: str, dtype: torch.dtype) -> torch.Tensor:
+    return file.read(key).view(file.entries[key].shape).to(dtype)
+
+
+def _blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _BLOCK_NUMEL // max(1, width))
+    return ((begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+def are_equal(one: Source, other: Source) -> bool:
+    numel = math.prod(one.shape)
+    return one.shape == other.shape and all(
+        torch.equal(one.read(begin, end), other.read(begin, end)) for begin, end in _blocks(numel, 1)
+    )

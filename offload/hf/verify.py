@@ -1,0 +1,60 @@
+"""Whether a Hugging Face folder is whole, as far as it can be told: safetensors have no checksums."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+from offload.errors import ConfigError, format_bytes
+from offload.hf.models import configuration, model_kind
+from offload.hf.names import CannotStream
+from offload.hf.read import read_model, weight_files
+from offload.hf.safetensors_file import TensorFile
+
+
+def verify_folder(folder: Path) -> str:
+    """Check headers and sizes of the files of weights, their index, and their shapes against the configuration; return
+    what was found. Raises ConfigError, DiskError for the first fault.
+    """
+    found: dict[str, Path] = {}
+    num_bytes = 0
+    for path in weight_files(folder):
+        with TensorFile(path) as file:
+            found.update(dict.fromkeys(file.entries, path))
+            num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
+    _check_index(folder, found)
+    about = f"{len(found)} tensors, {format_bytes(num_bytes)}, in {len(set(found.values()))} files"
+    return f"{about}; headers, index and sizes agree; {_compared(folder)}"
+
+
+def _check_index(folder: Path, found: dict[str, Path]) -> None:
+    """Raise ConfigError where the index names a tensor that its file does not have."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for name, file in named.items():
+        if found.get(name) != folder / file:
+            raise ConfigError(f"{folder / file} lacks {name}, which {index.name} says is there.")
+    if extra := sorted(found.keys() - named.keys()):
+        raise ConfigError(f"{index} does not name {extra[0]}, which is in {found[extra[0]].name}.")
+
+
+def _compared(folder: Path) -> str:
+    """Compare names and shapes with the model of the configuration; return what came of it. Raises ConfigError."""
+    config = configuration(folder)
+    wanted = (config.architectures or [""])[0]
+    try:
+        model, weights = read_model(model_kind(config).auto, folder, config)
+    except CannotStream as error:
+        return f"not compared with the configuration: {error}"
+    with closing(weights):
+        name = type(model).__name__
+        if wanted and wanted != name:
+            return f"not compared with the configuration: {wanted} is no language model that is trained here"
+        if missing := sorted(weights.report.missing):
+            raise ConfigError(f"{folder} lacks {len(missing)} of the parameters of {name}, for example {missing[0]}.")
+        extra = sorted(weights.report.unexpected)
+        unused = f", but {len(extra)} tensors are not used, for example {extra[0]}" if extra else ""
+        return f"shapes are those of {name}{unused}"

@@ -1,0 +1,286 @@
+"""A model as a Hugging Face folder, written a parameter at a time: one larger than memory can be exported.
+
+Names, shapes and values are those of `save_pretrained`; transformers' rules are undone group by group (`hf_names.py`).
+A folder appears whole under its name, or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from offload.errors import ConfigError, DiskError, OffloadError, errno_text
+from offload.files.atomic_folder import clear, take_place
+from offload.hf.names import Conversion, plan_writing, stays_fp32, untied
+from offload.hf.safetensors_file import DTYPES, Read, TensorFile, TensorFileWriter, Written, reader
+from offload.native.io import sync_path
+from offload.tiers.host import trim_heap
+
+Get = Callable[[str, int, int], torch.Tensor]
+SHARD_BYTES = 5 << 30
+_OWN = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and read back: the folder, its weight files, and the XXH3-128 of every tensor's bytes."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    num_bytes: int
+    hashes: dict[str, str]
+
+
+def write_model(
+    model: nn.Module,
+    get: Get,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+    replace: bool = False,
+) -> Exported:
+    """Write `model`, whose parameters only need to have the right shapes and dtypes, as `save_pretrained` would.
+
+    `get(name, begin, end)` returns elements of a flat parameter, in any float dtype. It is asked for each of them once,
+    in the order of the model, by the first of its names (tied ones have several). Buffers are the model's.
+    `dtype`: of the floating parameters, but for those that transformers keeps in fp32; None for each one's own.
+    `shard_bytes`: of a file of weights at most, but for a tensor that is larger. `files`, by name, go with it, such as
+    those of its tokenizer.
+    `replace`: an earlier export in `folder` gives way, once the new one is whole.
+
+    Memory: a piece of a parameter, or a row of experts; of fused ones, all that are fused together, twice. A module
+    that is not transformers' becomes one `model.safetensors` or several, under its own names, without a configuration.
+    Raises ConfigError, DiskError, CannotStream where only `save_pretrained` itself can do it, and OffloadError where
+    what is read back is not what was written.
+    """
+    folder = folder.resolve()  # what is behind a link is to be on the disk that the link leads to
+    check_place(folder, replace)
+    plan = _Plan(model, dtype)
+    with _made(folder, replace) as made:
+        write_configuration(model, made, plan.main_dtype)
+        for name, data in (files or {}).items():
+            (made / name).write_bytes(data)
+        written = _write_weights(model, plan, get, made, shard_bytes)
+        for each in written:
+            _verify(each)
+        _sync_all(made)
+    return Exported(
+        folder,
+        tuple(folder / each.path.name for each in written),
+        sum(each.num_bytes for each in written),
+        {name: value for each in written for name, value in each.hashes.items()},
+    )
+
+
+class _Plan:
+    """Which tensors are made of which, and what goes into the files."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        if not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise ConfigError(f"{type(model).__name__} keeps more than tensors in its state: it cannot be exported.")
+        self.main_dtype = dtype or _dtype_of(model)
+        is_kept = stays_fp32(model, self.main_dtype)
+        first: dict[int, str] = {}
+        self.values: dict[str, tuple[str, torch.Tensor]] = {}  # name in the state -> name to get it by, what it is
+        metas: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            self.values[name] = (first.setdefault(id(value), name), value)
+            target = value.dtype
+            if dtype is not None and isinstance(value, nn.Parameter) and target.is_floating_point:
+                target = torch.float32 if is_kept(name) else dtype
+            metas[name] = torch.empty(value.shape, dtype=target, device="meta")
+        if isinstance(model, transformers.PreTrainedModel):
+            metas = untied(model, metas)
+            self.groups, order = plan_writing(model, metas)
+        else:
+            metas = {name: meta for name, meta in metas.items() if self.values[name][0] == name}
+            self.groups = [Conversion.identity(name, tuple(meta.shape)) for name, meta in metas.items()]
+            order = list(metas)
+        dtypes = {name: metas[group.sources[0]].dtype for group in self.groups for name in group.outputs}
+        shapes = {name: shape for group in self.groups for name, shape in group.outputs.items()}
+        self.tensors = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in order}
+        unknown = set(dtypes.values()) - set(DTYPES.values())
+        if unknown:
+            raise ConfigError(
+                f"{type(model).__name__} has tensors of {unknown.pop()}, which safetensors does not have."
+            )
+
+    def reader(self, source: str, get: Get) -> Read:
+        """Return what gives elements of a tensor of the model."""
+        name, here = self.values[source]
+        return partial(get, name) if isinstance(here, nn.Parameter) else reader(here)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating parameter, as transformers does."""
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+
+
+def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_bytes: int) -> list[Written]:
+    """Write the files of weights, and their index if there are several."""
+    split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                TensorFileWriter(
+                    folder / file, {n: (plan.tensors[n].dtype, tuple(plan.tensors[n].shape)) for n in names}
+                )
+            )
+            for file, names in split.filename_to_tensors.items()
+        ]
+        of_name = {name: writer for writer in writers for name in writer.entries}
+        for group in plan.groups:
+            _write_group(group, plan, get, of_name)
+            trim_heap()  # malloc would keep most of what is free by now
+        written = [writer.finish() for writer in writers]
+    if split.is_sharded:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return written
+
+
+def _write_group(group: Conversion, plan: _Plan, get: Get, of_name: Mapping[str, TensorFileWriter]) -> None:
+    if group.is_identity:
+        (name,) = group.outputs
+        of_name[name].write(name, plan.reader(group.sources[0], get))
+        return
+    for name, value in _converted(group, plan, get):
+        assert tuple(value.shape) == of_name[name].entries[name].shape, (name, value.shape)
+        of_name[name].write(name, reader(value))
+
+
+def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a group is written as, in their dtype or that of `get`."""
+    if group.is_cut:
+        (source,) = group.sources
+        read, shape = plan.reader(source, get), plan.values[source][1].shape
+        width = math.prod(shape[1:])
+        for row in range(group.rows):
+            yield from group.cut_row(row, read(row * width, (row + 1) * width).view(shape[1:])).items()
+    else:
+        dtype = plan.tensors[next(iter(group.outputs))].dtype
+        shapes = [plan.values[source][1].shape for source in group.sources]
+        yield from group.run(
+            plan.reader(source, get)(0, math.prod(shape)).view(shape).to(dtype)
+            for source, shape in zip(group.sources, shapes, strict=True)
+        ).items()
+
+
+def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and generation_config.json as `save_pretrained` does; nothing for a module that has none.
+
+    dtype: of the weights, None for that of the model's parameters.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or _dtype_of(model)).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:  # what was loaded with a warning is refused here: no reason to lose an export
+            model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def _verify(written: Written) -> None:
+    """Read a file back from the disk, with safetensors' own reader and every byte by its hash. Raises OffloadError."""
+    try:
+        with safe_open(written.path, framework="pt") as theirs, TensorFile(written.path) as file:
+            file.forget()
+            same = file.entries == written.entries and set(theirs.keys()) == set(written.entries)
+            wrong = [name for name, digest in written.hashes.items() if same and file.hash(name) != digest]
+    except (SafetensorError, ConfigError) as error:
+        raise OffloadError(f"{written.path} cannot be read back after it was written: {error}") from error
+    if wrong or not same:
+        what = f"tensor {wrong[0]} differs" if wrong else "its header differs"
+        raise OffloadError(
+            f"{written.path} is not as it was written: {what} when it is read back. The disk or the memory is faulty; "
+            "export to another disk."
+        )
+
+
+def check_place(folder: Path, replace: bool) -> None:
+    """Refuse a folder that cannot be written, or holds something else. Raises ConfigError."""
+    if folder.is_mount():
+        raise ConfigError(f"{folder} is where a disk is mounted, and cannot be renamed to; give a folder in it.")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not replace:
+        raise ConfigError(f"{folder} exists; give a new name for the export, or remove it.")
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} exists and is no earlier export; give a new name for this one.")
+
+
+@contextmanager
+def _made(folder: Path, replace: bool) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, which takes its place at the end, and is removed on any error."""
+    made = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    try:
+        if replace:
+            clear(folder.parent)  # brings back what a process that was killed had half replaced
+        for left in folder.parent.glob(f".{folder.name}.part-*"):
+            if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists() or left == made:
+                shutil.rmtree(left)  # of an export that was killed
+        made.mkdir(parents=True)
+        yield made
+        old = None
+        if replace:
+            old = take_place(made, folder)
+        else:
+            made.rename(folder)  # an empty folder gives way
+        sync_path(folder.parent)
+        if old is not None and (own := _foreign(old, folder)):
+            kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+            old.rename(kept)
+            warnings.warn(f"{folder} held {own[0]}, which no export has, and is now {kept}.", stacklevel=4)
+        elif old is not None:
+            shutil.rmtree(old)
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OffloadError):
+            raise
+        code = error.errno or 0
+        raise DiskError(f"{folder} cannot be written: {errno_text(code)}.", code, folder) from error
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _foreign(old: Path, new: Path) -> list[str]:
+    """Return what an earlier export's folder has that an export does not make, such as somebody's notes."""
+    made = {path.name for path in new.iterdir()}
+    found = sorted(path for path in old.iterdir() if path.name not in made)
+    return [path.name for path in found if path.is_dir() or not _OWN.fullmatch(path.name)]
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        sync_path(path)
+    sync_path(folder)

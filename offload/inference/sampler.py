@@ -1,0 +1,214 @@
+"""Text from a model in a folder or a checkpoint, a token at a time, while its weights stream through memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, TextStreamer
+
+from offload.checkpoint.folder import offering_another
+from offload.checkpoint.given import is_checkpoint
+from offload.checkpoint.stored import read_stored
+from offload.data.tokenizer import load_tokenizer, tokenizer_folder
+from offload.errors import ConfigError, OffloadError
+from offload.hf.models import configuration, max_positions, model_kind, vocab_size
+from offload.hf.read import read_model
+from offload.inference.weight_stream import ReadFromOutside, WeightStream
+from offload.machine.environment import memory
+
+_LEAST_MARGIN_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How tokens are drawn; None is what the model's generation_config.json says.
+
+    temperature: 0 takes the likeliest token. top_p: the likeliest tokens that have this probability together. top_k:
+    so many of the likeliest, 0 for all.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was written, and what it took."""
+
+    token_ids: list[int]
+    seconds: float
+    bytes_read: int
+
+
+class Sampler:
+    """A model whose weights stream, and its tokenizer. Used as a context."""
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype | None, memory_bytes: int | None, device: torch.device
+    ) -> None:
+        """Open a Hugging Face folder or a checkpoint. dtype: None for that of its weights; memory_bytes: as of
+        WeightStream.
+
+        Raises ConfigError for a model that writes no text or has no tokenizer, CheckpointError, DiskError.
+        """
+        config = configuration(path)
+        self.kind = model_kind(config)
+        if self.kind.name == "masked":
+            named = (config.architectures or [config.model_type])[0]
+            raise ConfigError(f"{path} holds {named}, a masked language model, which does not continue a text.")
+        if tokenizer_folder(str(path)) is None:
+            raise ConfigError(f"{path} has no tokenizer; put its tokenizer.json and tokenizer_config.json there.")
+        self._path = path
+        self.tokenizer = load_tokenizer(str(path))
+        with ExitStack() as opened:
+            weights: Any
+            if is_checkpoint(path):
+                opened.enter_context(offering_another(path))
+                self.model, weights = read_stored(path, dtype)
+                opened.callback(weights.close)
+            else:
+                config.dtype = dtype or config.dtype
+                self.model, weights = read_model(self.kind.auto, path, config)
+                opened.callback(weights.close)
+                if weights.report.missing:
+                    lacking = sorted(weights.report.missing)
+                    raise ConfigError(
+                        f"the weights in {path} lack {len(lacking)} parameters of {type(self.model).__name__}, for "
+                        f"example {lacking[0]}: it cannot continue a text."
+                    )
+            self.stream = WeightStream(self.model, weights.source, memory_bytes=memory_bytes, device=device)
+            opened.callback(self.stream.close)
+            self._opened = opened.pop_all()
+        self._device = device
+
+    def encode(self, prompt: str, *, chat: bool = False) -> torch.Tensor:
+        """Return the tokens of a prompt, [1, n]; with `chat`, of the conversation that it opens. Raises ConfigError."""
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ConfigError(f"the tokenizer of {self._path} has no chat template; leave out --chat.")
+            turns = [{"role": "user", "content": prompt}]
+            found = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            found = self.tokenizer(prompt)["input_ids"]
+        if not found:
+            start = self.tokenizer.bos_token_id
+            start = self.tokenizer.eos_token_id if start is None else start
+            if start is None:
+                raise ConfigError("--prompt is empty, and the tokenizer has no token that begins a text; give some.")
+            found = [start]
+        rows = vocab_size(self.model.config)
+        if max(found) >= rows:
+            raise ConfigError(
+                f"the tokenizer of {self._path} gives token {max(found)}, and the model has {rows}: it is another "
+                "model's."
+            )
+        return torch.tensor([found])
+
+    def write(self, tokens: torch.Tensor, choices: Choices, show: Callable[[str], None]) -> Sampled:
+        """Continue `tokens`, [1, n]; `show` is given the text as it comes. Raises ConfigError, CheckpointError,
+        DiskError; OffloadError where the model gives NaN.
+        """
+        config = self._generation(choices, tokens.shape[1])
+        first, begin = self.stream.bytes_read, time.perf_counter()
+        while True:
+            torch.manual_seed(choices.seed)
+            try:
+                written = self._generate(tokens.to(self._device), config, show)
+                break
+            except ReadFromOutside as found:  # in the pass before the first token
+                self.stream.keep(found.unit)
+        own = written[0] if self.kind.name == "seq2seq" else written[0, tokens.shape[1] :]
+        return Sampled(own.tolist(), time.perf_counter() - begin, self.stream.bytes_read - first)
+
+    def _generate(self, tokens: torch.Tensor, config: GenerationConfig, show: Callable[[str], None]) -> torch.Tensor:
+        model: Any = self.model
+        watched = [model, model.get_encoder()] if self.kind.name == "seq2seq" else [model]
+        with self.stream.watching(watched):
+            return model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=config,
+                streamer=_Shown(self.tokenizer, show),
+                logits_processor=[_NoNaN()],
+            )
+
+    def _generation(self, choices: Choices, num_tokens: int) -> GenerationConfig:
+        """Return what the model's own settings and the choices come to. Raises ConfigError."""
+        config: Any = copy.deepcopy(self.model.generation_config)
+        config.num_beams, config.max_length, config.max_new_tokens = 1, None, choices.max_new_tokens
+        limit = max_positions(self.model.config) if self.kind.name == "causal" else None
+        if limit is not None:
+            if num_tokens >= limit:
+                raise ConfigError(f"the prompt has {num_tokens} tokens, and the model has positions for {limit}.")
+            config.max_new_tokens = min(choices.max_new_tokens, limit - num_tokens)
+        given = {"temperature": choices.temperature, "top_p": choices.top_p, "top_k": choices.top_k}
+        given = {key: value for key, value in given.items() if value is not None}
+        if given:
+            config.do_sample = True
+            config.update(**given)
+        if choices.temperature == 0:
+            config.do_sample = False
+            config.temperature = config.top_p = config.top_k = None
+        config.eos_token_id = self._ends(config.eos_token_id)
+        if config.pad_token_id is None:
+            config.pad_token_id = config.eos_token_id[0] if config.eos_token_id else 0
+        return config
+
+    def _ends(self, given: int | list[int] | None) -> list[int] | None:
+        """Return the tokens that end a text: the tokenizer's, and the model's as far as they are special ones: a
+        configuration that is older than the tokenizer names ordinary ones.
+        """
+        of_model = given if isinstance(given, list) else [given]
+        found = [
+            self.tokenizer.eos_token_id,
+            *(each for each in of_model if each in self.tokenizer.added_tokens_decoder),
+        ]
+        return list(dict.fromkeys(each for each in found if each is not None)) or None
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+
+class _Shown(TextStreamer):
+    """Hands on text whose tokens can change no more."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
+        self._show(text)
+
+
+class _NoNaN(LogitsProcessor):
+    def __call__(self, _tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if torch.isnan(scores).any():
+            raise OffloadError(
+                "the model gives NaN instead of probabilities: its weights have NaN in them, its numbers overflow (try "
+                "--dtype fp32), or a module reads weights of another one that is not in memory (try --memory none)."
+            )
+        return scores
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that weights may take where nothing was asked for: what is free, but for a tenth, at least 1
+    GiB, for the cache of keys and values and for activations.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory().get("available_bytes", 0)
+    return max(0, int(free) - max(_LEAST_MARGIN_BYTES, int(free) // 10))

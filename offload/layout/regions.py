@@ -1,0 +1,271 @@
+"""Flat regions: where each parameter lies in the buffers that travel. Pure: shapes in, offsets out (ZeRO,
+arXiv:1910.02054, section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offload.layout.planes import CUT_FROM, MASTER, Plane, table
+
+PARAMETER_ALIGNMENT = 128
+"""Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it."""
+SHARD_MULTIPLE = 2048
+"""Elements. A shard of a 2-byte plane is then a multiple of 4096 bytes: a page, and a block of any disk."""
+
+SCRATCH_BYTES = 32 << 20
+"""Of the device, per rank, at most, for pieces of gradients that are to be summed."""
+CHUNK_BYTES = 1 << 19
+"""Of a file, before the next one's turn: small beside a tile, so that each disk has a share of it."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of the model, tied names counted once. `index` is its place in torch's order."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    compute: str  # "bf16" or "fp32": the dtype in which the device uses it
+    bf16_source: bool  # the values came in bf16, so that a frozen parameter has no low half
+    lr_scale: float = 1.0
+    weight_decay: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One flat buffer of parameters that travel together and are updated alike.
+
+    `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-
+    rate multiplier and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that
+    uses the region: more than one where weights are tied.
+    """
+
+    index: int
+    name: str
+    compute: str
+    trainable: bool
+    has_low: bool
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numel: int
+    units: tuple[str, ...]
+    table: tuple[Plane, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """True where the master weights are two planes, `hi` and `lo`."""
+        return self.compute == "bf16"
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """What of the table there is: all that is trained; of a frozen region its master weights."""
+        absent = set() if self.has_low else {"low"}
+        return tuple(p for p in self.table if p.name not in absent and (self.trainable or p.name in MASTER))
+
+    @property
+    def states(self) -> tuple[Plane, ...]:
+        """The planes that last: all but the gradients."""
+        return tuple(plane for plane in self.planes if plane.kind != "gradients")
+
+    def plane(self, name: str) -> Plane:
+        """Return the plane of this name in the table."""
+        return next(plane for plane in self.table if plane.name == name)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the plane that goes to the device."""
+        return self.numel * self.plane("weights").width
+
+    def update_bytes(self, numel: int) -> int:
+        """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
+        counted.
+        """
+        return 2 * numel * sum(plane.width for plane in self.states)
+
+
+def align(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def build_regions(
+    parameters: Sequence[ParameterInfo],
+    units: Mapping[str, Sequence[int]],
+    moments: Sequence[Plane],
+    world_size: int = 1,
+) -> tuple[Region, ...]:
+    """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
+    `moments` that the update rule has of each.
+
+    Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
+    alike.
+    """
+    users: dict[int, list[str]] = {}
+    for unit, indices in units.items():
+        for index in dict.fromkeys(indices):
+            users.setdefault(index, []).append(unit)
+    groups: dict[tuple, list[ParameterInfo]] = {}
+    for index, names in users.items():
+        info = parameters[index]
+        has_low = info.compute == "bf16" and (info.trainable or not info.bf16_source)
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low), []).append(info)
+    regions: list[Region] = []
+    for (names, compute, trainable, has_low), members in groups.items():
+        members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
+        offsets, end = [], 0
+        for info in members:
+            offsets.append(end)
+            end = align(end + info.numel, PARAMETER_ALIGNMENT)
+        suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
+        regions.append(
+            Region(
+                index=len(regions),
+                name=" = ".join(names) + suffix + ("" if trainable else " (frozen)"),
+                compute=compute,
+                trainable=trainable,
+                has_low=has_low,
+                parameters=tuple(info.index for info in members),
+                offsets=tuple(offsets),
+                sizes=tuple(info.numel for info in members),
+                numel=align(end, SHARD_MULTIPLE * world_size),
+                units=names,
+                table=table(compute, moments),
+            )
+        )
+    return tuple(regions)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How `size` ranks share a region, as `rank` sees it (ZeRO, arXiv:1910.02054, section 5). It is cut in a range of
+    equal length per rank, and each rank updates its own; stage 1 also cuts the optimizer states, stage 2 also the
+    gradients that wait, stage 3 also the weights. In stage 0 everyone holds and updates everything.
+
+    One rank is stage 0, whatever it was given.
+    """
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size == 1:
+            object.__setattr__(self, "stage", 0)
+
+    @property
+    def owner(self) -> int:
+        """Return which of `ranges` this rank updates."""
+        return self.rank if self.stage else 0
+
+    @property
+    def num_ranges(self) -> int:
+        """Return into how many ranges updates are cut."""
+        return self.size if self.stage else 1
+
+    @property
+    def gathers(self) -> bool:
+        """True where weights are put together from all ranks at every fetch."""
+        return self.stage >= CUT_FROM["parameters"]
+
+    @property
+    def publishes(self) -> bool:
+        """True where each rank gives the weights that it has updated to the others."""
+        return self.stage in (1, 2)
+
+    def is_cut(self, plane: Plane) -> bool:
+        """True where each rank holds its own range of a plane alone."""
+        return self.stage >= plane.cut_from
+
+    def shard(self, region: Region) -> slice:
+        """Return the elements over which this rank sums the gradients of all."""
+        step = region.numel // self.size
+        return slice(self.rank * step, (self.rank + 1) * step)
+
+    def ranges(self, region: Region) -> list[tuple[int, int]]:
+        """Return the elements from which to which each rank updates a region; in stage 0 all of it, once."""
+        step = region.numel // self.num_ranges
+        return [(number * step, (number + 1) * step) for number in range(self.num_ranges)]
+
+    def own(self, region: Region) -> slice:
+        """Return the elements that this rank updates."""
+        return slice(*self.ranges(region)[self.owner])
+
+    def held(self, region: Region, plane: str) -> slice:
+        """Return the elements of a plane that this rank holds."""
+        return self.own(region) if self.is_cut(region.plane(plane)) else slice(0, region.numel)
+
+    def share(self, plane: Plane, num_bytes: int) -> int:
+        """Return what this rank holds of so many bytes of a plane, over one region or several."""
+        return num_bytes // self.size if self.is_cut(plane) else num_bytes
+
+
+@dataclass(frozen=True)
+class DiskLayout:
+    """What of each region (by index) is on disk, its planes in the order of its table, and the elements of a tile: a
+    region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
+    a rank's range ends.
+    """
+
+    planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    tile_numel: int = SHARD_MULTIPLE
+    sharding: Sharding = Sharding()
+
+    def of(self, region: Region) -> tuple[str, ...]:
+        """Return the planes of a region that are on disk."""
+        return self.planes.get(region.index, ())
+
+    def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
+        """Return the planes on disk that this rank holds of its own range of a region, or of the others'."""
+        return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_cut(region.plane(plane)))
+
+    def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
+        """Return the elements from which to which the range of a rank, or this rank's own, is cut in tiles: all of it
+        where nothing is on disk.
+        """
+        begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
+        step = self.tile_numel if self.of(region) else max(1, end - begin)
+        return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
+
+    def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
+        """Return the bytes of the record of a tile of so many elements, of this rank's range or of another's."""
+        return numel * sum(region.plane(plane).width for plane in self.on_disk(region, is_own))
+
+    def num_bytes(self, regions: Iterable[Region]) -> int:
+        """Return the bytes of all records."""
+        total = 0
+        for region in regions:
+            own = region.numel // self.sharding.num_ranges
+            total += self.record_bytes(region, own) + self.record_bytes(region, region.numel - own, is_own=False)
+        return total
+
+
+def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
+    """Return where `num_bytes` from `offset` on lie that are spread over files in chunks by turns: (file, offset there,
+    bytes) of every stretch, in order.
+    """
+    if num_files == 1:
+        return [(0, offset, num_bytes)]
+    pieces, end = [], offset + num_bytes
+    while offset < end:
+        chunk, within = divmod(offset, CHUNK_BYTES)
+        size = min(CHUNK_BYTES - within, end - offset)
+        pieces.append((chunk % num_files, chunk // num_files * CHUNK_BYTES + within, size))
+        offset += size
+    return pieces
+
+
+def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
+    """Return the bytes of each file over which so many are spread."""
+    chunks, rest = divmod(num_bytes, CHUNK_BYTES)
+    rounds, extra = divmod(chunks, num_files)
+    return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]

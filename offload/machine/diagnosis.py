@@ -1,0 +1,81 @@
+"""What `doctor` tells: what this machine has, and which of the paths through offload are live on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import DiskError, OffloadError
+from offload.files.directories import check_dirs, check_space, file_system, free_bytes
+from offload.files.scratch import open_nameless
+from offload.machine.environment import describe_environment
+from offload.native import kernels
+from offload.native.io import ALIGNMENT_BYTES, IoEngine
+from offload.tiers.host import Arena
+
+
+def diagnose(nvme_dirs: Sequence[str]) -> dict[str, Any]:
+    """Return plain data on the machine and on each of the directories.
+
+    Raises ConfigError where two of the directories are the same.
+    """
+    found: dict[str, Any] = {"environment": describe_environment(), "kernels": kernels.describe()}
+    with IoEngine("auto") as engine:
+        engine.register(_pages(1 << 20))
+        found["io"] = {
+            "engine": engine.name,
+            "why_not_better": engine.why or None,
+            "registered": not engine.why_unregistered,
+            "why_unregistered": engine.why_unregistered or None,
+        }
+        found["nvme"] = [_describe_dir(given, engine) for given in nvme_dirs]
+    usable = [each["dir"] for each in found["nvme"] if each["usable"]]
+    if usable:
+        check_dirs(usable)  # each is sound: this is about all of them together
+    return found
+
+
+def _describe_dir(given: str, engine: IoEngine) -> dict[str, Any]:
+    """Do in a directory what a run does there, on a small scale."""
+    about: dict[str, Any] = {"dir": given, "file_system": None, "free_bytes": None, "usable": False, "refusal": None}
+    about |= {"direct": None, "why_buffered": None}
+    path = Path(given)
+    if path.is_dir():
+        about |= {"file_system": file_system(path.resolve()), "free_bytes": free_bytes(path)}
+    try:
+        (place,) = check_dirs([given])
+        check_space([place], ALIGNMENT_BYTES)
+        about |= _try_direct(place, engine)
+    except OffloadError as error:
+        about["refusal"] = str(error)
+    else:
+        about["usable"] = True
+    return about
+
+
+def _try_direct(directory: Path, engine: IoEngine) -> dict[str, Any]:
+    """Write and read one block; a file system may take the flag O_DIRECT and refuse the transfer."""
+    block = _pages(ALIGNMENT_BYTES)
+    why = ""
+    for direct in (True, False):
+        file = engine.open(directory, direct=direct, opener=open_nameless)
+        try:
+            file.reserve(0, ALIGNMENT_BYTES)
+            engine.write(file, 0, block).wait()
+            engine.read(file, 0, block).wait()
+        except DiskError as error:
+            if not file.is_direct:
+                raise
+            why = str(error)
+            continue
+        finally:
+            file.close()
+        return {"direct": file.is_direct, "why_buffered": why or file.why_buffered or None}
+    raise AssertionError("the buffered attempt returns or raises")
+
+
+def _pages(num_bytes: int) -> Any:
+    import torch
+
+    return Arena(num_bytes).take(num_bytes, torch.uint8)

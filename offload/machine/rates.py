@@ -1,0 +1,45 @@
+"""How fast this machine is, as far as a plan has to know: measured once, in a few milliseconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from offload.layout.planes import Plane
+
+_NUM_ELEMENTS = 1 << 21
+
+
+def update_bytes_per_second(
+    update: Callable[[Mapping[str, torch.Tensor], torch.Tensor], object], moments: Sequence[Plane]
+) -> float:
+    """Return the bytes of states that `update(states, gradients)`, of fp32 weights and these moments, reads and writes
+    in a second.
+    """
+    states = {plane.name: torch.zeros(_NUM_ELEMENTS, dtype=plane.dtype) for plane in moments}
+    states["weights"], gradients = torch.zeros(_NUM_ELEMENTS), torch.zeros(_NUM_ELEMENTS)
+    return 2 * sum(flat.nbytes for flat in states.values()) / _best_seconds(lambda: update(states, gradients))
+
+
+def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating point operations of a large matrix product in a second."""
+    size = 4096 if device.type == "cuda" else 512
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return 2 * size**3 / _best_seconds(multiply)
+
+
+def _best_seconds(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,0 +1,457 @@
+"""Reads and writes of files in the background, straight between the disk and host memory.
+
+    with IoEngine() as engine:
+        file = engine.open(path, num_bytes=1 << 30)          # created where missing, preallocated, O_DIRECT
+        engine.register(tile)                                # optional: spares the kernel work on every transfer
+        reading = engine.read(file, offset, tile)            # returns at once
+        reading.wait()                                       # sleeps, without the GIL; raises DiskError
+
+Beside `offload.native.kernels` this is the only caller of the C++ module `offload._core`. Two engines in C++ and one in
+Python have the same interface, and one is chosen when an `IoEngine` is made: io_uring; threads in C++ where the kernel
+or a sandbox refuses io_uring; threads in Python, slower, where C++ was not built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from offload.errors import ConfigError, DiskError, errno_text, format_bytes, nearest
+from offload.native.arrays import memory
+from offload.native.core import core as _core
+from offload.native.core import missing_because as _missing_because
+
+ENGINES = ("io_uring", "threads", "python")
+ALIGNMENT_BYTES = 4096  # of offset, size and address on a file that is opened with O_DIRECT
+_END_OF_FILE = -1  # kEndOfFile in csrc/io_engine.h
+_MOST_DEPTH = 4096
+_MOST_BLOCK_BYTES = 1 << 30
+_MOST_PYTHON_THREADS = 16
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+# 0, an errno or _END_OF_FILE; then of the block that failed: offset, bytes, bytes moved.
+_Outcome = tuple[int, int, int, int]
+
+
+def _open_named(path: Path, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+class Ticket:
+    """A transfer under way. It holds on to the array until it is done; wait for every ticket."""
+
+    __slots__ = ("_array", "_engine", "_request", "file", "is_write")
+
+    def __init__(self, engine: IoEngine, file: File, is_write: bool, request: Any, array: Any) -> None:
+        self.file = file
+        self.is_write = is_write
+        self._engine = engine
+        self._request = request
+        self._array = array
+
+    def is_done(self) -> bool:
+        """Tell, without waiting, whether the transfer has ended, well or not."""
+        return self._engine._is_done(self._request)
+
+    def wait(self) -> None:
+        """Sleep until all bytes are moved; any number of times, from any thread. Raises DiskError."""
+        code, offset, num_bytes, moved = self._engine._wait(self._request)
+        self._array = None
+        self._engine._in_flight.discard(self)
+        if code:
+            raise _transfer_error(self, code, offset, num_bytes, moved)
+
+
+class File:
+    """An open file of an `IoEngine`; made by `IoEngine.open`.
+
+    is_direct: whether O_DIRECT is on. why_buffered: why it is not, for a warning; "" where it is, or was not wanted.
+    """
+
+    def __init__(self, engine: IoEngine, path: Path, fd: int, is_direct: bool, why_buffered: str) -> None:
+        self.path = path
+        self.is_direct = is_direct
+        self.why_buffered = why_buffered
+        self.fd = fd
+        self._engine = engine
+
+    def reserve(self, begin: int, num_bytes: int) -> None:
+        """Give `num_bytes` from `begin` on disk space. (Where it is emulated, bytes there may be written as they were
+        read: let nobody write them meanwhile.) Raises DiskError.
+        """
+        try:
+            os.posix_fallocate(self.fd, begin, num_bytes)
+        except OSError as error:
+            raise disk_error(f"the reservation of {num_bytes} bytes", self.path, error) from None
+
+    def sync(self) -> None:
+        """Return when what was written, and waited for, is on the disk. Raises DiskError."""
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise disk_error("the flush (fsync)", self.path, error) from None
+
+    def close(self) -> None:
+        """Wait for the file's transfers and close it. Raises the DiskError of one that nobody has waited for."""
+        if self.fd < 0:
+            return
+        try:
+            wait_for_all(ticket for ticket in tuple(self._engine._in_flight) if ticket.file is self)
+        finally:
+            self._engine._forget(self)
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+class IoEngine:
+    """Moves blocks between files and host memory, `depth` of them at a time.
+
+    kind: one of `ENGINES`, or "auto" for the first that works here. A transfer is cut into blocks of `block_bytes`;
+    reads and writes take turns. Any thread may call anything, and wait for any ticket. Transfers that overlap in the
+    file or in memory are in no order: wait for one before the next begins. In a child that was forked the engine does
+    not work.
+
+    name: the engine that was chosen. why: why it is not the one before it in `ENGINES`, else "".
+    registered_bytes: memory that is registered with the kernel. why_unregistered: why io_uring was refused the rest.
+    """
+
+    def __init__(self, kind: str = "auto", *, depth: int = 32, block_bytes: int = 1 << 20) -> None:
+        self._closed = True  # until there is something to close
+        _check_options(kind, depth, block_bytes)
+        self.depth = depth
+        self.block_bytes = block_bytes
+        self.registered_bytes = 0
+        self.why_unregistered = ""
+        self._in_flight: set[Ticket] = set()
+        self._files: set[File] = set()
+        self._registered: list[Any] = []  # the kernel would go on using their pages after they are freed
+        self._process = os.getpid()
+        self.name, self.why, self._backend = _choose(kind, depth, block_bytes)
+        self._closed = False
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_bytes: int | None = None,
+        writable: bool = True,
+        direct: bool = True,
+        opener: Callable[[Path, int], int] = _open_named,
+    ) -> File:
+        """Open a file, with O_DIRECT unless the file system refuses or `direct` is false.
+
+        num_bytes: create the file where it is missing, and give it disk space for at least so many bytes. opener:
+        returns the descriptor for a path and flags; errors name this path, whatever was opened. Raises DiskError.
+        """
+        self._check_open()
+        path = Path(path)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if num_bytes is not None else 0)
+        why_buffered = ""
+        try:
+            try:
+                fd = opener(path, flags | (_O_DIRECT if direct else 0))
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                why_buffered = (
+                    f"the file system of {path} refuses O_DIRECT: transfers go through the page cache, which is slower"
+                )
+                direct = False
+                fd = opener(path, flags)
+        except OSError as error:
+            raise disk_error("the opening", path, error) from None
+        file = File(self, path, fd, direct and _O_DIRECT != 0, why_buffered)
+        if num_bytes:
+            try:
+                file.reserve(0, num_bytes)
+            except DiskError:
+                os.close(fd)
+                raise
+        self._backend.add_file(fd)
+        self._files.add(file)
+        return file
+
+    def register(self, array: Any) -> bool:
+        """Register an array that transfers will use, or parts of it, and tell whether all of it is registered.
+
+        Only the speed of io_uring depends on it; the other engines have nothing to register. The array is kept until
+        the engine is closed. The kernel counts registered memory against RLIMIT_MEMLOCK of an ordinary user; the reason
+        of a refusal is left in `why_unregistered`.
+        """
+        self._check_open()
+        address, num_bytes = memory("array", array, writable=False)
+        if num_bytes == 0:
+            return True
+        registered_bytes, code = self._backend.add_memory(address, num_bytes)
+        if registered_bytes:
+            self._registered.append(array)
+            self.registered_bytes += registered_bytes
+        if code:
+            self.why_unregistered = _why_unregistered(code, num_bytes - registered_bytes)
+        return registered_bytes == num_bytes
+
+    def read(self, file: File, offset: int, array: Any) -> Ticket:
+        """Begin to fill `array` from `offset` bytes into the file.
+
+        array: torch or numpy, contiguous, on the CPU, of any dtype and shape; its bytes are moved as they are. It
+        belongs to the engine until the ticket is done. On a direct file, offset, size and address are multiples of
+        `ALIGNMENT_BYTES`. Raises ConfigError at once; what happens later is raised by the ticket.
+        """
+        return self._begin(False, file, offset, array)
+
+    def write(self, file: File, offset: int, array: Any) -> Ticket:
+        """Begin to write `array` to `offset` of the file, in bytes; as `read`."""
+        return self._begin(True, file, offset, array)
+
+    def close(self) -> None:
+        """Carry out everything that was begun, then close the files.
+
+        Raises the first DiskError that nobody has waited for.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._backend.close()  # registered files first: a descriptor that is closed may stand for another file next
+        unseen = tuple(self._in_flight)
+        for file in self._files:
+            os.close(file.fd)
+            file.fd = -1
+        self._files.clear()
+        self._registered.clear()
+        if os.getpid() == self._process:
+            wait_for_all(unseen)
+
+    def __enter__(self) -> IoEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except DiskError:
+            if kind is None:
+                raise
+
+    def __del__(self) -> None:  # before the arrays that transfers still use can go
+        try:
+            self.close()
+        except DiskError:
+            pass
+
+    def _begin(self, is_write: bool, file: File, offset: int, array: Any) -> Ticket:
+        self._check_open()
+        if file.fd < 0 or file._engine is not self:
+            raise ConfigError(f"{file.path} is not open in this engine; open it with the engine that is to use it.")
+        address, num_bytes = memory("array", array, writable=not is_write)
+        if offset < 0 or (file.is_direct and (offset | num_bytes | address) % ALIGNMENT_BYTES):
+            raise ConfigError(
+                f"a transfer of {num_bytes} bytes at offset {offset} of {file.path} with memory at {address:#x}: the "
+                f"offset must be at least 0, and all three multiples of {ALIGNMENT_BYTES}, as the file is opened with "
+                f"O_DIRECT; open it with direct=False for anything else."
+            )
+        request = self._backend.submit(is_write, file.fd, offset, address, num_bytes)
+        ticket = Ticket(self, file, is_write, request, array)
+        self._in_flight.add(ticket)
+        return ticket
+
+    def _wait(self, request: Any) -> _Outcome:
+        if os.getpid() != self._process:
+            raise ConfigError(_FORKED)
+        return self._backend.wait(request)
+
+    def _is_done(self, request: Any) -> bool:
+        return self._backend.is_done(request)
+
+    def _forget(self, file: File) -> None:
+        self._files.discard(file)
+        self._backend.remove_file(file.fd)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise ConfigError(_FORKED)
+        if self._closed:
+            raise ConfigError("the I/O engine is closed; make another one.")
+
+
+_FORKED = "the I/O engine belongs to the process that made it, and this is a forked child; make one here."
+
+
+class _Backend(Protocol):
+    """What the C++ engines and `_PythonEngine` have in common; requests are opaque."""
+
+    def submit(self, is_write: bool, fd: int, offset: int, address: int, num_bytes: int, /) -> Any: ...
+    def wait(self, request: Any, /) -> _Outcome: ...
+    def is_done(self, request: Any, /) -> bool: ...
+    def add_file(self, fd: int, /) -> int: ...
+    def remove_file(self, fd: int, /) -> None: ...
+    def add_memory(self, address: int, num_bytes: int, /) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+
+
+class _PythonEngine:
+    """A thread moves a whole request, block by block."""
+
+    def __init__(self, depth: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._pool = ThreadPoolExecutor(min(depth, _MOST_PYTHON_THREADS), thread_name_prefix="offload-io")
+
+    def submit(self, is_write: bool, fd: int, offset: int, address: int, num_bytes: int) -> Future[_Outcome]:
+        return self._pool.submit(self._move, is_write, fd, offset, address, num_bytes)
+
+    def wait(self, request: Future[_Outcome]) -> _Outcome:
+        return request.result()
+
+    def is_done(self, request: Future[_Outcome]) -> bool:
+        return request.done()
+
+    def add_file(self, _fd: int) -> int:
+        return 0
+
+    def remove_file(self, _fd: int) -> None:
+        pass
+
+    def add_memory(self, _address: int, _num_bytes: int) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _move(self, is_write: bool, fd: int, offset: int, address: int, num_bytes: int) -> _Outcome:
+        for begin in range(0, num_bytes, self._block_bytes):
+            size = min(self._block_bytes, num_bytes - begin)
+            code, moved = _move_block(is_write, fd, offset + begin, address + begin, size)
+            if code:
+                return code, offset + begin, size, moved
+        return 0, 0, 0, 0
+
+
+def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: int) -> tuple[int, int]:
+    """Move one block, as IoBlock::advance in csrc/io_engine.cpp does; return 0 or what went wrong, and bytes moved."""
+    view = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    call = os.pwritev if is_write else os.preadv
+    moved = resume = 0
+    while moved < num_bytes:
+        try:
+            count = call(fd, [view[resume:]], offset + resume)
+        except BlockingIOError:
+            time.sleep(0.001)
+            continue
+        except OSError as error:
+            if error.errno == errno.EINVAL and resume % ALIGNMENT_BYTES:
+                resume -= resume % ALIGNMENT_BYTES  # O_DIRECT after a short transfer: the last few bytes once more
+                continue
+            return error.errno or errno.EIO, moved
+        if resume + count <= moved:
+            return (errno.EIO if is_write else _END_OF_FILE), moved
+        moved = resume = resume + count
+    return 0, moved
+
+
+def _check_options(kind: str, depth: int, block_bytes: int) -> None:
+    if kind not in (*ENGINES, "auto"):
+        raise ConfigError(
+            f"the I/O engine is {kind!r}{nearest(kind, ENGINES)}; it must be auto or one of {', '.join(ENGINES)}."
+        )
+    if not 1 <= depth <= _MOST_DEPTH:
+        raise ConfigError(f"the I/O depth is {depth}; it must be at least 1 and at most {_MOST_DEPTH} blocks.")
+    if not ALIGNMENT_BYTES <= block_bytes <= _MOST_BLOCK_BYTES or block_bytes % ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"the I/O block has {block_bytes} bytes; it must be a multiple of {ALIGNMENT_BYTES}, at most "
+            f"{format_bytes(_MOST_BLOCK_BYTES)}."
+        )
+
+
+def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend]:
+    """Return the name of the engine, why it is not a better one, and the engine."""
+    refusals: dict[str, str] = {}
+    for name in ENGINES if kind == "auto" else (kind,):
+        if name == "python":
+            return name, "; ".join(refusals.values()), _PythonEngine(depth, block_bytes)
+        if _core is None:
+            refusals["C++"] = f"the C++ module is missing ({_missing_because})"
+            continue
+        backend, code = _core.io_engine(name == "io_uring", depth, block_bytes)
+        if backend is not None:
+            return name, "; ".join(refusals.values()), backend
+        limit = f"; this user {_locked_memory()}" if code == errno.ENOMEM else ""
+        refusals[name] = f"the system refuses {name}: {errno_text(code)}{limit}"
+    raise ConfigError(f"the I/O engine {kind} does not work here: {'; '.join(refusals.values())}; use auto.")
+
+
+def wait_for_all(tickets: Iterable[Ticket]) -> None:
+    """Wait for all tickets, then raise the first error."""
+    first = None
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except DiskError as error:
+            first = first or error
+    if first:
+        raise first
+
+
+_ADVICE: Mapping[int, str] = {
+    errno.ENOSPC: "the file system is full: free space on it, or use a folder on another one",
+    errno.EDQUOT: "the quota of this user is used up: free space, or use a folder on another file system",
+    errno.EFBIG: "a limit on the size of files is reached: raise it (`ulimit -f`), or use another file system",
+    errno.EIO: "the device failed, so what it holds cannot be trusted: look into the kernel's log, use another disk",
+    errno.EBADF: "the file is not open for that",
+    errno.EACCES: "this user may not do that there: change the rights, or use another folder",
+    errno.EROFS: "the file system is mounted read-only: use another folder",
+    errno.ENOENT: "create the folder, or use another one",
+    errno.EINVAL: "the file system wants another alignment or does not know this operation: use another folder",
+}
+
+
+def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, moved: int) -> DiskError:
+    path = ticket.file.path
+    what = f"the {'write' if ticket.is_write else 'read'} of {num_bytes} bytes at offset {offset} of {path}"
+    if code == _END_OF_FILE:
+        message = (
+            f"{what} met the end of the file after {moved} bytes: the file is shorter than it should be, so something "
+            f"has truncated or replaced it; its contents are lost."
+        )
+        return DiskError(message, 0, path, offset, num_bytes)
+    return DiskError(f"{what} failed{_because(code)}", code, path, offset, num_bytes)
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def disk_error(
+    what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
+) -> DiskError:
+    """Return the error for a system call that failed; `what`: "the opening", for one."""
+    code = error.errno or 0
+    return DiskError(f"{what} of {path} failed{_because(code)}", code, path, offset, num_bytes)
+
+
+def _because(code: int) -> str:
+    advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
+    return f": {errno_text(code)}{advice}."
+
+
+def _why_unregistered(code: int, num_bytes: int) -> str:
+    what = f"{format_bytes(num_bytes)} of memory are not registered with the kernel, which costs some CPU time"
+    return f"{what}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{what}: {errno_text(code)}"
+
+
+def _locked_memory() -> str:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return (
+        f"may lock {'any amount' if limit == resource.RLIM_INFINITY else format_bytes(limit)} of memory (`ulimit -l`)"
+    )

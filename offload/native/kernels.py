@@ -1,0 +1,471 @@
+"""The kernels on flat arrays: AdamW, Lion, the split master, sums of squares, bfloat16.
+
+Beside `offload.native.io` this is the only caller of the C++ module `offload._core`. Arrays are torch tensors or
+numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes to C++; where that
+was not built, and for tensors on another device, `torch_fallback` does the same operations in the same order. A
+wrong argument is a `ConfigError` that names it, and nothing has been modified. bfloat16 may also come as its bits,
+int16 or uint16, since numpy has no bfloat16.
+
+Every function that computes takes `threads` and `isa`, None for the defaults; neither changes a bit of any result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_float
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from offload.errors import ConfigError, nearest
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, empty_like, flat, on_cpu, tensor
+from offload.native.core import core as _core
+from offload.native.core import missing_because as _missing_because
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+    A = TypeVar("A", torch.Tensor, numpy.ndarray[Any, Any])
+
+_ISA_NUMBERS = {"avx512": 0, "avx2": 1, "scalar": 2}  # enum Isa in csrc/cpu.h
+_isas: tuple[str, ...] = tuple(_core.supported_isas()) if _core else ()
+_default_isa_number = _ISA_NUMBERS[_isas[0]] if _isas else -1
+_threads = 0  # 0: not set; the number of physical cores is looked up on first use
+
+
+def is_native() -> bool:
+    """Return whether the C++ kernels were built and load."""
+    return _core is not None
+
+
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets that both this processor and the C++ kernels have, best first; () without C++."""
+    return _isas
+
+
+def default_isa() -> str:
+    """Return the instruction set used when `isa` is None; "torch" where C++ is missing."""
+    return _isas[0] if _isas else "torch"
+
+
+def num_threads() -> int:
+    """Return the number of threads used when `threads` is None: `set_threads`', else this process's physical cores."""
+    global _threads
+    if _core is None:
+        import torch
+
+        return torch.get_num_threads()
+    if _threads == 0:
+        _threads = _core.physical_cores()
+    return _threads
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the default number of threads, at least 1; None goes back to the number of physical cores."""
+    global _threads
+    _threads = 0 if threads is None else _execution(threads, None)[0]
+
+
+def describe() -> dict[str, Any]:
+    """Return what runs the kernels, for `doctor` and the run record."""
+    return {
+        "native": is_native(),
+        "isa": default_isa(),
+        "available_isas": list(_isas),
+        "threads": num_threads(),
+        "module": getattr(_core, "__file__", None),
+        "missing_because": _missing_because or None,
+    }
+
+
+def adamw(
+    master: A | tuple[A, A],
+    exp_avg: A,
+    exp_avg_sq: A,
+    grad: A,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> int | torch.Tensor:
+    """Do one AdamW step in place and return how many of the new master weights are not finite.
+
+    The order of operations is that of `torch.optim.AdamW(foreach=False, fused=False)` (Loshchilov and Hutter, algorithm
+    2, https://arxiv.org/abs/1711.05101), on the gradient times `grad_scale`. exp_avg and exp_avg_sq get torch's bits,
+    and so does the master wherever torch's square root is correctly rounded, as ours always is (MKL's is not).
+    All arrays have the same number of elements.
+
+    master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
+    exp_avg, exp_avg_sq: float32. grad: float32 or bfloat16, not modified.
+    step: the number of this step; the first is 1.
+
+    For tensors on another device the count is a 0-dim int64 tensor there, so that nobody waits for that device.
+    """
+    _check_settings(step, lr, betas, eps, weight_decay, grad_scale=grad_scale)
+    beta1, beta2 = betas
+    # Python's floats, as torch computes them; each is rounded to float32 once, where it meets the arrays.
+    scalars = (
+        grad_scale,
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        eps,
+        -(lr / (1 - beta1**step)),
+    )
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return _update("adamw", master, moments, grad, scalars, threads, isa)
+
+
+def correct_adamw(
+    master: A | tuple[A, A],
+    exp_avg: A,
+    exp_avg_sq: A,
+    grad: A,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    applied_scale: float,
+    grad_scale: float,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> int | torch.Tensor:
+    """Turn an `adamw` step done with `applied_scale` into one done with `grad_scale`; return what `adamw` returns.
+
+    For clipping whose norm is known only after the step. The arrays are those that `adamw` left, with the same `grad`,
+    and the settings those it had. Weight decay, which does not depend on the gradient, stays as it was applied.
+
+        exp_avg    -= (1 - beta1) (applied_scale - grad_scale) grad
+        exp_avg_sq -= (1 - beta2) (applied_scale^2 - grad_scale^2) grad^2, never below 0
+        master     += the change of the weight that the old moments give, minus the one that the new moments give
+
+    Both scales are taken as `adamw` takes them, rounded to float32; where they are equal nothing changes. Moments that
+    were zero before the step get the bits of a step with `grad_scale`. What cannot be undone is the rounding of
+    exp_avg_sq: where the gradient is far above its past and the scale was r times too large, the change of a weight is
+    off by up to r^2 * 3e-8 of itself, 2e-6 at r = 8, 3e-2 at 1024. A past that was rounded away is taken to be the
+    least that agrees with exp_avg, so that at no r a weight moves farther than AdamW can move it.
+    """
+    applied_scale, grad_scale = c_float(applied_scale).value, c_float(grad_scale).value  # as the step rounded it
+    _check_settings(step, lr, betas, eps, applied_scale=applied_scale, grad_scale=grad_scale)
+    beta1, beta2 = betas
+    scalars = (
+        applied_scale,
+        grad_scale,
+        1 - beta1,
+        1 - beta2,
+        _least_v_per_m2(step, beta1, beta2),
+        (1 - beta2**step) ** 0.5,
+        eps,
+        -(lr / (1 - beta1**step)),
+    )
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return _update("correct_adamw", master, moments, grad, scalars, threads, isa)
+
+
+def lion(
+    master: A | tuple[A, A],
+    exp_avg: A,
+    grad: A,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> int | torch.Tensor:
+    """Do one Lion step in place and return how many of the new master weights are not finite.
+
+    Chen et al., algorithm 2, https://arxiv.org/abs/2302.06675, on the gradient times `grad_scale`:
+
+        master  = (1 - lr weight_decay) master - lr sign(beta1 exp_avg + (1 - beta1) grad)
+        exp_avg = beta2 exp_avg + (1 - beta2) grad
+
+    The sign of 0 is 0. Where the gradient or exp_avg is not finite, neither is the weight. Arrays are as `adamw` takes
+    them, and so is what is returned.
+    """
+    _check_settings(1, lr, betas, weight_decay=weight_decay, grad_scale=grad_scale)
+    beta1, beta2 = betas
+    scalars = (grad_scale, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)
+    return _update("lion", master, {"exp_avg": exp_avg}, grad, scalars, threads, isa)
+
+
+def split(
+    master: A,
+    out: tuple[A, A] | None = None,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> tuple[A, A]:
+    """Split float32 into (hi: bfloat16, lo: int16), new or `out`: a bijection, `join` gives every bit back.
+
+    hi = (bits + 0x8000) >> 16 and lo = bits - (hi << 16): hi is the weight rounded to nearest, halves away from zero.
+    Halves to even could not be undone, as 16 bits cannot tell +0x8000 from -0x8000. A NaN may show as a zero in hi.
+    """
+    hi, lo = (empty_like(master, "bfloat16"), empty_like(master, "int16")) if out is None else out
+    if _core is None or not on_cpu(master):
+        from offload.native import torch_fallback
+
+        first = tensor("master", master, FP32)
+        torch_fallback.split(first, tensor("hi", hi, BF16, first), tensor("lo", lo, BITS16, first))
+        return hi, lo
+    address, n, _ = flat("master", master, FP32)
+    _core.split(address, flat("hi", hi, BF16, n)[0], flat("lo", lo, BITS16, n)[0], n, *_execution(threads, isa))
+    return hi, lo
+
+
+def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
+    """Return the float32 master, new or `out`, whose halves are hi (bfloat16) and lo (int16)."""
+    master = empty_like(hi, "float32") if out is None else out
+    if _core is None or not on_cpu(hi):
+        from offload.native import torch_fallback
+
+        first = tensor("hi", hi, BF16)
+        result = tensor("out", master, FP32, first)
+        result.copy_(torch_fallback.join(first, tensor("lo", lo, BITS16, first)))
+        return master
+    address, n, _ = flat("hi", hi, BF16)
+    _core.join(address, flat("lo", lo, BITS16, n)[0], flat("out", master, FP32, n)[0], n, *_execution(threads, isa))
+    return master
+
+
+def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> float:
+    """Return the sum of squares of float32 or bfloat16, added in float64 in an order that depends on the length alone.
+
+    inf and NaN come through. For a tensor on another device this waits for that device.
+    """
+    if _core is None or not on_cpu(x):
+        from offload.native import torch_fallback
+
+        return float(torch_fallback.sum_squares(tensor("x", x, FP32_OR_BF16)))
+    address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
+    total: float = _core.sum_squares(address, is_bf16, n, *_execution(threads, isa))
+    return total
+
+
+def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
+    """Copy `source` (float32 or bfloat16) to `out` and return the bits of `sum_squares(source)`, reading it once.
+
+    `out` has the dtype and the number of elements of `source`, and gets its bits, those of a NaN too. Small arrays take
+    a few microseconds and wake no thread. For tensors on another device this waits for that device.
+    """
+    if _core is None or not on_cpu(source):
+        from offload.native import torch_fallback
+
+        first = tensor("source", source, FP32_OR_BF16)
+        kind = FP32 if first.element_size() == 4 else BF16
+        return float(torch_fallback.copy_sum_squares(first, tensor("out", out, kind, first)))
+    address, n, is_bf16 = flat("source", source, FP32_OR_BF16)
+    out_address = flat("out", out, BF16 if is_bf16 else FP32, n)[0]
+    total: float = _core.copy_sum_squares(address, out_address, is_bf16, n, *_execution(threads, isa))
+    return total
+
+
+def sum_squares_segments(
+    x: Any,
+    offsets: Sequence[int] | Any,
+    sizes: Sequence[int] | Any,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> Any:
+    """Return float64 [k]: for every segment the `sum_squares` of x[offset : offset + size] of the flattened x.
+
+    The result is a tensor on the device of x where x is a tensor (nobody waits for the device), else a numpy array.
+    """
+    import numpy
+
+    starts = numpy.ascontiguousarray(offsets, dtype=numpy.int64)
+    lengths = numpy.ascontiguousarray(sizes, dtype=numpy.int64)
+    is_tensor = hasattr(x, "data_ptr")
+    if _core is None or not on_cpu(x):
+        from offload.native import torch_fallback
+
+        flattened = tensor("x", x, FP32_OR_BF16)
+        _check_segments(starts, lengths, flattened.numel())
+        sums = torch_fallback.sum_squares_segments(flattened, starts.tolist(), lengths.tolist())
+        return sums if is_tensor else sums.numpy()
+    address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
+    _check_segments(starts, lengths, n)
+    result = numpy.empty(starts.size, dtype=numpy.float64)
+    where = (starts.ctypes.data, lengths.ctypes.data, result.ctypes.data, starts.size)
+    _core.sum_squares_segments(address, is_bf16, *where, *_execution(threads, isa))
+    if not is_tensor:
+        return result
+    import torch
+
+    return torch.from_numpy(result)
+
+
+def to_bf16(source: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
+    """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, as torch rounds."""
+    result = empty_like(source, "bfloat16") if out is None else out
+    if _core is None or not on_cpu(source):
+        from offload.native import torch_fallback
+
+        first = tensor("source", source, FP32)
+        torch_fallback.to_bf16(first, tensor("out", result, BF16, first))
+        return result
+    address, n, _ = flat("source", source, FP32)
+    _core.to_bf16(address, flat("out", result, BF16, n)[0], n, *_execution(threads, isa))
+    return result
+
+
+def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> A:
+    """Round float32 in place to the nearest values that bfloat16 has, ties to even; return x."""
+    if _core is None or not on_cpu(x):
+        from offload.native import torch_fallback
+
+        torch_fallback.round_bf16_(tensor("x", x, FP32))
+        return x
+    address, n, _ = flat("x", x, FP32)
+    _core.round_bf16(address, n, *_execution(threads, isa))
+    return x
+
+
+def accumulate(total: A, x: A, *, threads: int | None = None, isa: str | None = None) -> A:
+    """Add x (float32 or bfloat16) to `total` (float32) in place; return `total`."""
+    if _core is None or not on_cpu(total):
+        from offload.native import torch_fallback
+
+        first = tensor("total", total, FP32)
+        torch_fallback.accumulate(first, tensor("x", x, FP32_OR_BF16, first))
+        return total
+    address, n, _ = flat("total", total, FP32)
+    x_address, _, x_is_bf16 = flat("x", x, FP32_OR_BF16, n)
+    _core.accumulate(address, x_address, x_is_bf16, n, *_execution(threads, isa))
+    return total
+
+
+NUM_ROOFLINE_VARIANTS = 3
+
+
+def roofline(
+    master: A | tuple[A, A],
+    exp_avg: A,
+    exp_avg_sq: A,
+    grad: A,
+    *,
+    variant: int,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Read and write what `adamw` does, with one addition for arithmetic: the time that memory alone takes.
+
+    Float32 master and gradient, or split master and bfloat16 gradient; the arrays are added to. For the benchmark, C++
+    only.
+    `variant` 0 to NUM_ROOFLINE_VARIANTS - 1 prefetch differently; the fastest is the roofline.
+    """
+    if _core is None:
+        raise ConfigError(f"the C++ kernels are missing ({_missing_because}); build them with `make build`.")
+    is_split = isinstance(master, tuple)
+    planes = master if isinstance(master, tuple) else (master,)
+    names = (("hi", BF16), ("lo", BITS16)) if is_split else (("master", FP32),)
+    n = flat("exp_avg", exp_avg, FP32)[1]
+    addresses = [flat(name, plane, kind, n)[0] for (name, kind), plane in zip(names, planes, strict=True)]
+    addresses += [flat("exp_avg", exp_avg, FP32, n)[0], flat("exp_avg_sq", exp_avg_sq, FP32, n)[0]]
+    addresses.append(flat("grad", grad, BF16 if is_split else FP32, n)[0])
+    move = _core.roofline_split if is_split else _core.roofline_fp32
+    move(*addresses, n, variant, *_execution(threads, isa))
+
+
+_INFINITY = float("inf")
+
+
+def _update(
+    function: str,
+    master: Any,
+    moments: Mapping[str, Any],
+    grad: Any,
+    scalars: tuple[float, ...],
+    threads: int | None,
+    isa: str | None,
+) -> int | torch.Tensor:
+    """Check the arrays, moments by name in fp32, and call that function of the C++ module or of the fallback."""
+    whole, lo = (master, None) if not isinstance(master, tuple) else master
+    name, kind = ("master", FP32) if lo is None else ("hi", BF16)
+    if _core is None or not on_cpu(whole):
+        from offload.native import torch_fallback
+
+        first = tensor(name, whole, kind)
+        rest = (
+            None if lo is None else tensor("lo", lo, BITS16, first),
+            *(tensor(name, moment, FP32, first) for name, moment in moments.items()),
+            tensor("grad", grad, FP32_OR_BF16, first),
+        )
+        count: torch.Tensor = getattr(torch_fallback, function)(first, *rest, *scalars)
+        return int(count) if first.is_cpu else count
+
+    address, n, _ = flat(name, whole, kind)
+    lo_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
+    moment_addresses = [flat(name, moment, FP32, n)[0] for name, moment in moments.items()]
+    grad_address, _, grad_is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
+    addresses = (address, lo_address, *moment_addresses, grad_address)
+    num_nonfinite: int = getattr(_core, function)(*addresses, grad_is_bf16, n, *scalars, *_execution(threads, isa))
+    return num_nonfinite
+
+
+def _least_v_per_m2(step: int, beta1: float, beta2: float) -> float:
+    """Return the least beta2 v / (beta1 m)^2 that the moments m and v from before this step can have.
+
+    m = (1 - beta1) sum beta1^i g_i and v = (1 - beta2) sum beta2^i g_i^2, over step - 1 gradients, so that by the
+    inequality of Cauchy and Schwarz m^2 <= v (1 - beta1)^2 / (1 - beta2) sum (beta1^2 / beta2)^i.
+    """
+    if step == 1 or not 0 < beta1**2 < beta2:  # no past, none in m, or hardly a bound
+        return 0.0
+    ratio = beta1**2 / beta2
+    least = (1 - beta2) / (1 - beta1) ** 2 * (1 - ratio) / (1 - ratio ** (step - 1)) / ratio
+    return min(least, 1e30)  # float32 holds it
+
+
+def _check_settings(
+    step: int, lr: float, betas: tuple[float, float], eps: float = 0.0, weight_decay: float = 0.0, **scales: float
+) -> None:
+    rules = (
+        ("step", step, step >= 1, "at least 1, as the first step is 1"),
+        ("betas[0]", betas[0], 0 <= betas[0] < 1, "at least 0 and below 1"),
+        ("betas[1]", betas[1], 0 <= betas[1] < 1, "at least 0 and below 1"),
+        ("lr", lr, 0 <= lr < _INFINITY, "finite and at least 0"),
+        ("eps", eps, 0 <= eps < _INFINITY, "finite and at least 0"),
+        ("weight_decay", weight_decay, 0 <= weight_decay < _INFINITY, "finite and at least 0"),
+        *((name, scale, -_INFINITY < scale < _INFINITY, "finite") for name, scale in scales.items()),
+    )
+    if not all(right for _, _, right, _ in rules):
+        wrong = [f"{name} is {value!r}; it must be {rule}" for name, value, right, rule in rules if not right]
+        raise ConfigError("; ".join(wrong) + ".")
+
+
+def _execution(threads: int | None, isa: str | None) -> tuple[int, int]:
+    """Return the (number of threads, number of the instruction set) that the C++ module takes."""
+    if threads is None:
+        threads = _threads or num_threads()
+    elif not isinstance(threads, int) or threads < 1:
+        raise ConfigError(f"threads is {threads!r}; it must be a whole number of at least 1, or None for the default.")
+    if isa is None:
+        return threads, _default_isa_number
+    if isa not in _isas:
+        why = "this processor or build does not have it" if isa in _ISA_NUMBERS else "there is no such one"
+        raise ConfigError(
+            f"isa is {isa!r}, but {why}{nearest(str(isa), _isas)}; it must be one of {', '.join(_isas)}, or None."
+        )
+    return threads, _ISA_NUMBERS[isa]
+
+
+def _check_segments(offsets: numpy.ndarray[Any, Any], sizes: numpy.ndarray[Any, Any], length: int) -> None:
+    if offsets.ndim != 1 or offsets.shape != sizes.shape:
+        raise ConfigError(
+            f"offsets has shape {offsets.shape} and sizes {sizes.shape}; they must be of one dimension and equal."
+        )
+    if offsets.size and (offsets.min() < 0 or sizes.min() < 0 or (offsets + sizes).max() > length):
+        wrong = int(((offsets < 0) | (sizes < 0) | (offsets + sizes > length)).argmax())
+        raise ConfigError(
+            f"segment {wrong} has offset {offsets[wrong]} and size {sizes[wrong]}; it must lie within the {length} "
+            "elements of x."
+        )

@@ -1,0 +1,208 @@
+"""The kernels in plain torch: for machines without a compiler and tensors that are not on the CPU.
+
+Arguments are one-dimensional tensors that have been checked. The order of operations is that of csrc/*_kernel.inl,
+spelled in torch operations that round alike on every device; on the CPU the results are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 18  # elements at a time: temporaries stay in the cache, and small
+_BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
+
+
+@torch.no_grad()
+def adamw(
+    master: Tensor,
+    lo: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    grad_scale: float,
+    decay: float,
+    lerp_weight: float,
+    beta2: float,
+    one_minus_beta2: float,
+    sqrt_correction2: float,
+    eps: float,
+    neg_step_size: float,
+) -> Tensor:
+    """Do one AdamW step in place; return the number of new master weights that are not finite, 0-dim int64.
+
+    The count is on the device of the arrays. master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a
+    split master. See `offload.native.kernels.adamw`.
+    """
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+    # CUDA divides by a Python number through its reciprocal; by a tensor it divides.
+    correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
+    for begin in range(0, master.numel(), _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        m, v = exp_avg[part], exp_avg_sq[part]
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        scaled = grad[part].float() * grad_scale
+        m.lerp_(scaled, lerp_weight)
+        v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
+        denom = _sqrt(v).div_(correction).add_(eps)
+        weight.mul_(decay).add_((m * neg_step_size).div_(denom))  # addcdiv_, whose order differs between CPU and CUDA
+        num_nonfinite += weight.isfinite().logical_not_().sum()
+        if lo is not None:
+            split(weight, master[part], lo[part])
+    return num_nonfinite
+
+
+@torch.no_grad()
+def correct_adamw(
+    master: Tensor,
+    lo: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    applied_scale: float,
+    grad_scale: float,
+    lerp_weight: float,
+    one_minus_beta2: float,
+    least_v_per_m2: float,
+    sqrt_correction2: float,
+    eps: float,
+    neg_step_size: float,
+) -> Tensor:
+    """Turn a step that was done with `applied_scale` into one with `grad_scale`, in place; return what `adamw` does.
+
+    See `offload.native.kernels.correct_adamw`.
+    """
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+    correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
+    weight1 = torch.full((), lerp_weight, dtype=torch.float32, device=master.device)
+
+    def change(m: Tensor, v: Tensor) -> Tensor:
+        return (m * neg_step_size).div_(_sqrt(v).div_(correction).add_(eps))
+
+    for begin in range(0, master.numel(), _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        m, v = exp_avg[part], exp_avg_sq[part]
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        if applied_scale != grad_scale:
+            raw = grad[part].float()
+            applied, scaled = raw * applied_scale, raw * grad_scale
+            old_change = change(m, v)
+            nothing_else = m == applied * lerp_weight
+            m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
+            factor = applied * one_minus_beta2
+            nothing_else = v <= factor * applied
+            v.addcmul_(factor.neg(), applied)
+            v.copy_(torch.where(nothing_else, (m * least_v_per_m2).mul_(m), v))
+            m.addcmul_(scaled, weight1)
+            v.addcmul_(scaled * one_minus_beta2, scaled)
+            weight.add_(change(m, v).sub_(old_change))
+            if lo is not None:
+                split(weight, master[part], lo[part])
+        num_nonfinite += weight.isfinite().logical_not_().sum()
+    return num_nonfinite
+
+
+@torch.no_grad()
+def lion(
+    master: Tensor,
+    lo: Tensor | None,
+    exp_avg: Tensor,
+    grad: Tensor,
+    grad_scale: float,
+    decay: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    lr: float,
+) -> Tensor:
+    """Do one Lion step in place; return what `adamw` does. See `offload.native.kernels.lion`."""
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+    weight1, weight2 = (
+        torch.full((), value, dtype=torch.float32, device=master.device) for value in (one_minus_beta1, one_minus_beta2)
+    )
+    for begin in range(0, master.numel(), _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        m = exp_avg[part]
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        scaled = grad[part].float() * grad_scale
+        mix = (m * beta1).addcmul_(scaled, weight1)  # without value: one fma
+        m.mul_(beta2).addcmul_(scaled, weight2)
+        weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))
+        num_nonfinite += weight.isfinite().logical_not_().sum()
+        if lo is not None:
+            split(weight, master[part], lo[part])
+    return num_nonfinite
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Return the square root, correctly rounded: torch's own for float32 on the CPU may be off by an ulp (MKL's is)."""
+    return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
+
+
+def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """Split float32 [n] into bfloat16 [n] and int16 [n]: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16)."""
+    bits = master.view(torch.int32)
+    hi.view(torch.int16).copy_((bits + 0x8000) >> 16)  # the sum may wrap around, as it does in C++
+    lo.copy_(bits)  # conversion keeps the low 16 bits
+
+
+def join(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return the float32 [n] whose halves are bfloat16 [n] and int16 [n]."""
+    return ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares of float32 or bfloat16 [n], 0-dim float64 on its device.
+
+    On the CPU in the order of csrc/reduce_kernel.inl; elsewhere in an order of torch's, fixed for a length.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    if x.device.type != "cpu":
+        for begin in range(0, x.numel(), 64 * _CHUNK):
+            total += x[begin : begin + 64 * _CHUNK].double().square_().sum()
+        return total
+    for begin in range(0, x.numel(), 16 * _BLOCK):
+        part = x[begin : begin + 16 * _BLOCK]
+        num_blocks = -(-part.numel() // _BLOCK)
+        squares = torch.zeros(num_blocks * _BLOCK, dtype=torch.float64)
+        squares[: part.numel()] = part
+        lanes = squares.square_().view(num_blocks, -1, _LANES)
+        sums = torch.zeros(num_blocks, _LANES, dtype=torch.float64)
+        for row in range(lanes.shape[1]):
+            sums += lanes[:, row]
+        while sums.shape[1] > 1:
+            sums = sums[:, : sums.shape[1] // 2] + sums[:, sums.shape[1] // 2 :]
+        for block_sum in sums.flatten():
+            total += block_sum
+    return total
+
+
+@torch.no_grad()
+def copy_sum_squares(source: Tensor, out: Tensor) -> Tensor:
+    """Copy float32 or bfloat16 [n] to `out` of the same dtype and return its `sum_squares`."""
+    out.copy_(source)
+    return sum_squares(source)
+
+
+def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
+    """Return the sums of squares of the slices x[offset : offset + size], float64 [k] on the device of x."""
+    if not offsets:
+        return torch.zeros(0, dtype=torch.float64, device=x.device)
+    return torch.stack([sum_squares(x[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])
+
+
+def to_bf16(source: Tensor, out: Tensor) -> None:
+    """Round float32 [n] to bfloat16 [n], to nearest, ties to even."""
+    out.copy_(source)
+
+
+def round_bf16_(x: Tensor) -> None:
+    """Round float32 [n] in place to values that bfloat16 has."""
+    x.copy_(x.bfloat16())
+
+
+@torch.no_grad()
+def accumulate(total: Tensor, x: Tensor) -> None:
+    """Add float32 or bfloat16 [n] to float32 [n]."""
+    total.add_(x)

@@ -1,1 +1,0 @@
-"""How parameters lie in flat buffers, and which rank owns which range."""

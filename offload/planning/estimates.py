@@ -1,0 +1,43 @@
+"""What parts of a step take, estimated from what the machine was measured to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from offload.lanes.throttle import Throttle
+from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.machine.rates import flops_per_second, update_bytes_per_second
+from offload.optim.rule import UpdateRule
+
+_DISPATCH_S = 3e-4
+"""What Python takes to dispatch a block's forward, however few its tokens."""
+
+
+def update_seconds(
+    rule: UpdateRule, regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]
+) -> float:
+    """Estimate what the update of all that this rank updates takes."""
+    num_bytes = sum(r.update_bytes(r.numel // sharding.num_ranges) for r in regions if r.trainable)
+    update = partial(rule.update, step=1, lr=1e-3, weight_decay=0.0, scale=1.0)
+    seconds = num_bytes / update_bytes_per_second(update, rule.moments)
+    return max(seconds, throttles.get("update", Throttle()).seconds(num_bytes))
+
+
+def forward_seconds(
+    infos: Sequence[ParameterInfo],
+    regions: Sequence[Region],
+    num_units: int,
+    tokens: int,
+    sharding: Sharding,
+    throttles: Mapping[str, Throttle],
+    device: torch.device,
+) -> float:
+    """Estimate what a forward pass over so many tokens takes: its products, or its fetches."""
+    numel = sum(info.numel for info in infos)
+    dtype = torch.bfloat16 if any(info.compute == "bf16" for info in infos) else torch.float32
+    products = 2 * numel * tokens / flops_per_second(device, dtype) + _DISPATCH_S * num_units
+    fetched = sum(sharding.share(region.plane("weights"), region.weight_bytes) for region in regions)
+    return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

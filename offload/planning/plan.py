@@ -1,0 +1,214 @@
+"""What follows from an engine's settings before anything is allocated: tiers, lookahead, allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.distributed.comm import Alone, Comm
+from offload.errors import format_bytes
+from offload.lanes.opening import overlaps
+from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.machine.environment import memory
+from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.memory import (
+    Allocation,
+    UnitPlan,
+    check_budgets,
+    plan_memory,
+    resident_regions,
+    slot_bytes,
+    staging_bytes,
+)
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
+
+_SHARE_OF_FREE_MEMORY = 0.9
+"""Of the host's, where it has no budget: the rest is for whoever else runs there."""
+AUTO_LOOKAHEAD = 2
+"""Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
+    copies and updates run beside compute, how many units are fetched ahead, what is allocated, and what would be with
+    all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
+    """
+
+    tiers: tuple[str, str]
+    layout: DiskLayout
+    rings: Mapping[str, int]
+    overlap: bool
+    ahead: int
+    limited: bool
+    allocations: list[Allocation]
+    most: list[Allocation]
+
+    def of(self, tier: str, name: str) -> Allocation:
+        """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
+        return _find(self.allocations, tier, name)
+
+    def range(self, name: str) -> tuple[int, int]:
+        """Return the bytes of an allocation on the device, planned and at most."""
+        planned = self.of("device", name).num_bytes
+        most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
+        return planned, max(planned, most)
+
+
+def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
+    found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
+    return next(found, Allocation(tier, name, 0))
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that this rank may take: of a GPU's memory (None without one), and of the host's. The least of all ranks,
+    as their plans have to be the same.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+
+
+def find_free(comm: Comm) -> Free:
+    """Look what is free now, on all ranks."""
+    device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else -1
+    host = memory()["available_bytes"] // comm.local_size
+    found = comm.gather_objects((device, host), "free memory")
+    device, host = (min(values) for values in zip(*found, strict=True))
+    return Free(None if device < 0 else device, host)
+
+
+def make_plan(
+    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
+) -> Plan:
+    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold. Collective."""
+    comm = comm or Alone()
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm)
+    placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
+    # Whoever reads from a disk has to wait, and does it beside compute.
+    overlap = overlaps(settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
+
+    def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
+        return plan_memory(
+            units,
+            regions,
+            parameters_tier=parameters,
+            optimizer_tier=states,
+            keeps_gradients=settings.keeps_gradients,
+            splits=settings.splits,
+            layout=layout,
+            rings=rings,
+            ahead=ahead,
+            buffers=buffers,
+            stagings=2 if overlap else 1,
+        )
+
+    tiers = _choose_tiers(placement, free, plan_for)
+    if placement.activations == "nvme":
+        rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
+    if tiers[1] == "cpu":
+        staging = staging_bytes(regions, 2 if overlap else 1, sharding)
+        reserved = staging, sum(rings.values())
+        layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
+        rings |= ring_bytes(layout, regions)
+    if not rings:
+        overlap = overlaps(settings.throttles, settings.delay_seed)
+    limited = placement.device_memory is not None or torch.cuda.is_available()
+    ahead, buffers = 0, 1
+    if isinstance(settings.prefetch, int):
+        ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
+    elif overlap and not limited:
+        ahead, buffers = AUTO_LOOKAHEAD, 2
+    defers = settings.keeps_gradients and settings.clip != "speculative"
+    if defers and not any("gradients" in layout.of(region) for region in regions):
+        planned = sum(a.num_bytes for a in plan_for(*tiers, ahead, buffers) if a.tier == "cpu")
+        # What an own loop will take in place of the gradients that are planned.
+        trained = [region for region in regions if region.trainable]
+        sums = sum(4 * sharding.share(region.plane("gradients"), region.numel) for region in trained)
+        sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True)
+        rings = with_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
+    allocations = plan_for(*tiers, ahead, buffers)
+    most = plan_for("device", "cpu", buffers=2 if overlap else 1)
+    resident = resident_regions(units)
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
+    if ahead and isinstance(settings.prefetch, int):
+        floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
+    budgets = {
+        "device": placement.device_memory,
+        "cpu": placement.host_memory,
+        "nvme": placement.nvme_memory,
+    }
+    limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
+    check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
+    return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)
+
+
+def _host_bytes(placement: Placement, free: Free) -> int:
+    """Return the bytes of the host's memory of which what the plan leaves is left for good."""
+    budget = budget_bytes(placement.host_memory)
+    if budget is None:
+        return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+    return 0 if placement.activations == "cpu" else budget  # how much will wait there depends on the batch
+
+
+def _choose_layout(
+    placement: Placement,
+    free: Free,
+    regions: Sequence[Region],
+    keeps_gradients: bool,
+    sharding: Sharding,
+    staging: int,
+    reserved: int,
+) -> DiskLayout:
+    """Resolve what goes to disk; with `auto` and a folder for it, whatever the host's budget, or its free memory, does
+    not hold beside what is `reserved`.
+    """
+    tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
+    if tiers["parameters"] == "device":  # they go up from where their master is
+        tiers["parameters"] = tiers["optimizer"]
+    if tiers["gradients"] == "device":  # beside the optimizer states, for which there was no room
+        tiers["gradients"] = "cpu"
+    host_bytes = budget_bytes(placement.host_memory)
+    if placement.nvme_dir is None:
+        tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
+    elif host_bytes is None and "auto" in tiers.values():
+        host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+    host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
+    return lay_out(
+        regions,
+        tiers,
+        keeps_gradients=keeps_gradients,
+        staging_bytes=staging,
+        host_bytes=host_bytes,
+        sharding=sharding,
+    )
+
+
+def _choose_tiers(
+    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]]
+) -> tuple[str, str]:
+    """Resolve `auto`: all on the device where it fits its budget (or the GPU's free memory), else below it, which is
+    called cpu here.
+    """
+    below = {"nvme": "cpu"}
+    wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
+    if "auto" not in wants:
+        return wants[0], wants[1]
+    budget = budget_bytes(placement.device_memory)
+    if budget is None and free.device_bytes is not None:
+        budget = int(free.device_bytes * 0.6)  # the rest is for activations
+    needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
+    choice = "device" if budget is None or needed <= budget else "cpu"
+    parameters = choice if wants[0] == "auto" else wants[0]
+    states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
+    return ("device" if states == "device" else parameters), states
+
+
+def budget_bytes(value: Any) -> int | None:
+    return None if value is None else int(value)

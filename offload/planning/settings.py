@@ -1,0 +1,132 @@
+"""What an engine is told, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from offload.config.sections import parse_size
+from offload.errors import ConfigError
+from offload.lanes.throttle import Throttle, parse_throttle
+from offload.optim.adamw import AdamW
+from offload.optim.rule import UpdateRule
+from offload.tiers.placement import Placement
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is told; each field is a keyword of `Engine` as well. Raises ConfigError, which names the key that
+    the field has in a configuration.
+    """
+
+    optimizer: UpdateRule = field(default_factory=AdamW)
+    """The update rule."""
+    placement: Placement = field(default_factory=Placement)
+    """Which states live on which tier, and the budgets."""
+    precision: str = "fp32"
+    """In what the device computes: fp32, or bf16 with fp32 masters."""
+    max_grad_norm: float | None = 1.0
+    """The norm to which gradients are clipped; None or 0 for no clipping."""
+    clip: str = "auto"
+    """When clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto."""
+    on_nonfinite: str = "stop"
+    """What becomes of a step whose gradients are not finite: stop (an error), or skip."""
+    micro_batch_size: int | None = None
+    """Rows that a unit computes at a time; None for all of a batch."""
+    recompute: str = "always"
+    """Whether a unit's forward is computed again in its backward: always, never, or auto (where memory is short)."""
+    prefetch: str | int = "auto"
+    """How many units are fetched before they are needed."""
+    zero_stage: int = 3
+    """What ranks share out, 0 to 3 (arXiv:1910.02054)."""
+    throttle: Mapping[str, Any] | None = None
+    """Links that are played slower than they are, by name."""
+    seed: int = 0
+    """Of what a step draws."""
+    debug: bool | int = False
+    """Poison memory that is given back; a number also lets lanes wait at random, by that seed."""
+    head_chunk_bytes: int | str | None = "256MiB"
+    """Logits that may exist at once; None for all."""
+
+    def __post_init__(self) -> None:
+        _check(self.precision, ("fp32", "bf16"), "train.precision")
+        _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
+        if self.clip == "speculative" and not self.optimizer.can_correct:
+            raise ConfigError(
+                f"train.clip is speculative, which updates before the norm is known and corrects afterwards, and "
+                f"{type(self.optimizer).__name__} has no correction: set --train.clip deferred or auto."
+            )
+        _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
+        _check(self.recompute, ("always", "never", "auto"), "train.recompute")
+        if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
+            raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
+        _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+        size, norm = self.micro_batch_size, self.max_grad_norm
+        if size is not None and (type(size) is not int or size < 1):
+            raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
+        if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
+            raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
+        put = object.__setattr__
+        put(self, "max_grad_norm", norm or None)
+        corrects = self.optimizer.can_correct and norm and not self.skips
+        put(self, "clip", self.clip if corrects else "deferred")
+        parse_throttle(self.throttle)
+        parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
+
+    @property
+    def throttles(self) -> Mapping[str, Throttle]:
+        """The throttles by the names of their links."""
+        return parse_throttle(self.throttle)
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Bytes of logits that may exist at once; None for all."""
+        return parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
+
+    @property
+    def skips(self) -> bool:
+        """True where a step is skipped for a gradient that is not finite."""
+        return self.on_nonfinite == "skip"
+
+    @property
+    def splits(self) -> bool:
+        """True where a step may have several micro-batches."""
+        return self.micro_batch_size is not None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True where gradients wait on the host: for the norm, for the certainty that they are finite, or for a
+        correction.
+        """
+        return self.max_grad_norm is not None or self.skips
+
+    @property
+    def delay_seed(self) -> int | None:
+        """The seed by which lanes wait at random; None where they do not."""
+        return None if self.debug is False else int(self.debug)
+
+
+def with_settings(function: _Function) -> _Function:
+    """Let a function that takes `**settings` show each of them to `help`."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    known = {each.name for each in own}
+    shown = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in dataclasses.fields(Settings)
+        if each.name not in known
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+    return function
+
+
+def _check(value: object, allowed: tuple[object, ...], key: str) -> None:
+    if value not in allowed:
+        names = ", ".join(str(item) for item in allowed)
+        raise ConfigError(f"{key} is {value!r}; this version allows {names}.")

@@ -1,0 +1,1 @@
+"""The training run: from a configuration to a folder."""

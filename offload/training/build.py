@@ -1,0 +1,151 @@
+"""What a training run works with, made of its configuration: architecture, data, model, engine, the states to begin
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.stored import rebuild_model
+from offload.config.config import Config
+from offload.config.sections import ModelSection
+from offload.data.dataset import Dataset
+from offload.data.tokenizer import as_files
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.errors import CheckpointError, OffloadError, RankLostError, format_bytes
+from offload.hf.models import (
+    BuiltModel,
+    Kind,
+    build_model,
+    check_sequence_length,
+    load_model_config,
+    max_positions,
+    model_kind,
+    quiet_transformers,
+    vocab_size,
+)
+from offload.training.objectives import Objective, choose_objective
+from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
+from offload.training.ranks import agree, as_one, common, rank_0_first
+from offload.training.resume import ResumePoint, none_is_whole
+from offload.training.run_folder import LONG_BYTES
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
+    where the run stands, out of the checkpoint that it begins at; None where it begins with nothing.
+    """
+
+    config: Config
+    kind: Kind
+    data: Dataset
+    objective: Objective
+    engine: Engine
+    files: Mapping[str, bytes]
+    meta: Mapping[str, Any] | None
+
+
+def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
+    """Read the architecture, make the data, then the model and its engine; each checks what it can before the next.
+    Collective.
+
+    `say` prints a line on rank 0; `note` takes what is to be shown once, by whichever rank. Raises OffloadError.
+    """
+    # Gone on with is the model that was trained; the folder that it was made from may be another one by now.
+    first = next(iter(start.folders), None)
+    begins_at = ModelSection(path=str(first / "config.json")) if first else start.config.model
+    with as_one(comm, "reading of the architecture"):
+        quiet_transformers()
+        torch.manual_seed(start.config.run.seed)
+        architecture = load_model_config(begins_at)
+        kind = model_kind(architecture)
+        config = start.config.resolve(cuda=torch.cuda.is_available(), max_positions=max_positions(architecture))
+        check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        grows = first is None and grow_vocabulary(config, architecture)
+    vocabulary = vocab_size(architecture)
+
+    def build(alive: Callable[[], object]) -> Dataset:
+        return build_data(config, kind, vocabulary, stages(say, alive))
+
+    data = rank_0_first(comm, "preparation of the data", build)
+    agree(comm, "the training data", data.state_dict())
+    if first:
+        with as_one(comm, "comparison of the data"):
+            data.check_state(start.data)
+    config = config.resolve_steps(data.num_steps)
+    with as_one(comm, "making of the model"):
+        objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
+        for text in data.notes:
+            say(f"note: {text}")
+        say(f"data: {data.contents}, {100 * objective.share(data.target_share):.3g}% of them trained on")
+        say(
+            f"rows: {data.num_train_rows:,} of {config.data.sequence_length} tokens to train on, "
+            f"{data.num_eval_rows:,} to evaluate; {data.layout}; objective: {objective.name}"
+        )
+        files = as_files(data.tokenizer) if comm.rank == 0 else {}
+        if first is None and config.model.init == "random" and trains_tokenizer(config):
+            architecture.bos_token_id = data.tokenizer.bos_token_id
+            architecture.eos_token_id = data.tokenizer.eos_token_id
+        if first:
+            built = BuiltModel(rebuild_model(first, config.model), _no_weights, first)
+        else:
+            built = build_model(
+                config.model,
+                seed=config.run.seed,
+                config=architecture,
+                sequence_length=int(config.data.sequence_length or 0),
+                grow=grows,
+            )
+        for text in built.notes:
+            note(text)
+        built.model.train()
+    num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    name = type(built.model).__name__
+    made = engine(config, built, comm)
+    built.close()
+    weights = "the weights of a checkpoint" if first else f"{config.model.init} weights"
+    say(
+        f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
+        + (f", {comm.size} ranks" if comm.size > 1 else "")
+    )
+    return Run(config, kind, data, objective, made, files, begin_at(start, made, say))
+
+
+def _no_weights(_name: str, _module: nn.Module) -> None:
+    """Those of the checkpoint come when the engine is there."""
+
+
+def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | None:
+    """Take over the states of the first checkpoint of a start that is whole; return where the run stood. Collective."""
+    for reason in start.skipped:
+        say(f"note: a checkpoint is skipped: {reason}")
+    reasons: list[str] = []
+    for folder in start.folders:
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        if num_bytes > LONG_BYTES:
+            say(f"reading {format_bytes(num_bytes)} of states from {folder} ...")
+        try:
+            meta = made.load_checkpoint(folder)
+        except CheckpointError as error:
+            if len(start.folders) > 1:
+                say(f"note: a checkpoint is skipped: {error}")
+            reasons.append(str(error))
+        except RankLostError:
+            raise
+        except OffloadError as error:
+            raise common(error)  # noqa: B904 - as it is
+        else:
+            say(f"resumed at step {meta['step']} from {folder}")
+            return meta
+    if reasons:
+        raise common(none_is_whole(start.folders, reasons))
+    return None

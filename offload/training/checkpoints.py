@@ -1,0 +1,157 @@
+"""The checkpoints of a training run: which step's is the last, and what becomes of one that cannot be written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.folder import Checkpoints
+from offload.config.sections import CheckpointSection
+from offload.distributed.comm import Comm
+from offload.engine.checkpoints import Saving
+from offload.engine.engine import Engine
+from offload.errors import DiskError, format_bytes
+from offload.training.ranks import as_one
+from offload.training.run_folder import LONG_BYTES
+
+
+@dataclass
+class _UnderWay:
+    """A checkpoint on its way to the disk: since when, and for how long training stood still for it."""
+
+    saving: Saving
+    step: int
+    path: Path
+    begin: float
+    stalled_s: float = 0.0
+
+
+class Saves:
+    """Saves into RUN/checkpoints, over all ranks. `last_step`: of the newest one that was saved or begun with."""
+
+    def __init__(
+        self, comm: Comm, path: Path, section: CheckpointSection, say: Callable[[str], None], last_step: int | None
+    ) -> None:
+        """`say` prints a line; `last_step`: of the checkpoint that the run begins at."""
+        self._comm, self._section, self._say = comm, section, say
+        self._checkpoints = Checkpoints(path)
+        self.last_step = last_step
+        self.failure: DiskError | None = None  # of the last save
+        self._under_way: _UnderWay | None = None
+        self.stalled_s = 0.0  # for how long training stood still for saves, until somebody sets it back
+
+    def begin(self) -> None:
+        """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""
+        for path in self._checkpoints.move_aside(self.last_step or 0):
+            self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the newest checkpoint, be it on its way."""
+        return self._under_way.step if self._under_way is not None else self.last_step
+
+    @property
+    def is_due(self) -> bool:
+        """True where this rank has a checkpoint under way that `settle` need not wait for."""
+        return self._under_way is not None and self._under_way.saving.is_done
+
+    def save(self, *args: Any) -> None:
+        """Save a step, with what `try_to_save` takes, and wait until it is on the disk. Collective.
+
+        Raises DiskError, on all ranks, after which training can go on.
+        """
+        self.settle()
+        self._begin(*args)
+        self._end()
+
+    def try_to_save(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Begin to save a step, once the one before is on the disk; `meta` and `files` are kept with it. What memory
+        holds a copy of goes to the disk while training goes on, and is a checkpoint by `settle`. Collective.
+
+        Where it fails go on or stop, as `checkpoint.on_error` says.
+        """
+        self.settle()
+        self._try(step, lambda: self._begin(engine, step, meta, files))
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is under way, if there is one, and make it one. Collective. Where it fails go on
+        or stop, as `checkpoint.on_error` says.
+        """
+        if self._under_way is not None:
+            self._try(self._under_way.step, self._end)
+
+    def close(self) -> None:
+        """Give up what is under way. Not collective."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.saving.abort()
+
+    def _begin(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        with self._standing_still():
+            begin = time.perf_counter()
+            if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
+                self._say(f"step {step}  saving about {format_bytes(about)} a rank ...")
+            with as_one(self._comm, "making room for a checkpoint"):
+                path = self._checkpoints.path / f"step-{step}"
+                if self._comm.rank == 0:
+                    path = self._checkpoints.target(step)
+            saving = engine.begin_checkpoint(path, meta, files)
+            self._under_way = _UnderWay(saving, step, path, begin)
+        self._under_way.stalled_s = time.perf_counter() - begin
+
+    def _end(self) -> None:
+        under_way, begin = self._under_way, time.perf_counter()
+        assert under_way is not None
+        try:
+            with self._standing_still():
+                under_way.saving.finish()
+                with as_one(self._comm, "keeping of checkpoints"):
+                    if self._comm.rank == 0:
+                        self._checkpoints.saved(under_way.path, self._section.keep)
+        finally:
+            self._under_way = None
+        self.last_step, self.failure, end = under_way.step, None, time.perf_counter()
+        stalled_s = under_way.stalled_s + end - begin
+        if self._comm.rank == 0:
+            with suppress(OSError):
+                num_bytes = sum(file.stat().st_size for file in under_way.path.iterdir())
+                self._say(
+                    f"step {under_way.step}  saved {under_way.path} ({format_bytes(num_bytes)} in "
+                    f"{end - under_way.begin:.1f} s, of which training stood still for {stalled_s:.1f} s)"
+                )
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stalled_s += time.perf_counter() - begin
+
+    def _try(self, step: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except DiskError as error:
+            self.failure = error
+            if self._section.on_error == "stop":
+                raise
+            self._say(f"note: step {step} could not be saved, {self._last}: {error}")
+
+    def unsaved(self, step: int, exported: Path | None) -> DiskError:
+        """Return the error of a run that is over, and whose last step could not be saved."""
+        assert self.failure is not None
+        where = f", and exported to {exported}" if exported is not None else ""
+        return DiskError(
+            f"all {step} steps are done{where}, but step {step} could not be saved, {self._last}: {self.failure} Make "
+            "room and start the same command again.",
+            self.failure.errno or 0,
+            self.failure.path,
+        )
+
+    @property
+    def _last(self) -> str:
+        return f"the last one is of step {self.last_step}" if self.last_step is not None else "and there is none yet"

@@ -1,0 +1,88 @@
+"""What a run ends with: the evaluation of its last step, and the export, proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from offload.checkpoint.manifest import MANIFEST
+from offload.config.config import Config
+from offload.data.dataset import Dataset, share
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.hf import reload
+from offload.hf.models import Kind
+from offload.training.objectives import Batch, Objective
+from offload.training.run_folder import RunFolder
+
+NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
+
+
+def evaluate(
+    engine: Engine, data: Dataset, objective: Objective, comm: Comm, batch_size: int
+) -> tuple[float, str] | None:
+    """Return the mean loss over the target tokens of the first eval rows, of all ranks, and what was evaluated; None
+    without eval rows. Collective.
+    """
+    num_rows = data.num_eval_rows
+    batches = [
+        own_share(objective, comm, rows, index, min(batch_size, num_rows - index * batch_size))
+        for index, rows in enumerate(data.eval_batches(batch_size, NUM_EVAL_BATCHES, comm.rank, comm.size))
+    ]
+    counts = comm.sum_in_order([objective.count(batch) for batch in batches], "targets of the evaluation")
+    losses = [float(engine.evaluate(batch)) * n for batch, n in zip(batches, counts, strict=True) if n]
+    num_tokens = round(sum(counts))
+    if not num_tokens:
+        return None
+    rows_done = min(num_rows, NUM_EVAL_BATCHES * batch_size)
+    return sum(losses) / num_tokens, f"{num_tokens:,} tokens in {rows_done:,} of {num_rows:,} rows"
+
+
+def own_share(objective: Objective, comm: Comm, rows: Batch, step: int, num_rows: int) -> Batch:
+    """Return the model's batch of this rank's share of `num_rows`."""
+    return objective.apply(rows, step, share(num_rows, comm.rank, comm.size).start, num_rows)
+
+
+def is_exported(folder: RunFolder, config: Config, comm: Comm, step: int) -> bool:
+    """Tell, alike on all ranks, whether hf/ is of the step that the run began at: made after the checkpoint."""
+    saved = folder.checkpoints / f"step-{step}" / MANIFEST
+    is_newer = False
+    with suppress(OSError):
+        made = (folder.hf / "config.json").stat().st_mtime_ns
+        is_newer = config.checkpoint.resume == "auto" and made >= saved.stat().st_mtime_ns
+    return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
+
+
+class Export:
+    """The Hugging Face folder of a run, tokenizer included: whole, or not at all. Collective."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        data: Dataset,
+        objective: Objective,
+        files: Mapping[str, bytes],
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self._tokenizer, self._say = folder, data.tokenizer, say
+        rows = next(data.eval_batches(1, 1), None) or data.batch(0)
+        self._probe = reload.take_probe(engine, objective.apply(rows, 0))
+        engine.export(folder, files=files, replace=True)
+        say(f"exported to {folder}")
+
+    def check(self, kind: Kind, precision: str, seed: int) -> None:
+        """Load the folder with transformers, and compare logits with the engine's. On rank 0, where no engine is in the
+        way any more.
+        """
+        reason = reload.reason_not_to_reload(self.folder)
+        if reason is not None:
+            self._say(f"the export is not loaded again for a check: {reason}.")
+            return
+        model = reload.reload(self.folder, kind.auto)
+        found = reload.check_logits(model, self._probe, precision)
+        self._say(f"reloaded {self.folder} with transformers: {found}")
+        if kind.name == "causal" and self._tokenizer is not None:
+            prompt, text = reload.sample_text(model, self._tokenizer, self._probe.batch["input_ids"][:, :16], seed=seed)
+            self._say(f"sample: {prompt!r} -> {text!r}")

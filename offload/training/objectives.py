@@ -1,0 +1,119 @@
+"""What a model is asked to predict: how rows of tokens become inputs and labels. Chosen once, by the model's class."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from offload.engine.loss.loss import IGNORED
+from offload.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """Turns a batch of the dataset (input_ids, labels, perhaps attention_mask; [batch, sequence]) into one for the
+    model.
+    """
+
+    name: str
+
+    def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
+        """Return the model's batch for `step`; the same step gives the same batch.
+
+        The rows are those from first_row on of the num_rows of all ranks (None: there are no others); what becomes of
+        a row does not depend on which rank has it.
+        """
+
+    def count(self, batch: Batch) -> int:
+        """Return how many target tokens a batch of `apply` has."""
+
+    def share(self, labelled: float) -> float:
+        """Return about which share of the tokens are targets, where the data label a share of them."""
+
+
+class NextToken:
+    """Causal language models: the dataset's batches as they are; the model shifts the labels."""
+
+    name = "next token"
+
+    def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
+        return batch
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    def share(self, labelled: float) -> float:
+        return labelled
+
+
+class MaskedTokens:
+    """Masked language models: 15% of the tokens are targets; of those 80% are masked, 10% random, 10% kept
+    (arXiv:1810.04805).
+    """
+
+    name = "masked tokens"
+
+    def __init__(self, mask_id: int, num_tokens: int, seed: int) -> None:
+        self._mask_id, self._num_tokens, self._seed = mask_id, num_tokens, seed
+
+    def apply(self, batch: Batch, step: int, first_row: int = 0, num_rows: int | None = None, /) -> Batch:
+        ids = batch["input_ids"]
+        shape = (num_rows or len(ids), ids.shape[1])
+        own = slice(first_row, first_row + len(ids))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+        draw = torch.rand(shape, generator=generator)[own]
+        random_ids = torch.randint(self._num_tokens, shape, generator=generator)[own]
+        chosen = draw < 0.15
+        if "attention_mask" in batch:
+            chosen &= batch["attention_mask"].bool()
+        chosen &= (batch["labels"] != IGNORED).any(1, keepdim=True)  # a row of a rank that has none
+        if not chosen.any() and len(ids) == shape[0]:
+            chosen[:, 0] = True
+        inputs = torch.where(chosen & (draw < 0.12), self._mask_id, ids)
+        inputs = torch.where(chosen & (draw >= 0.135), random_ids, inputs)
+        return {**batch, "input_ids": inputs, "labels": torch.where(chosen, ids, IGNORED)}
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def share(self, _labelled: float) -> float:
+        return 0.15
+
+
+class Continuation:
+    """Encoder-decoder models: the encoder reads the first half of a row, the decoder writes the second (prefix LM,
+    arXiv:1910.10683).
+    """
+
+    name = "second half of a row from the first"
+
+    def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
+        half = batch["input_ids"].shape[1] // 2
+        cut = {key: value[:, :half].contiguous() for key, value in batch.items() if key != "labels"}
+        return {**cut, "labels": batch["labels"][:, half:].contiguous()}
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def share(self, labelled: float) -> float:
+        return labelled / 2
+
+
+def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
+    """Return the objective of a model that is "causal", "masked" or "seq2seq". Raises ConfigError."""
+    if kind == "causal":
+        return NextToken()
+    if kind == "seq2seq":
+        return Continuation()
+    num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    if mask_id is None and num_tokens < vocab_size:
+        mask_id = vocab_size - 1  # a row of the embedding that no token uses
+    if mask_id is None:
+        raise ConfigError(
+            f"the model is a masked language model, but the tokenizer has no mask token and its {num_tokens} tokens "
+            f"fill the model's vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
+        )
+    return MaskedTokens(mask_id, num_tokens, seed)

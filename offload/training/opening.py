@@ -1,0 +1,55 @@
+"""The beginning of a run, before any work: its folder, where it goes on, and what is refused of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offload.checkpoint.folder import Checkpoints
+from offload.config.config import Config
+from offload.distributed.comm import Comm
+from offload.files.directories import check_dirs
+from offload.hf.write import check_place
+from offload.lanes.throttle import parse_throttle
+from offload.training.parts import placement, update_rule
+from offload.training.ranks import as_one, shared
+from offload.training.resume import ResumePoint, find_start
+from offload.training.run_folder import RunFolder
+
+
+def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[RunFolder, ResumePoint]:
+    """Open the run folder, which rank 0 holds until it is closed, and find where the run begins. Collective.
+
+    Raises ConfigError for what cannot be placed, played or resumed.
+    """
+    folder = None
+    try:
+        with as_one(comm, "look for a checkpoint"):
+            found = None
+            if comm.rank == 0:  # in the folder that is this process's alone by then
+                folder = RunFolder.open(config)
+                found = _find(config, folder, say)
+        start: ResumePoint = shared(comm, found, "start of the run")
+        with as_one(comm, "check of the settings"):
+            start.config.check_ranks(comm.size)
+            if dirs := placement(start.config).dirs:
+                check_dirs(dirs)
+            parse_throttle(start.config.offload.throttle)
+            update_rule(start.config)
+        path = shared(comm, folder and folder.path, "run folder")
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+    return folder or RunFolder(path), start
+
+
+def _find(config: Config, folder: RunFolder, say: Callable[[str], None]) -> ResumePoint:
+    for partial in Checkpoints(folder.checkpoints).clear():
+        say(f"note: {partial.name}, left by a process that was killed, is removed.")
+    found = find_start(config)
+    if not found.folders:
+        found.config.check_source()
+    folder.check(found.config, resumes=bool(found.folders))
+    if found.config.checkpoint.export:
+        check_place(folder.hf, replace=True)
+    return found

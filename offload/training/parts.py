@@ -1,0 +1,130 @@
+"""What a configuration is made into: the placement, the data, the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from offload.config.config import Config
+from offload.data.dataset import Dataset, build_dataset
+from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.hf.models import Kind, locate, vocab_size
+from offload.optim.rule import UpdateRule
+from offload.optim.rules import make_rule
+from offload.tiers.placement import Placement
+
+
+def placement(config: Config) -> Placement:
+    """Return where the states are to be. Raises ConfigError where that cannot be."""
+    offload = config.offload
+    return Placement(
+        parameters=offload.parameters,
+        optimizer=offload.optimizer,
+        gradients=offload.gradients,
+        activations=offload.activations,
+        device_memory=offload.device_memory,
+        host_memory=offload.host_memory,
+        nvme_dir=offload.nvme_dir,
+        nvme_memory=offload.nvme_memory,
+    )
+
+
+def update_rule(config: Config) -> UpdateRule:
+    """Return the rule of the updates. Raises ConfigError."""
+    section = config.optimizer
+    return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
+
+
+def engine(config: Config, built: Any, comm: Comm) -> Engine:
+    """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
+    train = config.train
+    return Engine(
+        built.model,
+        optimizer=update_rule(config),
+        placement=placement(config),
+        precision=train.precision,
+        max_grad_norm=train.max_grad_norm,
+        clip=train.clip,
+        on_nonfinite=train.on_nonfinite,
+        micro_batch_size=train.micro_batch_size,
+        recompute=train.recompute,
+        head_chunk_bytes=train.head_chunk_bytes,
+        prefetch=config.offload.prefetch,
+        zero_stage=config.offload.zero_stage,
+        throttle=config.offload.throttle,
+        seed=config.run.seed,
+        debug=config.run.debug,
+        fill=built.fill,
+        comm=comm,
+    )
+
+
+def with_decisions(config: Config, engine: Engine) -> Config:
+    """Return the configuration with what the engine decided by its first step, such that it can be run again."""
+    decided = config.with_resolved(train__clip=engine.clip)
+    if config.offload.prefetch != "auto":
+        return decided
+    has_budget = config.offload.device_memory is not None or torch.cuda.is_available()
+    if engine.overlaps and has_budget:  # as a number it would be all there is
+        return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
+    return decided.with_resolved(offload__prefetch=engine.prefetch)
+
+
+def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[str, float], None]) -> Dataset:
+    """Return the batches of a resolved configuration, for a model of that kind and vocabulary. Raises ConfigError."""
+    data = config.data
+    folder = locate(config.model)
+    # A tokenizer that is trained for a masked model leaves the last row of the embedding for the mask.
+    spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
+    return build_dataset(
+        source=list(data.source),
+        format=data.format,
+        tokenizer=data.tokenizer,
+        model_path=None if folder is None else str(folder),
+        vocab_size=vocabulary - spare,
+        sequence_length=int(data.sequence_length or 0),
+        packing=data.packing,
+        train_on_prompt=data.train_on_prompt,
+        eval_fraction=data.eval_fraction,
+        batch_size=config.train.batch_size,
+        seed=config.run.seed,
+        progress=progress,
+    )
+
+
+def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
+    """Give pretrained embeddings a row for every token that was added to the tokenizer; tell whether any was missing.
+    Raises ConfigError.
+    """
+    if config.model.init != "pretrained" or trains_tokenizer(config):
+        return False
+    folder, known = locate(config.model), vocab_size(architecture)
+    path = config.data.tokenizer or tokenizer_folder(None if folder is None else str(folder))
+    is_given = config.data.tokenizer is not None
+    needed = known if path is None else grown_vocabulary(load_tokenizer(path), known, is_given)
+    architecture.get_text_config().vocab_size = needed
+    return needed > known
+
+
+def trains_tokenizer(config: Config) -> bool:
+    """Tell whether the tokenizer is made from the data: none was named, and the model has none."""
+    folder = locate(config.model)
+    return config.data.tokenizer is None and tokenizer_folder(None if folder is None else str(folder)) is None
+
+
+def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[[str, float], None]:
+    """Return a progress callback that names each stage once, and calls `alive` at every step of it."""
+    seen: set[str] = set()
+
+    def progress(stage: str, _fraction: float) -> None:
+        alive()
+        if stage not in seen:
+            seen.add(stage)
+            say(f"data: {stage} ...")
+
+    return progress

@@ -1,0 +1,156 @@
+"""The files of a run that say what it was and how it went: configuration, plan, environment, metrics, trace."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from offload.config.config import Config
+from offload.engine.engine import Engine
+from offload.engine.steps import StepResult
+from offload.errors import format_bytes
+from offload.machine.environment import describe_environment
+from offload.telemetry.metrics import MetricsLog
+from offload.telemetry.trace import Trace
+from offload.training.run_folder import RunFolder
+
+
+class NoRecords:
+    """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
+
+    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
+        """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
+        `last_step`: at which it went on.
+        """
+
+    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
+        """Note a step for the trace, in seconds of `time.perf_counter`."""
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        """Note what was done between two steps."""
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        """Put more into the last line of metrics.jsonl, if this process has written one."""
+
+    def sync(self) -> None:
+        """Bring the lines to the disk, as a checkpoint counts on them."""
+
+    def end_steps(self, say: Callable[[str], None]) -> None:
+        """Write the trace of what was kept of the steps, however they ended; `say` is told where that fails."""
+
+    def close(self) -> None:
+        """No line follows."""
+
+
+class Records(NoRecords):
+    """Of rank 0, in the run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._metrics: MetricsLog | None = None
+        self._trace: Trace | None = None
+
+    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
+        self._folder.write_config(config)
+        self._folder.write_json("plan.json", {"fits": True, "tiers": tiers(engine, config)})
+        self._folder.write_json(
+            "env.json",
+            {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
+        )
+        self._metrics = MetricsLog(self._folder.metrics, last_step)
+        path = self._folder.path / "trace.json.gz"
+        self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
+
+    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
+        assert self._trace is not None
+        self._trace.step(fields["step"], begin, end, engine.spans)
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        if self._trace is not None:
+            self._trace.mark(name, begin, end)
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(fields)
+
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.amend(fields)
+
+    def sync(self) -> None:
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def end_steps(self, say: Callable[[str], None]) -> None:
+        try:
+            if self._trace is not None:
+                self._trace.write()
+        except OSError as error:
+            say(f"note: the trace could not be written: {error}")
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
+    """Return what plan.json says of each tier: bytes, budget and allocations by name, of this rank."""
+    budgets = {
+        "device": config.offload.device_memory,
+        "cpu": config.offload.host_memory,
+        "nvme": config.offload.nvme_memory,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for tier, name, num_bytes in engine.allocations:
+        held = found.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
+        held["bytes"] += num_bytes
+        held["allocations"].append({"name": name, "bytes": num_bytes})
+    return found
+
+
+def shown_tiers(held: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what `tiers` has found, as text."""
+    shown = []
+    for tier, each in held.items():
+        of = f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else ""
+        shown.append(f"{tier} {format_bytes(each['bytes'])}{of}")
+    return ", ".join(shown)
+
+
+def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, clip: str) -> dict[str, Any]:
+    """Return the line of metrics.jsonl of a step, counted from 0.
+
+    seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
+    before the first step. Its updates may run on into the next step. clip: how the run clips.
+    """
+    counters, tokens = engine.counters, result.tokens or 0
+    fields: dict[str, Any] = {
+        "step": step + 1,
+        "tokens": tokens,
+        "loss": float(result.loss),
+        "lr": engine.lr,
+        "grad_norm": float(result.grad_norm),
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "step_seconds": seconds,
+        "h2d_bytes": counters.h2d_bytes,
+        "d2h_bytes": counters.d2h_bytes,
+        "nvme_read_bytes": counters.nvme_read_bytes,
+        "nvme_write_bytes": counters.nvme_write_bytes,
+        "lanes": {name: asdict(lane) for name, lane in result.lanes.items()},
+        "peak_device_bytes": counters.peak_device_bytes,
+        "peak_host_bytes": counters.peak_host_bytes,
+        "peak_pinned_bytes": counters.peak_pinned_bytes,
+    }
+    if engine.world_size > 1:
+        fields |= {
+            "all_gather_elements": counters.all_gather_elements,
+            "reduce_scatter_elements": counters.reduce_scatter_elements,
+        }
+    if clip == "speculative":
+        fields |= {"corrected": result.corrected, "coarse": result.coarse}
+    return fields

@@ -1,0 +1,86 @@
+"""Where a run begins: with nothing, or at a checkpoint of its own folder or of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.folder import Checkpoints, offer
+from offload.checkpoint.manifest import MANIFEST
+from offload.checkpoint.reader import Reader
+from offload.config.config import Config
+from offload.errors import CheckpointError, ConfigError
+from offload.training.run_folder import CHECKPOINTS, RunFolder
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """config: what was asked for, and for the rest what the run had that is gone on with. folders: the checkpoints to
+    begin at, the first that proves whole as it is read; none to begin with nothing. data: what its data were, by
+    `Dataset.state_dict`. skipped: what is passed over, and why.
+    """
+
+    config: Config
+    folders: Sequence[Path] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+
+
+def find_start(config: Config) -> ResumePoint:
+    """Find the checkpoints that `checkpoint.resume` means. Only what is small is read and verified here: their data are
+    when they are loaded.
+
+    Raises ConfigError where there is none or it is another run's, CheckpointError where all are damaged.
+    """
+    folders, skipped = _candidates(config), []
+    for number, folder in enumerate(folders):
+        try:
+            with Reader(folder) as reader:
+                meta = reader.meta["meta"] if "engine" in reader.meta else {}
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        if not {"step", "config", "data", "seconds"} <= meta.keys():
+            raise ConfigError(
+                f"{folder} holds states and no position in a run: engine.save_checkpoint wrote it outside of a run. Go "
+                "on with it by engine.load_checkpoint, or export it and set --model.path to the export."
+            )
+        return ResumePoint(config.resumed(meta["config"], str(folder)), folders[number:], meta["data"], skipped)
+    if folders:
+        raise none_is_whole(folders, skipped)
+    return ResumePoint(config)
+
+
+def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> CheckpointError:
+    """Return the error about checkpoints of which none can be used. With only one asked for, it offers another one."""
+    if len(folders) == 1:
+        return offer(folders[0], reasons[-1])
+    return CheckpointError(
+        f"none of the {len(folders)} checkpoints in {folders[0].parent} can be used: {' '.join(reasons)} Set "
+        "--checkpoint.resume to the path of another one, or --run.dir to a new folder to begin anew.",
+        folders[0].parent,
+    )
+
+
+def _candidates(config: Config) -> Sequence[Path]:
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return ()
+    if resume == "auto":
+        own = RunFolder.of(config)
+        return Checkpoints(own.checkpoints).folders() if own else ()
+    path, own = Path(resume).expanduser(), RunFolder.of(config)
+    if own is not None and not own.owns(path) and (found := Checkpoints(own.checkpoints).folders()):
+        return found  # the same command again, of a run that began at another one's checkpoint
+    if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # one that has lost its manifest, too
+        return (path,)
+    found = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
+    if not found:
+        what = "holds no checkpoint" if path.is_dir() else "is no folder"
+        raise ConfigError(
+            f"checkpoint.resume is {resume}, which {what}; give a checkpoint, RUN/checkpoints/step-N, or the "
+            "folder of a run that has some."
+        )
+    return found

@@ -1,0 +1,142 @@
+"""The run folder: who may write into it, and the small files that say what the run was."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offload.checkpoint.folder import Checkpoints
+from offload.config.config import Config
+from offload.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+LONG_BYTES = 4 << 30  # of a checkpoint: what takes so long that a line is said before it is written or read
+_OF_A_RUN = (
+    "config.yaml",
+    "plan.json",
+    "env.json",
+    "metrics.jsonl",
+    "report.html",
+    "trace.json.gz",
+    CHECKPOINTS,
+    "hf",
+)
+
+
+class RunFolder:
+    """A folder that belongs to one run, and to one process at a time. What an earlier run left is not overwritten,
+    unless it is gone on with.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hf = path / "hf"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / CHECKPOINTS
+        self._lock = -1
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder | None:
+        """Return run.dir, whatever it is; None where none is set."""
+        return None if config.run.dir is None else cls(Path(config.run.dir).expanduser())
+
+    @classmethod
+    def open(cls, config: Config) -> RunFolder:
+        """Take run.dir, or make the first of runs/NAME, runs/NAME-2, ... that does not exist. Raises ConfigError."""
+        folder = cls.of(config)
+        if folder is None:
+            return cls._made(config.run.name)
+        path = folder.path
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder."
+            ) from None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"run.dir is {path}, which cannot be written to; set --run.dir to another folder.")
+        folder._take()
+        return folder
+
+    def owns(self, path: Path) -> bool:
+        """Tell whether a path is this folder, its checkpoints, or one of them."""
+        own, begins_at = self.checkpoints.resolve(), path.resolve()
+        return begins_at in (self.path.resolve(), own) or begins_at.parent == own
+
+    def check(self, config: Config, *, resumes: bool) -> None:
+        """Refuse a folder with what may not be overwritten, before any work is done. `resumes`: the run begins at a
+        checkpoint. Raises ConfigError.
+        """
+        found = [name for name in _OF_A_RUN if (self.path / name).exists()]
+        resume = config.checkpoint.resume
+        is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
+        goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
+        if not found or goes_on or (resume != "never" and self._ended_early(found)):
+            return
+        why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
+        if resume == "auto":
+            why = "no checkpoint to go on from"
+        raise ConfigError(
+            f"run.dir is {self.path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. "
+            "Set --run.dir to a folder that is new or empty, or move that one away."
+        )
+
+    def _ended_early(self, found: Sequence[str]) -> bool:
+        """Tell whether the earlier run was to save checkpoints and has none, nor an export: it may begin again."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            return was["checkpoint"]["every"] is not None and "hf" not in found
+        return False
+
+    @classmethod
+    def _made(cls, name: str) -> RunFolder:
+        number = 1
+        while True:
+            path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir(parents=True)
+                folder = cls(path)
+                folder._take()
+                return folder
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise ConfigError(
+                    f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder."
+                ) from None
+
+    def _take(self) -> None:
+        """Keep other processes out, for as long as this one lives; the kernel lets go of the lock."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir is {self.path}, in which another process trains now; wait for it, or set --run.dir to "
+                "another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def close(self) -> None:
+        """Let go of the folder; take it away again when the run ended before anything was written."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def write_config(self, config: Config) -> None:
+        (self.path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        (self.path / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,360 @@
+"""The training run, from a configuration to a folder: data, model, engine, steps, evaluation, export."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.config.config import Config
+from offload.distributed.joining import open_comm
+from offload.engine.engine import Engine
+from offload.engine.gradients.updates import COARSE_RATIO
+from offload.engine.steps import StepResult
+from offload.errors import ConfigError, InterruptedRun, OffloadError
+from offload.machine.environment import untested
+from offload.native.io import disk_error
+from offload.optim.lr import learning_rate
+from offload.telemetry.progress import NoProgress, Progress, make_progress
+from offload.training.build import make_run
+from offload.training.checkpoints import Saves
+from offload.training.finish import Export, evaluate, is_exported, own_share
+from offload.training.interrupts import StopSignals
+from offload.training.objectives import Batch
+from offload.training.opening import open_run
+from offload.training.parts import with_decisions
+from offload.training.ranks import Notes, Parting, agree, as_one, common, is_common, raise_first, tally
+from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
+from offload.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to. `loss` is of the last step; `eval_loss` of the last evaluation, None without eval rows."""
+
+    dir: Path
+    steps: int
+    loss: float
+    eval_loss: float | None
+    export: Path | None
+
+
+class Trainer:
+    """`Trainer(config).run()` does what `python -m offload.train` does.
+
+    Over several ranks (by torchrun's variables, or the process group that there is) it is collective. Rank 0 writes the
+    run folder and prints; the others print what is theirs alone.
+
+    Raises OffloadError, one on every rank; InterruptedRun after a signal.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._engine: Engine | None = None
+        self._folder: RunFolder | None = None
+        self._records = NoRecords()
+        self._eval_loss: float | None = None
+        self._loss = math.nan
+        self._num_done = self._num_coarse = 0  # of the run, in this process and before
+        self._first_step, self._first_s = 0, 0.0  # at which this process begins, and what the run had taken before
+
+    def run(self) -> TrainResult:
+        self.config.check()
+        self._comm = comm = open_comm()
+        parting = Parting(comm)
+        self._is_first = comm.rank == 0
+        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else NoProgress()
+        self._notes = Notes(comm, self._say if self._is_first else print)
+        with StopSignals(self._say) as self._stop:
+            if comm.size > 1:
+                comm.on_lost(lambda _error: self._stop.ignore())
+            try:
+                with _shown_warnings(self._notes.add):
+                    result = self._run()
+                comm.close()
+                return result
+            except BaseException as error:
+                if comm.size == 1:
+                    raise
+                self._stop.ignore()
+                left = parting.leave(error)  # before anything is closed here, which would wait for the others
+                if left is error:
+                    raise
+                raise left from error
+            finally:
+                self._progress.close()
+                self._records.close()
+                self._close_engine()
+                if self._is_first and self._folder is not None:
+                    self._folder.close()
+
+    def _run(self) -> TrainResult:
+        comm = self._comm
+        agree(comm, "the configuration", dict(self.config.items()))
+        if text := untested():
+            self._say(f"note: {text}")
+        self._folder, start = open_run(self.config, comm, self._say)
+        self.config = start.config
+        if self._is_first:
+            self._records = Records(self._folder)
+        run = make_run(start, comm, self._say, self._notes.add)
+        self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
+        self._engine, self._files = run.engine, run.files
+        self._notes.exchange()
+        if run.meta is not None:
+            self._num_done = self._first_step = run.meta["step"]
+            self._first_s, self._num_coarse = run.meta["seconds"], run.meta["num_coarse"]
+            self._loss, self._eval_loss = run.meta["loss"], run.meta["eval_loss"]
+        section, last = self.config.checkpoint, self._num_done if run.meta is not None else None
+        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
+        self._stop.begin()
+        try:
+            try:
+                self._train()
+            finally:
+                self._end_steps()
+            return self._finish(self._folder)
+        except Exception as error:
+            if comm.size == 1 or is_common(error):  # what was saved before the failure is whole
+                with suppress(OffloadError):
+                    self._saves.settle()
+            raise
+        finally:
+            self._saves.close()
+
+    def _close_engine(self) -> None:
+        """Free the states, before the export is loaded beside them."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()  # units, streams and modules refer to each other in rings
+
+    def _say(self, text: str) -> None:
+        self._progress.say(text)
+
+    # -- the steps ---------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        train, optimizer = self.config.train, self.config.optimizer
+        assert self._engine is not None
+        self._begun = time.monotonic()
+        for step in itertools.count(self._num_done):
+            if train.steps is not None and step >= train.steps:
+                if step == self._first_step:
+                    self._say(f"nothing is left of {train.steps} steps; raise --train.steps to train on.")
+                return
+            begin = time.perf_counter()
+            batch = self._next_batch(step)
+            if batch is None:
+                return
+            self._engine.lr = learning_rate(
+                step,
+                base=float(optimizer.lr or 0.0),
+                schedule=optimizer.schedule,
+                warmup_steps=optimizer.warmup_steps or 0,
+                num_steps=train.steps,
+            )
+            result = self._engine.step(batch)
+            end = time.perf_counter()
+            if step == self._first_step:
+                self._open_records(result)
+            fields = step_fields(step, result, end - begin, self._engine, self.config.train.clip)
+            if self._saves.stalled_s:
+                fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
+            self._num_done = step + 1
+            self._num_coarse += result.coarse
+            self._loss = fields["loss"]
+            self._records.step(fields, begin, end, self._engine)
+            if train.eval_every and (step + 1) % train.eval_every == 0 and not self._stop.is_agreed(self._comm):
+                fields["eval_loss"] = self._evaluate()
+            self._records.write(fields)
+            if result.skipped:
+                self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
+            self._progress.step(fields, num_steps=train.steps, eta_s=self._eta())
+            if self.config.checkpoint.every and self._num_done % self.config.checkpoint.every == 0:
+                self._save()
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Begin to save all states, and where the run stands; the last time wait for it, and a failure is an error.
+        Collective.
+        """
+        assert self._engine is not None
+        begin = time.perf_counter()
+        meta = {
+            "step": self._num_done,
+            "seconds": self._elapsed,
+            "loss": self._loss,
+            "eval_loss": self._eval_loss,
+            "num_coarse": self._num_coarse,
+            "data": self._data.state_dict(),
+            "config": self.config.to_dict(),
+        }
+        self._records.sync()  # the run goes on from here, and its lines are to reach as far
+        save = self._saves.save if is_last else self._saves.try_to_save
+        save(self._engine, self._num_done, meta, self._files)
+        self._records.mark("checkpoint", begin, time.perf_counter())
+
+    @property
+    def _elapsed(self) -> float:
+        """Seconds since the first step of the run began, but for those when no process of it trained."""
+        return self._first_s + time.monotonic() - self._begun
+
+    def _next_batch(self, step: int) -> Batch | None:
+        """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
+        any more, or the time is over, by rank 0's count. One exchange; a save first, where one of them is told to.
+        """
+        comm, train = self._comm, self.config.train
+        batch, failure = None, None
+        try:
+            rows = self._data.batch(step, comm.rank, comm.size)
+            batch = own_share(self._objective, comm, rows, step, train.batch_size)
+        except StopIteration:
+            pass
+        except Exception as error:
+            if comm.size == 1:
+                raise
+            failure = error
+        wants_save, self._stop.wants_save = self._stop.wants_save, False
+        is_late = step > 0 and train.max_seconds is not None and self._elapsed >= train.max_seconds
+        votes = tally(
+            comm,
+            "what comes after a step",
+            notes=self._notes.num_new,
+            failed=failure is not None,
+            stop=self._stop.requested,
+            save=wants_save,
+            late=self._is_first and is_late,
+            saved=self._saves.is_due,
+            without=batch is None,
+        )
+        if votes["notes"]:
+            self._notes.exchange()
+        if votes["failed"]:
+            raise_first(comm, failure, "making of a batch")
+        if votes["saved"] == comm.size:
+            self._saves.settle()
+        if votes["save"] and not votes["stop"] and step > self._first_step and self._saves.newest_step != step:
+            self._save()
+        if votes["stop"]:
+            self._stop.agree(comm)
+        elif votes["late"]:
+            self._say(f"train.max_seconds ({train.max_seconds:g}) are over after {step} steps.")
+        elif votes["without"] and not step:
+            raise common(ConfigError("data.source has no rows for a first step; give more data."))
+        elif votes["without"]:
+            self._say(f"the data are at their end after {step} steps.")
+        else:
+            return batch
+        return None
+
+    def _open_records(self, result: StepResult) -> None:
+        """Write what the run is, once its first step has shown that it can be done."""
+        assert self._engine is not None
+        assert self._folder is not None
+        self.config = with_decisions(self.config, self._engine)
+        pids = self._comm.gather_objects(os.getpid(), "process ids")
+        if self._is_first:
+            self._saves.begin()
+        try:
+            self._records.open(self.config, self._engine, result, pids, self._first_step)
+        except OSError as error:
+            raise disk_error("the write of what the run is", self._folder.path, error) from error
+        held = tiers(self._engine, self.config)
+        self._say(f"tiers: {shown_tiers(held)}; run folder: {self._folder.path}")
+        if self.config.offload.nvme_dir and "nvme" not in held:
+            self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
+
+    def _end_steps(self) -> None:
+        """Write what was kept of the steps, however they ended."""
+        self._records.end_steps(self._say)
+        if self._num_coarse:
+            self._say(
+                f"coarse: in {self._num_coarse} of {self._num_done} steps the gradients were clipped more than "
+                f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of "
+                "these steps are less exact than others. --train.clip deferred needs no corrections."
+            )
+
+    def _eta(self) -> float | None:
+        """Return how many seconds the steps still take: by their number or the time limit, whichever ends first."""
+        train = self.config.train
+        ends = [] if train.max_seconds is None else [train.max_seconds - self._elapsed]
+        if train.steps is not None:
+            a_step = (self._elapsed - self._first_s) / (self._num_done - self._first_step)
+            ends.append((train.steps - self._num_done) * a_step)
+        return max(0.0, min(ends)) if ends else None
+
+    def _evaluate(self) -> float | None:
+        assert self._engine is not None
+        begin = time.perf_counter()
+        found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
+        if found is None:
+            return None
+        self._eval_loss, what = found
+        self._records.mark("evaluation", begin, time.perf_counter())
+        self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {what}")
+        return self._eval_loss
+
+    # -- after the last step -----------------------------------------------------------------------------------------
+
+    def _finish(self, folder: RunFolder) -> TrainResult:
+        """Save, evaluate, export, and prove the export. After a signal only save, and raise InterruptedRun."""
+        assert self._engine is not None
+        self._progress.close()
+        comm, every = self._comm, self.config.train.eval_every
+        self._saves.settle()
+        self._leave_if_told(folder)
+        has_some = self.config.checkpoint.every or self._saves.last_step is not None
+        if has_some and self._saves.last_step != self._num_done > 0:
+            self._save()
+            self._saves.settle()
+        if not every or self._num_done % every:
+            if (loss := self._evaluate()) is not None:
+                self._records.amend({"eval_loss": loss})
+            self._leave_if_told(folder)
+        export, is_new = None, self._num_done > self._first_step
+        if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, self._num_done)):
+            export = Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
+        self._close_engine()
+        with as_one(comm, "check of the export"):
+            if self._is_first and export is not None:
+                export.check(self._kind, self.config.train.precision, self.config.run.seed)
+        exported = None if export is None else export.folder
+        self._notes.exchange()
+        if self._saves.failure is not None:
+            raise common(self._saves.unsaved(self._num_done, exported))
+        self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {folder.path}")
+        return TrainResult(folder.path, self._num_done, self._loss, self._eval_loss, exported)
+
+    def _leave_if_told(self, folder: RunFolder) -> None:
+        """Save and raise InterruptedRun, on all ranks, where one of them was told to stop."""
+        if not self._stop.is_agreed(self._comm):
+            return
+        of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
+        told = f"interrupted by {self._stop.name} after step {self._num_done}{of}"
+        if not self._num_done:
+            raise common(InterruptedRun(f"{told}: there was nothing to save."))
+        if self._saves.last_step != self._num_done:
+            self._save(is_last=True)
+        raise common(
+            InterruptedRun(
+                f"{told}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "
+                "goes on from there."
+            )
+        )
+
+
+@contextmanager
+def _shown_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Note what our own modules warn of; other libraries' warnings are not the user's business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"offload\.")
+        warnings.showwarning = lambda message, *_rest, **_more: note(str(message))
+        yield

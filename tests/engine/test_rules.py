@@ -1,0 +1,182 @@
+"""Update rules: planes of their own over all tiers, and clipping of those that cannot correct."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Lion, Placement
+from offload.errors import ConfigError
+from offload.layout.planes import Plane
+from offload.native import kernels
+from offload.optim.rule import UpdateRule, master
+from offload.planning import disk
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.families import batches, build, llama, tokens
+from tests.engine.handmade import Stack
+from tests.engine.inside import stored_plane
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, trained
+from tests.engine.reference import Reference
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+
+
+def placed(place: str, folder: Path) -> Placement:
+    return Placement(**PLACES[place], nvme_dir=str(folder) if place == "nvme" else None)
+
+
+@dataclass(frozen=True)
+class Counting(UpdateRule):
+    """Gradient descent that counts the updates of each weight."""
+
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.0, 0.0)
+    weight_decay: float = 0.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, float]], ...] = ()
+
+    moments = (Plane("times", torch.int16),)
+
+    def update(self, states, gradients, *, step, lr, weight_decay, scale):
+        states["times"].add_(1)
+        weights = master(states)
+        whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
+        whole -= gradients.float() * scale * lr
+        if isinstance(weights, tuple):
+            for half, new in zip(weights, kernels.split(whole), strict=True):
+                half.copy_(new)
+        return whole.isfinite().logical_not_().sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rule_has_the_planes_that_it_names(place: str, precision: str, tmp_path: Path) -> None:
+    engine, _ = train_both(
+        build(llama), batches(3), optimizer=Counting(), precision=precision, placement=placed(place, tmp_path)
+    )
+    assert "exp avg" not in {name for _, name, _ in engine.allocations}
+    engine.finish()
+    for info in engine._state.infos:
+        times = stored_plane(engine._state.store, info.index, "times")
+        assert torch.equal(times, torch.full((info.numel,), 3, dtype=torch.int16)), info.name
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    other = Engine(build(llama), optimizer=Counting(), precision=precision)
+    other.load_checkpoint(tmp_path / "saved")
+    assert stored_plane(other._state.store, 0, "times").eq(3).all()
+    with pytest.raises(ConfigError, match=r"times int16 for .*, and the model .* --optimizer\.name"):
+        Engine(build(llama), precision=precision).load_checkpoint(tmp_path / "saved")
+
+
+def test_a_rule_without_a_correction_is_deferred() -> None:
+    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*Counting.*deferred or auto"):
+        Engine(Stack(), optimizer=Counting(), clip="speculative")
+    engine = Engine(build(llama), optimizer=Counting(), clip="auto", throttle={"update": 1e3})
+    assert engine.resolve_clip(1) == "deferred"
+    assert engine.step(tokens()).corrected == 0
+    assert Engine(build(llama), throttle={"update": 1e3}).resolve_clip(1) == "speculative", "the throttle says so"
+
+
+# -- Lion --------------------------------------------------------------------------------------------------------------
+
+LION = Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5, groups=(("q_proj", {"lr_scale": 0.5}), ("norm", {})))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("max_grad_norm", [0.2, None])
+def test_lion_is_plain_torch_with_its_kernel(
+    place: str, precision: str, max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    engine, _ = train_both(
+        build(llama),
+        batches(4),
+        optimizer=LION,
+        precision=precision,
+        max_grad_norm=max_grad_norm,
+        placement=placed(place, tmp_path),
+    )
+    states = [name for _, name, _ in engine.allocations if name.startswith("exp")]
+    assert states == ["exp avg"], "one moment"
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.2])
+def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
+    """From gradients of plain torch, by torch's own operations: each weight moves by lr, or not at all."""
+    model = build(llama)
+    plain, engine = copy.deepcopy(model), Engine(model, LION, max_grad_norm=max_grad_norm)
+    moments = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for seed in range(3):
+        before = weights(engine)
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(before[name])
+        plain(**tokens(seed)).loss.backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
+        engine.step(tokens(seed))
+        after = weights(engine)
+        for name, p in plain.named_parameters():
+            lr_scale, decay = LION.settings(name, p.dim())
+            assert (lr_scale, decay) == (0.5 if "q_proj" in name else 1.0, 0.5 if p.dim() > 1 else 0.0)
+            lr, (beta1, beta2), m = LION.lr * lr_scale, LION.betas, moments[name]
+            mix = m * beta1 + p.grad * (1 - beta1)
+            sure = (mix.abs() > 1e-6 * (m.abs() + p.grad.abs())) | ((m == 0) & (p.grad == 0))
+            assert sure.double().mean() > 0.99
+            wanted = p.detach() * (1 - lr * decay) - lr * mix.sign()
+            torch.testing.assert_close(after[name][sure], wanted[sure], rtol=3e-7, atol=1e-9)
+            m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+            p.grad = None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
+    """Both ranks have the same bits at every stage and tier; they are near those of one process, of which a sign may
+    make a whole step of what another order of a sum changes."""
+    runs = [
+        {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": LION, "zero_stage": stage}
+        | {"placement": placement, "folder": str(tmp_path), "max_grad_norm": 0.2}
+        for placement in ({}, PLACES["nvme"])
+    ]
+    (first, on_disk), other = run(2, trained, runs=runs)
+    assert first.results == on_disk.results == other[0].results
+    for found in (on_disk, *other):
+        assert_same(found.weights, first.weights)
+    case = CASES["plain"]
+    reference = Reference(build(case.make), LION, max_grad_norm=0.2)
+    for number in range(3):
+        torch.manual_seed(number)
+        reference.step(case.batch(number, 4), case.loss_fn, case.count)
+    apart = torch.cat([(first.weights[name] - p).abs().flatten() for name, p in reference.masters.items()])
+    assert (apart > 1e-6).double().mean() < 2e-2
+    assert apart.max() <= 3 * 2.1 * LION.lr
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lion_goes_on_from_a_checkpoint(precision: str, tmp_path: Path) -> None:
+    whole = Engine(build(llama), LION, placed("nvme", tmp_path), precision=precision)
+    for seed in range(2):
+        whole.step(tokens(seed))
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed = Engine(build(llama, seed=9), LION, precision=precision)
+    resumed.load_checkpoint(tmp_path / "saved")
+    for seed in range(2, 4):
+        assert whole.step(tokens(seed)).loss.item() == resumed.step(tokens(seed)).loss.item()
+    assert_same(weights(resumed), weights(whole))
+    whole.close()
