@@ -8,6 +8,8 @@ import torch
 
 from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
+from offload.planning.memory import BUFFER, SLOT
+from offload.planning.plan import Plan
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
@@ -28,16 +30,12 @@ class SpareMemory:
         device: Device,
         slots: Slots,
         gradients: GradientFlow,
-        *,
-        slots_bytes: tuple[int, int],
-        buffer_bytes: tuple[int, int],
+        plan: Plan,
         moved: Callable[[], None],
     ) -> None:
-        """`slots_bytes`, `buffer_bytes`: the least and the most that makes sense. `moved` is called when weights have
-        no place any more.
-        """
+        """`moved` is called when weights have no place any more."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
-        self._slots_bytes, self._buffer_bytes, self._moved = slots_bytes, buffer_bytes, moved
+        self._slots_bytes, self._buffer_bytes, self._moved = plan.range(SLOT), plan.range(BUFFER), moved
         self._is_moving = False
         self._others = -1
         self._most_elements = 0

@@ -30,12 +30,7 @@ from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
 from offload.lanes.opening import open_lanes
 from offload.layout.regions import ParameterInfo, Region
-from offload.planning.memory import (
-    SCRATCH,
-    SHARDS,
-    SLOT,
-    staging_bytes,
-)
+from offload.planning.memory import SLOT, staging_bytes
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -99,7 +94,7 @@ class EngineState:
         )
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
-        slot, buffer = plan.of("device", SLOT), plan.of("device", "gradient buffer")
+        slot = plan.of("device", SLOT)
         self.slots = Slots(
             self.store,
             infos,
@@ -113,16 +108,12 @@ class EngineState:
         self.gradients = GradientFlow(
             self.store,
             infos,
-            regions,
             self.device,
             self.lanes,
             counters,
-            buffer_bytes=buffer.num_bytes,
-            shards_bytes=plan.of("device", SHARDS).num_bytes,
-            scratch_bytes=plan.of("device", SCRATCH).num_bytes,
-            staging=self._stage(self._staged),
-            has_wide_buffer=settings.splits,
-            debug=debug,
+            plan,
+            settings,
+            self._stage(self._staged),
         )
         # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
         stays = plan.tiers[0] == "device" or plan.limited
@@ -138,20 +129,15 @@ class EngineState:
             self.gradients,
             self.slots,
             self.lanes,
-            settings.optimizer,
-            max_grad_norm=settings.max_grad_norm,
-            skips=settings.skips,
-            clip=settings.clip,
-            debug=debug,
+            settings,
         )
         self.spare_memory = SpareMemory(
             comm,
             self.device,
             self.slots,
             self.gradients,
-            slots_bytes=plan.range(SLOT),
-            buffer_bytes=plan.range("gradient buffer"),
-            moved=self._forget_places,
+            plan,
+            self._forget_places,
         )
         self.undo = Undo()
         self.runner = UnitRunner(

@@ -17,8 +17,7 @@ from offload.engine.loss.parts import Losses
 from offload.engine.recording.rehearsal import Rehearsal
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
-from offload.engine.units.condition import Condition, Place, places
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout.regions import Region
@@ -231,34 +230,31 @@ class Steps:
         units that had found room on the device were in the way. What fails leaves modules and generators as they were.
         """
         state = self._state
-        random, departed, num_departures = state.device.random_state(), None, 0
-        condition, drawn = Condition(self._modules, self._may_move()), Drawn.so_far()
+        before, departed, num_departures = Moment(state.device, self._modules, self._may_move()), None, 0
         step_number = state.runner.step_number
 
         while True:
             try:
                 result = run(departed)
                 if isinstance(result, StepResult) and result.skipped:
-                    condition.put_back()
+                    before.condition.put_back()
                 return result
             except BaseException as error:
                 if self._recovery.torn or state.runner.step_number != step_number:  # it is done, in part or all of it
                     raise
-                state.device.set_random_state(random)
-                drawn.put_back()
-                condition.put_back()
+                before.put_back()
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
                     self.losses.is_plain |= num_departures == _MOST_DEPARTURES
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
                     raise
 
-    def _may_move(self) -> set[Place]:
+    def _may_move(self) -> set[BufferPlace]:
         """Return the buffers that a pass may move: all but those of units that were seen not to."""
         recorded = [unit for unit in self._state.units if not unit.resident and unit.known]
-        still = {place for unit in recorded for place in places(unit.modules)}
+        still = {place for unit in recorded for place in buffer_places(unit.modules)}
         still -= {place for unit in self._state.units for page in unit.known.values() for place in page.buffers}
-        return places(self._modules) - still
+        return buffer_places(self._modules) - still
 
     def _gives_back(self) -> bool:
         with self._recovery.working():  # the other ranks had room, and are further by now

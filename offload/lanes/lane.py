@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from offload.lanes.link import Link
 from offload.lanes.ticket import CancelledError, Ticket
@@ -26,13 +25,13 @@ from offload.telemetry.timeline import Timeline
 _LONGEST_DELAY_S = 0.004
 
 
-class Lane(Protocol):
-    """What the engine asks of a lane."""
+class Lane:
+    """What the engine asks of a lane; of one without a thread all is done as soon as it is submitted."""
 
     name: str
-    error: BaseException | None
+    error: BaseException | None = None
     """The first failure, until what failed is cancelled."""
-    position: int
+    position: int = 0
     """How many pieces of work were submitted so far."""
 
     def submit(
@@ -47,6 +46,7 @@ class Lane(Protocol):
         """Queue `work`, which moves `num_bytes`. It begins when the tickets of `reads` are done, and fails if one of
         them failed; those of `fills` only have to be over (they used a buffer that this will fill).
         """
+        raise NotImplementedError
 
     def revoke(self, since: int = 0) -> None:
         """Give up as `cancel` does, and return at once."""
@@ -70,17 +70,15 @@ class Lane(Protocol):
         """End the lane's thread, after the work that it has begun."""
 
 
-class InlineLane:
+class InlineLane(Lane):
     """Does work where and when it is submitted, and raises its errors there. What it takes is exposed, but for what
     compute does itself. `wait` is for tickets of lanes that have threads.
     """
 
-    error: BaseException | None = None
-
     def __init__(
         self, name: str, timeline: Timeline, wait: Callable[[Sequence[Ticket], Sequence[Ticket]], None]
     ) -> None:
-        self.name, self._timeline, self._wait, self.position = name, timeline, wait, 0
+        self.name, self._timeline, self._wait = name, timeline, wait
 
     def submit(
         self,
@@ -100,24 +98,6 @@ class InlineLane:
         if self.name != "compute":
             self._timeline.expose(self.name, end - begin)
         return Ticket(self.name, begin, end, is_done=True)
-
-    def revoke(self, since: int = 0) -> None:
-        pass
-
-    def cancel(self, since: int = 0) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -154,7 +134,7 @@ def _end_all() -> None:
         lane.join(_END_S)
 
 
-class ThreadLane:
+class ThreadLane(Lane):
     """A queue and a thread, over a link. `delays` adds random waits, by which a missing wait elsewhere is found out.
 
     With `overtakes` work that may begin does not stay behind work that may not yet: the lane has no order then but that
@@ -174,13 +154,12 @@ class ThreadLane:
         enter: Callable[[], object] = lambda: None,
     ) -> None:
         """`enter` is called by the thread before each piece, which fails with it: it chooses the thread's GPU."""
-        self.name, self.position, self._overtakes, self._enter = name, 0, overtakes, enter
+        self.name, self._overtakes, self._enter = name, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
         self._bell = Bell()
         self._is_idle = False  # the thread waits for work, or is about to
         self._is_closed = False
-        self.error: BaseException | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
         """Called by the thread when work failed, or could not begin as what it comes after had failed."""
         self._failed_at = 0  # the position of what the error is of

@@ -10,7 +10,7 @@ import torch
 
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, master
+from offload.optim.rule import UpdateRule, UpdateStep, master
 
 
 @dataclass(frozen=True)
@@ -32,48 +32,32 @@ class AdamW(UpdateRule):
     moments: ClassVar[tuple[Plane, ...]] = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
     can_correct: ClassVar[bool] = True
 
-    def update(
-        self,
-        states: Mapping[str, torch.Tensor],
-        gradients: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> int | torch.Tensor:
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.adamw(
             master(states),
             states["exp_avg"],
             states["exp_avg_sq"],
             gradients,
-            step=step,
-            lr=lr,
+            step=by.step,
+            lr=by.lr,
             betas=self.betas,
             eps=self.eps,
-            weight_decay=weight_decay,
-            grad_scale=scale,
+            weight_decay=by.weight_decay,
+            grad_scale=by.scale,
         )
 
     def correct(
-        self,
-        states: Mapping[str, torch.Tensor],
-        gradients: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        applied_scale: float,
-        scale: float,
+        self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, applied_scale: float
     ) -> int | torch.Tensor:
         return kernels.correct_adamw(
             master(states),
             states["exp_avg"],
             states["exp_avg_sq"],
             gradients,
-            step=step,
-            lr=lr,
+            step=by.step,
+            lr=by.lr,
             betas=self.betas,
             eps=self.eps,
             applied_scale=applied_scale,
-            grad_scale=scale,
+            grad_scale=by.scale,
         )

@@ -10,7 +10,7 @@ import torch
 
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, master
+from offload.optim.rule import UpdateRule, UpdateStep, master
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,13 @@ class Lion(UpdateRule):
 
     moments: ClassVar[tuple[Plane, ...]] = (Plane("exp_avg", torch.float32),)
 
-    def update(
-        self,
-        states: Mapping[str, torch.Tensor],
-        gradients: torch.Tensor,
-        *,
-        step: int,  # noqa: ARG002
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> int | torch.Tensor:
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.lion(
             master(states),
             states["exp_avg"],
             gradients,
-            lr=lr,
+            lr=by.lr,
             betas=self.betas,
-            weight_decay=weight_decay,
-            grad_scale=scale,
+            weight_decay=by.weight_decay,
+            grad_scale=by.scale,
         )

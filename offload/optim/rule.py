@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,20 @@ from offload.errors import ConfigError, nearest
 from offload.layout.planes import Plane
 
 _GROUP_KEYS = ("lr_scale", "weight_decay")
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """What one update goes by, of weights that are updated alike."""
+
+    step: int
+    """Its number, counted from 1."""
+    lr: float
+    """The learning rate."""
+    weight_decay: float
+    """The decoupled weight decay."""
+    scale: float
+    """What multiplies the gradients: the clipping coefficient."""
 
 
 class UpdateRule(ABC):
@@ -64,32 +79,15 @@ class UpdateRule(ABC):
         return 1.0, decay
 
     @abstractmethod
-    def update(
-        self,
-        states: Mapping[str, torch.Tensor],
-        gradients: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        scale: float,
-    ) -> int | torch.Tensor:
-        """Do update number `step`, counted from 1, of weights in place; return how many are no longer finite.
-
-        `states` has their planes, and `gradients` are fp32 or bf16, [n] each; `scale` multiplies the gradients.
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        """Update weights in place; return how many are no longer finite. `states` has their planes, and `gradients` are
+        fp32 or bf16, [n] each.
         """
 
     def correct(
-        self,
-        states: Mapping[str, torch.Tensor],
-        gradients: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        applied_scale: float,
-        scale: float,
+        self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, applied_scale: float
     ) -> int | torch.Tensor:
-        """Turn update number `step`, done with `applied_scale`, into one done with `scale`; return what `update`
+        """Turn an update that was done with `applied_scale` into what `update` would have made of it; return what that
         returns.
         """
         raise NotImplementedError

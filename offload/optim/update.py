@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 
 from offload.layout.regions import ParameterInfo
-from offload.optim.rule import UpdateRule
+from offload.optim.rule import UpdateRule, UpdateStep
 from offload.tiers.store import RegionState, Tile
 
 
@@ -22,48 +23,24 @@ def update_tile(
     *,
     lr: float,
     scale: float,
+    applied_scale: float | None = None,
 ) -> int:
     """Update the parameters of a tile of a region that received a gradient; return how many weights are no longer
     finite.
 
     `planes` and `gradients` (fp32, or bf16) are flat over the tile; `scale` multiplies the gradients (the clipping
-    coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch.
+    coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch. With
+    `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
+    have brought it.
     """
     num_wrong = 0
     for span, (steps, lr_scale, weight_decay) in _runs(state, tile, touched, infos):
         states = {name: flat[span] for name, flat in planes.items()}
-        num_wrong += int(
-            rule.update(
-                states, gradients[span], step=steps + 1, lr=lr * lr_scale, weight_decay=weight_decay, scale=scale
-            )
-        )
-    return num_wrong
-
-
-def correct_tile(
-    state: RegionState,
-    tile: Tile,
-    planes: Mapping[str, torch.Tensor],
-    gradients: torch.Tensor,
-    touched: Sequence[bool],
-    rule: UpdateRule,
-    infos: Sequence[ParameterInfo],
-    *,
-    lr: float,
-    applied_scale: float,
-    scale: float,
-) -> int:
-    """Bring a tile that `update_tile` has updated with `applied_scale`, in a step that was counted since, to where
-    `scale` would have brought it; return how many weights are no longer finite.
-    """
-    num_wrong = 0
-    for span, (steps, lr_scale, _) in _runs(state, tile, touched, infos):
-        states = {name: flat[span] for name, flat in planes.items()}
-        num_wrong += int(
-            rule.correct(
-                states, gradients[span], step=steps, lr=lr * lr_scale, applied_scale=applied_scale, scale=scale
-            )
-        )
+        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
+        if applied_scale is None:
+            num_wrong += int(rule.update(states, gradients[span], by))
+        else:
+            num_wrong += int(rule.correct(states, gradients[span], by, applied_scale))
     return num_wrong
 
 
@@ -76,21 +53,13 @@ def _runs(
     """Yield the elements of a tile (counted from its beginning) over which neighbouring touched parameters are updated
     alike, and what these have in common.
     """
-    first = 0
-    while first < len(touched):
-        if not touched[first]:
-            first += 1
-            continue
-        alike = _alike(state, infos, first)
-        last = first
-        while last + 1 < len(touched) and touched[last + 1] and _alike(state, infos, last + 1) == alike:
-            last += 1
-        begin, end = max(state.span(first).start, tile.begin), min(state.span(last).stop, tile.end)
-        if begin < end:
-            yield slice(begin - tile.begin, end - tile.begin), alike
-        first = last + 1
 
+    def alike(position: int) -> _Alike | None:
+        info = infos[state.region.parameters[position]]
+        return (state.steps[position], info.lr_scale, info.weight_decay) if touched[position] else None
 
-def _alike(state: RegionState, infos: Sequence[ParameterInfo], position: int) -> _Alike:
-    info = infos[state.region.parameters[position]]
-    return state.steps[position], info.lr_scale, info.weight_decay
+    for common, run in groupby(range(len(touched)), alike):
+        spans = [state.span(position) for position in run]
+        begin, end = max(spans[0].start, tile.begin), min(spans[-1].stop, tile.end)
+        if common is not None and begin < end:
+            yield slice(begin - tile.begin, end - tile.begin), common

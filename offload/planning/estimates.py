@@ -10,7 +10,7 @@ import torch
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import ParameterInfo, Region, Sharding
 from offload.machine.rates import flops_per_second, update_bytes_per_second
-from offload.optim.rule import UpdateRule
+from offload.optim.rule import UpdateRule, UpdateStep
 
 _DISPATCH_S = 3e-4
 """What Python takes to dispatch a block's forward, however few its tokens."""
@@ -21,7 +21,7 @@ def update_seconds(
 ) -> float:
     """Estimate what the update of all that this rank updates takes."""
     num_bytes = sum(r.update_bytes(r.numel // sharding.num_ranges) for r in regions if r.trainable)
-    update = partial(rule.update, step=1, lr=1e-3, weight_decay=0.0, scale=1.0)
+    update = partial(rule.update, by=UpdateStep(step=1, lr=1e-3, weight_decay=0.0, scale=1.0))
     seconds = num_bytes / update_bytes_per_second(update, rule.moments)
     return max(seconds, throttles.get("update", Throttle()).seconds(num_bytes))
 

@@ -9,7 +9,7 @@ from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.schedule.build import window_bytes
 
-SLOT = "unit slot"
+SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 
 
@@ -127,7 +127,7 @@ def plan_memory(
         for unit in units
         if not unit.resident
     ]
-    plan.append(Allocation("device", "gradient buffer", window_bytes(passing, buffers)))
+    plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
     plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]

@@ -50,6 +50,11 @@ class Counters:
         """Host memory that is registered with the device; 0 without one."""
         return self.peaks()[2]
 
+    def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
+        """Add to what is counted under `name`; `is_ahead`: for the next step."""
+        name = f"next_{name}" if is_ahead else name
+        setattr(self, name, getattr(self, name) + amount)
+
     def clear(self) -> None:
         """What moved so far belongs to no step, but for what came up ahead of the next."""
         self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0

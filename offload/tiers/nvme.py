@@ -108,10 +108,7 @@ class Channel:
             num_bytes=num_bytes,
         )
         stretch.fence.fill(ticket)
-        if is_ahead:
-            self._counters.next_nvme_read_bytes += num_bytes
-        else:
-            self._counters.nvme_read_bytes += num_bytes
+        self._counters.count("nvme_read_bytes", num_bytes, is_ahead)
         return ticket
 
     def write(

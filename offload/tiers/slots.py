@@ -297,10 +297,7 @@ class Slots:
             )
             lease.done_reading(ticket)
             tickets.append(ticket)
-            if is_ahead:
-                self._counters.next_h2d_bytes += target.nbytes
-            else:
-                self._counters.h2d_bytes += target.nbytes
+            self._counters.count("h2d_bytes", target.nbytes, is_ahead)
         return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
 
     def _put_together(
@@ -310,10 +307,7 @@ class Slots:
         store, full = self._store, flat.data  # see Device.copy
         own = store[region].planes["weights"] if store.tier == "device" else full[store.sharding.own(region)]
         what = f"all-gather of {region.name}"
-        if is_ahead:
-            self._counters.next_all_gather_elements += region.numel
-        else:
-            self._counters.all_gather_elements += region.numel
+        self._counters.count("all_gather_elements", region.numel, is_ahead)
         return [
             store.exchanges.submit(
                 partial(store.comm.all_gather, full, own, what), reads=reads, name=what, num_bytes=own.nbytes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
@@ -16,22 +18,13 @@ from offload.engine.engine import Engine
 from offload.hf.models import Kind, locate, vocab_size
 from offload.optim.rule import UpdateRule
 from offload.optim.rules import make_rule
+from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
 
 def placement(config: Config) -> Placement:
     """Return where the states are to be. Raises ConfigError where that cannot be."""
-    offload = config.offload
-    return Placement(
-        parameters=offload.parameters,
-        optimizer=offload.optimizer,
-        gradients=offload.gradients,
-        activations=offload.activations,
-        device_memory=offload.device_memory,
-        host_memory=offload.host_memory,
-        nvme_dir=offload.nvme_dir,
-        nvme_memory=offload.nvme_memory,
-    )
+    return Placement(**_named(Placement, config.offload))
 
 
 def update_rule(config: Config) -> UpdateRule:
@@ -42,26 +35,15 @@ def update_rule(config: Config) -> UpdateRule:
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
-    train = config.train
-    return Engine(
-        built.model,
-        optimizer=update_rule(config),
-        placement=placement(config),
-        precision=train.precision,
-        max_grad_norm=train.max_grad_norm,
-        clip=train.clip,
-        on_nonfinite=train.on_nonfinite,
-        micro_batch_size=train.micro_batch_size,
-        recompute=train.recompute,
-        head_chunk_bytes=train.head_chunk_bytes,
-        prefetch=config.offload.prefetch,
-        zero_stage=config.offload.zero_stage,
-        throttle=config.offload.throttle,
-        seed=config.run.seed,
-        debug=config.run.debug,
-        fill=built.fill,
-        comm=comm,
-    )
+    named = _named(Settings, config.train, config.offload, config.run)
+    settings = Settings(**named | {"optimizer": update_rule(config), "placement": placement(config)})
+    return Engine(built.model, settings=settings, fill=built.fill, comm=comm)
+
+
+def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
+    """Return what sections of a configuration say of the fields of a dataclass, which have the same names there."""
+    said = {name: value for section in sections for name, value in section}
+    return {field.name: said[field.name] for field in fields(kind) if field.name in said}
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:

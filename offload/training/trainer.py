@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import time
 import warnings
@@ -33,6 +32,7 @@ from offload.training.parts import with_decisions
 from offload.training.ranks import Notes, Parting, agree, as_one, common, is_common, raise_first, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
+from offload.training.standing import Standing
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,6 @@ class Trainer:
         self._engine: Engine | None = None
         self._folder: RunFolder | None = None
         self._records = NoRecords()
-        self._eval_loss: float | None = None
-        self._loss = math.nan
-        self._num_done = self._num_coarse = 0  # of the run, in this process and before
-        self._first_step, self._first_s = 0, 0.0  # at which this process begins, and what the run had taken before
 
     def run(self) -> TrainResult:
         self.config.check()
@@ -108,11 +104,8 @@ class Trainer:
         self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
         self._engine, self._files = run.engine, run.files
         self._notes.exchange()
-        if run.meta is not None:
-            self._num_done = self._first_step = run.meta["step"]
-            self._first_s, self._num_coarse = run.meta["seconds"], run.meta["num_coarse"]
-            self._loss, self._eval_loss = run.meta["loss"], run.meta["eval_loss"]
-        section, last = self.config.checkpoint, self._num_done if run.meta is not None else None
+        self._stands = Standing(run.meta, self.config.train)
+        section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
         self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
         self._stop.begin()
         try:
@@ -142,12 +135,11 @@ class Trainer:
     # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        train, optimizer = self.config.train, self.config.optimizer
+        train, optimizer, stands = self.config.train, self.config.optimizer, self._stands
         assert self._engine is not None
-        self._begun = time.monotonic()
-        for step in itertools.count(self._num_done):
+        for step in itertools.count(stands.num_done):
             if train.steps is not None and step >= train.steps:
-                if step == self._first_step:
+                if step == stands.first_step:
                     self._say(f"nothing is left of {train.steps} steps; raise --train.steps to train on.")
                 return
             begin = time.perf_counter()
@@ -163,22 +155,21 @@ class Trainer:
             )
             result = self._engine.step(batch)
             end = time.perf_counter()
-            if step == self._first_step:
+            if step == stands.first_step:
                 self._open_records(result)
             fields = step_fields(step, result, end - begin, self._engine, self.config.train.clip)
             if self._saves.stalled_s:
                 fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
-            self._num_done = step + 1
-            self._num_coarse += result.coarse
-            self._loss = fields["loss"]
+            stands.num_done, stands.loss = step + 1, fields["loss"]
+            stands.num_coarse += result.coarse
             self._records.step(fields, begin, end, self._engine)
             if train.eval_every and (step + 1) % train.eval_every == 0 and not self._stop.is_agreed(self._comm):
                 fields["eval_loss"] = self._evaluate()
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
-            self._progress.step(fields, num_steps=train.steps, eta_s=self._eta())
-            if self.config.checkpoint.every and self._num_done % self.config.checkpoint.every == 0:
+            self._progress.step(fields, num_steps=train.steps, eta_s=stands.eta_s)
+            if self.config.checkpoint.every and stands.num_done % self.config.checkpoint.every == 0:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
@@ -187,24 +178,11 @@ class Trainer:
         """
         assert self._engine is not None
         begin = time.perf_counter()
-        meta = {
-            "step": self._num_done,
-            "seconds": self._elapsed,
-            "loss": self._loss,
-            "eval_loss": self._eval_loss,
-            "num_coarse": self._num_coarse,
-            "data": self._data.state_dict(),
-            "config": self.config.to_dict(),
-        }
+        own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
         self._records.sync()  # the run goes on from here, and its lines are to reach as far
         save = self._saves.save if is_last else self._saves.try_to_save
-        save(self._engine, self._num_done, meta, self._files)
+        save(self._engine, self._stands.num_done, self._stands.state_dict() | own, self._files)
         self._records.mark("checkpoint", begin, time.perf_counter())
-
-    @property
-    def _elapsed(self) -> float:
-        """Seconds since the first step of the run began, but for those when no process of it trained."""
-        return self._first_s + time.monotonic() - self._begun
 
     def _next_batch(self, step: int) -> Batch | None:
         """Return this rank's rows of the step, or None on all ranks where one of them is told to stop or has no rows
@@ -222,7 +200,6 @@ class Trainer:
                 raise
             failure = error
         wants_save, self._stop.wants_save = self._stop.wants_save, False
-        is_late = step > 0 and train.max_seconds is not None and self._elapsed >= train.max_seconds
         votes = tally(
             comm,
             "what comes after a step",
@@ -230,7 +207,7 @@ class Trainer:
             failed=failure is not None,
             stop=self._stop.requested,
             save=wants_save,
-            late=self._is_first and is_late,
+            late=self._is_first and self._stands.is_late,
             saved=self._saves.is_due,
             without=batch is None,
         )
@@ -240,7 +217,7 @@ class Trainer:
             raise_first(comm, failure, "making of a batch")
         if votes["saved"] == comm.size:
             self._saves.settle()
-        if votes["save"] and not votes["stop"] and step > self._first_step and self._saves.newest_step != step:
+        if votes["save"] and not votes["stop"] and step > self._stands.first_step and self._saves.newest_step != step:
             self._save()
         if votes["stop"]:
             self._stop.agree(comm)
@@ -263,7 +240,7 @@ class Trainer:
         if self._is_first:
             self._saves.begin()
         try:
-            self._records.open(self.config, self._engine, result, pids, self._first_step)
+            self._records.open(self.config, self._engine, result, pids, self._stands.first_step)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         held = tiers(self._engine, self.config)
@@ -274,32 +251,25 @@ class Trainer:
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""
         self._records.end_steps(self._say)
-        if self._num_coarse:
+        stands = self._stands
+        if stands.num_coarse:
             self._say(
-                f"coarse: in {self._num_coarse} of {self._num_done} steps the gradients were clipped more than "
+                f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
                 f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of "
                 "these steps are less exact than others. --train.clip deferred needs no corrections."
             )
 
-    def _eta(self) -> float | None:
-        """Return how many seconds the steps still take: by their number or the time limit, whichever ends first."""
-        train = self.config.train
-        ends = [] if train.max_seconds is None else [train.max_seconds - self._elapsed]
-        if train.steps is not None:
-            a_step = (self._elapsed - self._first_s) / (self._num_done - self._first_step)
-            ends.append((train.steps - self._num_done) * a_step)
-        return max(0.0, min(ends)) if ends else None
-
     def _evaluate(self) -> float | None:
         assert self._engine is not None
         begin = time.perf_counter()
+        stands = self._stands
         found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
         if found is None:
             return None
-        self._eval_loss, what = found
+        stands.eval_loss, what = found
         self._records.mark("evaluation", begin, time.perf_counter())
-        self._say(f"step {self._num_done}  eval loss {self._eval_loss:.4f} over {what}")
-        return self._eval_loss
+        self._say(f"step {stands.num_done}  eval loss {stands.eval_loss:.4f} over {what}")
+        return stands.eval_loss
 
     # -- after the last step -----------------------------------------------------------------------------------------
 
@@ -307,19 +277,20 @@ class Trainer:
         """Save, evaluate, export, and prove the export. After a signal only save, and raise InterruptedRun."""
         assert self._engine is not None
         self._progress.close()
+        stands = self._stands
         comm, every = self._comm, self.config.train.eval_every
         self._saves.settle()
         self._leave_if_told(folder)
         has_some = self.config.checkpoint.every or self._saves.last_step is not None
-        if has_some and self._saves.last_step != self._num_done > 0:
+        if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
-        if not every or self._num_done % every:
+        if not every or stands.num_done % every:
             if (loss := self._evaluate()) is not None:
                 self._records.amend({"eval_loss": loss})
             self._leave_if_told(folder)
-        export, is_new = None, self._num_done > self._first_step
-        if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, self._num_done)):
+        export, is_new = None, stands.num_done > stands.first_step
+        if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
             export = Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
         self._close_engine()
         with as_one(comm, "check of the export"):
@@ -328,19 +299,19 @@ class Trainer:
         exported = None if export is None else export.folder
         self._notes.exchange()
         if self._saves.failure is not None:
-            raise common(self._saves.unsaved(self._num_done, exported))
-        self._say(f"done: {self._num_done} steps, loss {self._loss:.4f}, in {folder.path}")
-        return TrainResult(folder.path, self._num_done, self._loss, self._eval_loss, exported)
+            raise common(self._saves.unsaved(stands.num_done, exported))
+        self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
+        return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
     def _leave_if_told(self, folder: RunFolder) -> None:
         """Save and raise InterruptedRun, on all ranks, where one of them was told to stop."""
         if not self._stop.is_agreed(self._comm):
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
-        told = f"interrupted by {self._stop.name} after step {self._num_done}{of}"
-        if not self._num_done:
+        told = f"interrupted by {self._stop.name} after step {self._stands.num_done}{of}"
+        if not self._stands.num_done:
             raise common(InterruptedRun(f"{told}: there was nothing to save."))
-        if self._saves.last_step != self._num_done:
+        if self._saves.last_step != self._stands.num_done:
             self._save(is_last=True)
         raise common(
             InterruptedRun(

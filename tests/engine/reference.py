@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from offload import AdamW
 from offload.native import kernels
-from offload.optim.rule import UpdateRule
+from offload.optim.rule import UpdateRule, UpdateStep
 
 Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -106,12 +106,7 @@ class Reference:
             lr_scale, decay = self.rule.settings(name, gradient.dim())
             self.steps[name] += 1
             self.rule.update(
-                self.states[name],
-                gradient,
-                step=self.steps[name],
-                lr=self.rule.lr * lr_scale,
-                weight_decay=decay,
-                scale=scale,
+                self.states[name], gradient, UpdateStep(self.steps[name], self.rule.lr * lr_scale, decay, scale)
             )
             self._show(name)
         return norm

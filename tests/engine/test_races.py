@@ -100,7 +100,7 @@ def written_at_once(kind: str) -> Change:
         original = Channel.write
 
         def write(self: Channel, *args: Any, **settings: Any) -> Ticket:
-            return original(self, *args, **settings | ({"after": ()} if self._ring.kind == kind else {}))
+            return original(self, *args, **settings | ({"reads": ()} if self._ring.kind == kind else {}))
 
         patch.setattr(Channel, "write", write)
 

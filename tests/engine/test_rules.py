@@ -53,11 +53,11 @@ class Counting(UpdateRule):
 
     moments = (Plane("times", torch.int16),)
 
-    def update(self, states, gradients, *, step, lr, weight_decay, scale):
+    def update(self, states, gradients, by):
         states["times"].add_(1)
         weights = master(states)
         whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
-        whole -= gradients.float() * scale * lr
+        whole -= gradients.float() * by.scale * by.lr
         if isinstance(weights, tuple):
             for half, new in zip(weights, kernels.split(whole), strict=True):
                 half.copy_(new)

@@ -125,9 +125,9 @@ def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
     """Of the speculative updates of a step, the one of region 1 stays as it was."""
     correct = Updates._submit_correction
 
-    def corrected(self: Updates, landed: Any, touched: Sequence[bool], scale: float) -> None:
+    def corrected(self: Updates, landed: Any, scale: float) -> None:
         if landed.region.index != 1:
-            correct(self, landed, touched, scale)
+            correct(self, landed, scale)
 
     patch.setattr(Updates, "_submit_correction", corrected)
 
@@ -221,7 +221,7 @@ def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
     recompute = call.Call._recompute
 
     def without(self: call.Call, number: int) -> Any:
-        self._micro_batches[number].random = self._runner.device.random_state()
+        self._micro_batches[number].before.random = self._runner.device.random_state()
         return recompute(self, number)
 
     patch.setattr(call.Call, "_recompute", without)

@@ -44,7 +44,7 @@ def test_work_runs_on_its_lanes_own_thread_and_not_where_it_is_submitted(open_th
     assert threading.current_thread() not in ran_on
 
 
-@pytest.mark.parametrize("kind", ["after", "behind"])
+@pytest.mark.parametrize("kind", ["reads", "fills"])
 def test_work_begins_after_the_tickets_it_names(open_threads, kind):
     lanes, gates, done = open_threads(), [Gate(), Gate()], []
     before = [lanes.h2d.submit(gates[0]), lanes.d2h.submit(gates[1])]
@@ -68,12 +68,12 @@ def test_what_names_no_tickets_waits_for_nobody(open_threads):
     gate.open()
 
 
-def test_compute_waits_for_after_and_behind(open_threads):
+def test_compute_waits_for_reads_and_fills(open_threads):
     lanes = open_threads()
-    for kind in ("after", "behind"):
+    for kind in ("reads", "fills"):
         gate = Gate()
         ticket = lanes.h2d.submit(gate)
-        if kind == "after":
+        if kind == "reads":
             thread, _ = start(lambda ticket=ticket: lanes.compute_after([ticket]))
         else:
             thread, _ = start(lambda ticket=ticket: lanes.compute_after((), fills=[ticket]))

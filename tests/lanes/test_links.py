@@ -68,7 +68,7 @@ def test_fetches_from_the_disk_do_not_overtake(open_threads):
     assert not ran
 
 
-@pytest.mark.parametrize("kind", ["after", "behind"])
+@pytest.mark.parametrize("kind", ["reads", "fills"])
 def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
     lanes, gate, ran = Lanes(overlap=False, throttle={}), Gate(), []
     lanes.timeline.begin_step()
@@ -84,7 +84,7 @@ def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
     assert times["nvme_read"].exposed_seconds >= MOMENT_S / 2
     failed = lanes.fetch_read.submit(fail(OSError("of the disk")))
     assert eventually(lambda: failed.is_done)
-    if kind == "after":
+    if kind == "reads":
         with pytest.raises(OSError, match="of the disk"):
             lanes.h2d.submit(lambda: ran.append("never"), reads=[failed])
         assert ran == [True]

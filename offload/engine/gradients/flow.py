@@ -22,6 +22,9 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.native import kernels
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS
+from offload.planning.plan import Plan
+from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, Stretch
@@ -40,35 +43,28 @@ class GradientFlow:
         self,
         store: Store,
         infos: Sequence[ParameterInfo],
-        regions: Sequence[Region],
         device: Device,
         lanes: Lanes,
         counters: Counters,
-        *,
-        buffer_bytes: int,
+        plan: Plan,
+        settings: Settings,
         staging: torch.Tensor,
-        shards_bytes: int = 0,
-        scratch_bytes: int = 0,
-        has_wide_buffer: bool = False,
-        debug: bool = False,
     ) -> None:
-        """`shards_bytes`, `scratch_bytes`: of the device, for sums over several ranks. `has_wide_buffer`: the plan has
-        room in the buffer for any region in fp32.
-        """
-        self._has_wide_buffer = has_wide_buffer
-        self._store, self._infos, self._regions, self._device, self._counters = store, infos, regions, device, counters
-        self._lanes, self._debug = lanes, debug
+        """`staging`: memory beside the states, through which what comes down passes."""
+        self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+        self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
+        debug, regions = bool(settings.debug), [state.region for state in store.states]
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.drops = False
         self.opens: Callable[[], None] | None = None
-        self._buffer = Ring(device.allocate("gradient buffer", buffer_bytes), "gradient buffer")
+        self._buffer = Ring(device.allocate(BUFFER, plan.of("device", BUFFER).num_bytes), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # of these, what is not for good
         self._places: dict[int, tuple[Region, int]] = {
             index: (region, position) for region in regions for position, index in enumerate(region.parameters)
         }
         self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
-        self.measures = Measures(store, infos, regions, device, lanes)
+        self.measures = Measures(store, infos, device, lanes)
         reduction = None
         if store.comm.size > 1:
             reduction = Reduction(
@@ -76,8 +72,8 @@ class GradientFlow:
                 self.measures,
                 lanes,
                 counters,
-                shards=device.allocate("gradient shards", shards_bytes),
-                scratch=device.allocate("reduction scratch", scratch_bytes),
+                shards=device.allocate(SHARDS, plan.of("device", SHARDS).num_bytes),
+                scratch=device.allocate(SCRATCH, plan.of("device", SCRATCH).num_bytes),
                 debug=debug,
             )
         self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=debug)
@@ -127,9 +123,9 @@ class GradientFlow:
 
     def resize(self, num_bytes: int) -> None:
         """Let gradients pass through a buffer of another size, between two steps."""
-        self._device.ledger.drop("gradient buffer")
+        self._device.ledger.drop(BUFFER)
         self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
-        self._buffer = Ring(self._device.allocate("gradient buffer", num_bytes), "gradient buffer")
+        self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
         """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes

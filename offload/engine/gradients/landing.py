@@ -14,6 +14,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
+from offload.planning.memory import BUFFER
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, Stretch
@@ -218,7 +219,7 @@ class Landing:
             for start in range(0, len(flat), _CHUNK):
                 part = slice(start, start + _CHUNK)
                 self._device.copy(target[part], flat[part].to(target.dtype))
-            if self._debug and source.kind == "gradient buffer":
+            if self._debug and source.kind == BUFFER:
                 flat.fill_(float("nan"))
 
         ticket = self._store.down.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)

@@ -24,10 +24,9 @@ class Measures:
     so that all have the same bits. Until then `touched` is this rank's alone.
     """
 
-    def __init__(
-        self, store: Store, infos: Sequence[ParameterInfo], regions: Sequence[Region], device: Device, lanes: Lanes
-    ) -> None:
-        self._store, self._infos, self._regions, self._device, self._lanes = store, infos, regions, device, lanes
+    def __init__(self, store: Store, infos: Sequence[ParameterInfo], device: Device, lanes: Lanes) -> None:
+        self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+        self._regions = [state.region for state in store.states]
         self.touched: dict[int, list[bool]] = {}
         self.squares: list[float] = []
         self._known: set[int] = set()  # parameters, measured as they came

@@ -10,6 +10,7 @@ from offload.engine.gradients.norms import Measures
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
+from offload.planning.memory import BUFFER
 from offload.telemetry.counters import Counters
 from offload.tiers.ring import Ring
 from offload.tiers.store import Store
@@ -78,7 +79,7 @@ class Reduction:
                 if fence is not source:
                     flat[part].copy_(shard)
                 store.comm.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
-            elif self._debug and source.kind == "gradient buffer":
+            elif self._debug and source.kind == BUFFER:
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
 

@@ -18,8 +18,8 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.clip import clip_coefficient, total_norm
-from offload.optim.rule import UpdateRule
-from offload.optim.update import correct_tile, update_tile
+from offload.optim.update import update_tile
+from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store, Tile
 
@@ -66,20 +66,18 @@ class Updates:
         flow: GradientFlow,
         slots: Slots,
         lanes: Lanes,
-        rule: UpdateRule,
-        *,
-        max_grad_norm: float | None,
-        skips: bool,
-        clip: str,
-        debug: bool = False,
+        settings: Settings,
     ) -> None:
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
-        self._rule, self._max_norm, self._skips, self._debug = rule, max_grad_norm, skips, debug
+        self._rule, self._max_norm = settings.optimizer, settings.max_grad_norm
+        self._skips, self._debug = settings.skips, bool(settings.debug)
         self._lane: Lane = store.updating
-        self.clip = "deferred" if self._lane is lanes.here else clip  # on the device nothing hides behind anything
+        self.clip = (
+            "deferred" if self._lane is lanes.here else settings.clip
+        )  # on the device nothing hides behind anything
         self._updated: list[Landed] = []
-        self.lr = rule.lr
+        self.lr = self._rule.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
         self._due: dict[Region, Landed] = {}
@@ -213,7 +211,7 @@ class Updates:
                 worst = max(worst, applied / scale if scale else math.inf)
                 wrong.append(landed)
         for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
-            self._submit_correction(landed, self._measures.touched[landed.region.index], scale)
+            self._submit_correction(landed, scale)
         for landed in sorted(self._updated, key=lambda landed: rank(landed.region)):
             self._publish(landed.region)
         return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
@@ -241,22 +239,12 @@ class Updates:
 
         self._enter(landed, update, "update", publishes=not may_correct)
 
-    def _submit_correction(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
-        state, lr = self._store[landed.region], self.lr
+    def _submit_correction(self, landed: Landed, scale: float) -> None:
+        state, touched, lr = self._store[landed.region], self._measures.touched[landed.region.index], self.lr
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
-            return correct_tile(
-                state,
-                tile,
-                planes,
-                gradients,
-                touched,
-                self._rule,
-                self._infos,
-                lr=lr,
-                applied_scale=landed.scale,
-                scale=scale,
-            )
+            scales = {"scale": scale, "applied_scale": landed.scale}  # which the update has found by now
+            return update_tile(state, tile, planes, gradients, touched, self._rule, self._infos, lr=lr, **scales)
 
         self._enter(landed, correct, "correct", publishes=False)
 

@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.units.arguments import Arguments, deliver, without_caches
-from offload.engine.units.condition import Condition, Place, places, same_values
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places, same_values
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.traits import BatchAxis, Rows, UnitTraits
 from offload.engine.units.unit import Unit
@@ -87,7 +86,7 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
         saved = _Saved(self._runner, inputs)
-        condition = Condition(unit.modules, places(unit.modules))
+        condition = Condition(unit.modules, buffer_places(unit.modules))
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self._runner.enter(unit)
@@ -126,13 +125,10 @@ class Recording:
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
-        random, drawn = self._runner.device.random_state(), Drawn.so_far()
-        condition = Condition(unit.modules, places(unit.modules))
+        before = Moment(self._runner.device, unit.modules, buffer_places(unit.modules))
         with torch.no_grad():
             result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
-        condition.put_back()
-        self._runner.device.set_random_state(random)
-        drawn.put_back()
+        before.put_back()
         result.tensors = [self._runner.own(t) for t in result.tensors]
         return result
 
@@ -171,7 +167,7 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[Place]) -> None:
+    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[BufferPlace]) -> None:
         """Note what one use of a unit does; over several uses, what any of them does."""
         traits, uses = unit.traits, self.uses[unit.name]
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
@@ -215,7 +211,7 @@ class Recording:
             )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
-        for module, key in places(unit.modules):
+        for module, key in buffer_places(unit.modules):
             if module._buffers[key].grad_fn is not None:  # type: ignore[union-attr]
                 raise ConfigError(
                     f"unit {unit.name} assigns its buffer {key} a tensor that hangs on the graph of this forward: "

@@ -23,8 +23,7 @@ from offload.engine.loss.loss import (
 )
 from offload.engine.recording.recording import Recording
 from offload.engine.state import EngineState
-from offload.engine.units.condition import Condition, places
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.condition import Moment, buffer_places
 from offload.errors import ConfigError
 from offload.telemetry.counters import Counters
 
@@ -274,15 +273,8 @@ class Rehearsal:
     def _unseen(self) -> Iterator[None]:
         """Leave modules and generators as they were."""
         modules = list(self._model.modules())
-        condition = Condition(modules, places(modules))
-        random, drawn = self._state.device.random_state(), Drawn.so_far()
-
-        def restore() -> None:
-            self._state.device.set_random_state(random)
-            drawn.put_back()
-            condition.put_back()
-
-        with self._state.undo.afterwards(restore), self._state.as_ours():
+        before = Moment(self._state.device, modules, buffer_places(modules))
+        with self._state.undo.afterwards(before.put_back), self._state.as_ours():
             yield
 
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.condition import Condition
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.condition import Moment
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
 from offload.engine.units.saved_inputs import Returning
@@ -56,14 +55,12 @@ class Surroundings:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch of a call: its rows, the generators and the unit's modules as they were, its graph where that is
-    kept. drawn: None where nothing was drawn but from torch's generators.
+    """One micro-batch of a call: its rows, how generators and the unit's modules were before it, its graph where that
+    is kept.
     """
 
     rows: Rows | None
-    random: tuple[torch.Tensor, ...]
-    condition: Condition
-    drawn: Drawn | None
+    before: Moment
     graph: SavedGraph | None = None
 
 
@@ -103,15 +100,14 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     runner.seed(unit, number)
-                micro_batch = MicroBatch(
-                    span, runner.device.random_state(), Condition(unit.modules, traits.buffers), Drawn.so_far()
-                )
+                before = Moment(runner.device, unit.modules, traits.buffers)
+                micro_batch = MicroBatch(span, before)
                 self._micro_batches.append(micro_batch)
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
                 results.append(self._forward_of(micro_batch, inputs, others, keeps))
-                if micro_batch.drawn and not micro_batch.drawn.has_moved():
-                    micro_batch.drawn = None
+                if before.drawn and not before.drawn.has_moved():
+                    before.drawn = None
         finally:
             runner.leave()
             if ambient is not None:
@@ -137,10 +133,7 @@ class Call:
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
                 # before.
-                runner.device.set_random_state(micro_batch.random)
-                micro_batch.condition.put_back()
-                if micro_batch.drawn:
-                    micro_batch.drawn.put_back()
+                micro_batch.before.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         result = run_without_graph(unit, runner, self._arguments, inputs, others, self._needs)
@@ -187,7 +180,7 @@ class Call:
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
             for number, micro_batch in enumerate(self._micro_batches):
-                with micro_batch.condition.buffers_again(self.traits.buffers, runner.undo):
+                with micro_batch.before.condition.buffers_again(self.traits.buffers, runner.undo):
                     leaves, results = micro_batch.graph.take() if micro_batch.graph else self._recompute(number)
                     pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
                     pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
@@ -228,12 +221,13 @@ class Call:
             self.prepare(number + 1)
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
-        runner.device.set_random_state(micro_batch.random)
+        before = micro_batch.before
+        runner.device.set_random_state(before.random)
         with (
             torch.enable_grad(),
             runner.saved.measure_kept(unit, self._shapes, leaves, len(self._micro_batches)),
-            micro_batch.condition.attributes_again(runner.undo),
-            micro_batch.drawn.again(runner.undo) if micro_batch.drawn else nullcontext(),
+            before.condition.attributes_again(runner.undo),
+            before.drawn.again(runner.undo) if before.drawn else nullcontext(),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._surroundings.run(

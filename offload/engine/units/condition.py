@@ -1,4 +1,4 @@
-"""What modules hold beside their parameters, at one moment: attributes, buffers, and the values of buffers."""
+"""What a pass may move and has to leave as it was: generators, and what modules hold beside their parameters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.units.drawn import Drawn
 from offload.engine.units.undo import Undo
+from offload.tiers.device import Device
 
-Place = tuple[nn.Module, str]
+BufferPlace = tuple[nn.Module, str]
 """A module, and the name of one of its buffers. A forward may hang another tensor there."""
 
 
-def places(modules: Iterable[nn.Module]) -> set[Place]:
+def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
     """Return the places of all buffers of these modules."""
     return {(module, key) for module in modules for key, found in module._buffers.items() if found is not None}
 
@@ -26,18 +28,18 @@ class Condition:
     in these; `training` is one.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], moving: Iterable[Place]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
         self._modules = modules
         self._attributes = [(module.__dict__, module.__dict__.copy()) for module in modules]
         self._buffers = [(module._buffers, module._buffers.copy()) for module in modules]
         found = [(module, key, module._buffers.get(key)) for module, key in moving]
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
 
-    def moved(self) -> set[Place]:
+    def moved(self) -> set[BufferPlace]:
         """Return the places of buffers that have another value by now. Native batch norm moves no `_version`."""
         noted = {(module, key): value for module, key, _, _, value in self._values}
         same = {(module, key) for (module, key), value in noted.items() if same_values(module._buffers.get(key), value)}
-        return (places(self._modules) | set(noted)) - same
+        return (buffer_places(self._modules) | set(noted)) - same
 
     def put_back(self) -> None:
         """All is as it was."""
@@ -52,7 +54,7 @@ class Condition:
             yield
 
     @contextmanager
-    def buffers_again(self, moving: Iterable[Place], undo: Undo) -> Iterator[None]:
+    def buffers_again(self, moving: Iterable[BufferPlace], undo: Undo) -> Iterator[None]:
         """Within, buffers are as they were; afterwards as they are now, those in `moving` by value too."""
         with undo.afterwards(Condition(self._modules, moving)._put_back_buffers):
             self._put_back_buffers()
@@ -73,6 +75,23 @@ class Condition:
                 elif version is None or _version(tensor) != version:
                     # Changed, and then replaced: by now it may be in somebody's graph.
                     module._buffers[key] = value.clone()
+
+
+class Moment:
+    """Generators and modules at one moment. drawn: None where nothing was drawn since but from torch's generators."""
+
+    def __init__(self, device: Device, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
+        """`moving`: the buffers whose values may change in place."""
+        self._device, self.random = device, device.random_state()
+        self.drawn: Drawn | None = Drawn.so_far()
+        self.condition = Condition(modules, moving)
+
+    def put_back(self) -> None:
+        """All is as it was."""
+        self._device.set_random_state(self.random)
+        if self.drawn is not None:
+            self.drawn.put_back()
+        self.condition.put_back()
 
 
 def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:

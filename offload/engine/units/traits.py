@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.condition import Place
+from offload.engine.units.condition import BufferPlace
 
 Rows = tuple[int, int, int]
 """A micro-batch: rows [begin, end) of so many."""
@@ -58,7 +58,7 @@ class UnitTraits:
     shared: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     detached: set[int] = field(default_factory=set)
-    buffers: set[Place] = field(default_factory=set)
+    buffers: set[BufferPlace] = field(default_factory=set)
     needs_graph: bool = False
     inputs: list[BatchAxis | None] = field(default_factory=list)
     others: list[bool] = field(default_factory=list)
