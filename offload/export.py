@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command
+from offload.config.command_line import parse_options, run_command, say
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
 
@@ -54,17 +53,13 @@ def main(words: list[str]) -> int:
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
-    folder = chosen_checkpoint(given, _say)
+    folder = chosen_checkpoint(given, say)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint {folder}, which may hold nothing else; give another folder.")
     done = export_stored(folder, out, DTYPES[options.dtype], shard_bytes)
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
     print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and the same.")
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command
+from offload.config.command_line import parse_options, run_command, say
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
 
@@ -88,7 +88,7 @@ def main(words: list[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, and torch finds no GPU; give --device cpu.")
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    path = chosen_model(Path(options.model).expanduser(), _say)
+    path = chosen_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:
         memory_bytes = free_memory(device)
     choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
@@ -96,7 +96,7 @@ def main(words: list[str]) -> int:
         done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
         total = sampler.stream.total_bytes
     print()
-    _say(
+    say(
         f"{len(done.token_ids)} tokens in {done.seconds:.1f} s, {len(done.token_ids) / done.seconds:.3g} a second; "
         f"{format_bytes(total)} of weights, {format_bytes(done.bytes_read)} read while writing"
     )
@@ -117,10 +117,6 @@ def _check(options: Options) -> None:
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,7 @@ class _Report:
     """What was checked, in lines as it goes or as one object at the end."""
 
     def __init__(self, as_json: bool) -> None:
-        self._say = _nothing if as_json else print
+        self._say: Callable[[str], object] = (lambda _text: None) if as_json else print
         self.checked: list[dict[str, Any]] = []
         self._ends: dict[str, Any] = {}
 
@@ -86,10 +87,6 @@ class _Report:
     def content(self) -> dict[str, Any]:
         """Return what --json prints."""
         return {"checked": self.checked, **self._ends}
-
-
-def _nothing(_text: str) -> None:
-    """With --json there is one object and nothing else."""
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from offload.benches.report import Result
+from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.native import kernels
-
-if TYPE_CHECKING:
-    import torch
-
-    Build = Callable[[torch.nn.Parameter], Callable[[], object]]
 
 STEP = 100
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -30,7 +27,6 @@ HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-
 # Bytes per parameter that must move: fp32 reads p, m, v, g and writes p, m, v; split reads hi, lo, m, v and a bfloat16
 # g and writes hi, lo, m, v; the norm reads that g once more.
 FP32_BYTES, SPLIT_BYTES, NORM_BYTES = 28, 26, 2
-_SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 @dataclass
@@ -95,10 +91,9 @@ def run(arguments: argparse.Namespace) -> list[Result]:
 
 def parse_count(text: str) -> int:
     """Return the number that "64Mi" or "1000000" stands for."""
-    factor = _SUFFIXES.get(text[-2:], 1)
     try:
-        count = int(float(text if factor == 1 else text[:-2]) * factor)
-    except (ValueError, OverflowError):
+        count = parse_size(f"{text}B") or 0
+    except ConfigError:
         count = 0
     if count < 64:
         raise ConfigError(
@@ -115,16 +110,15 @@ def rooflines(n: int) -> list[Contender]:
     halves = p.view(torch.int16)
     planes, bf16_grad = (halves[:n], halves[n:]), g.view(torch.bfloat16)[:n]
 
-    def fp32(variant: int) -> Callable[[int], object]:
-        return lambda threads: kernels.roofline(p, m, v, g, variant=variant, threads=threads)
+    def variants(name: str, num_bytes: int, *arrays: Any) -> list[Contender]:
+        def run(variant: int, threads: int) -> None:
+            kernels.roofline(*arrays, variant=variant, threads=threads)
 
-    def split(variant: int) -> Callable[[int], object]:
-        return lambda threads: kernels.roofline(planes, m, v, bf16_grad, variant=variant, threads=threads)
+        return [Contender(name, partial(run, each), num_bytes) for each in range(kernels.NUM_ROOFLINE_VARIANTS)]
 
-    variants = range(kernels.NUM_ROOFLINE_VARIANTS)
     return [
-        *(Contender("roofline fp32", fp32(variant), FP32_BYTES) for variant in variants),
-        *(Contender("roofline split", split(variant), SPLIT_BYTES) for variant in variants),
+        *variants("roofline fp32", FP32_BYTES, p, m, v, g),
+        *variants("roofline split", SPLIT_BYTES, planes, m, v, bf16_grad),
     ]
 
 
@@ -162,10 +156,8 @@ def with_torch(n: int) -> list[Contender]:
     """Make torch's fused AdamW, alone and inside the passes that a ZeRO-Offload step makes: an emulation of it."""
     import torch
 
-    def build(parameter: torch.nn.Parameter) -> Callable[[], object]:
-        return torch.optim.AdamW([parameter], fused=True, **HYPERPARAMETERS).step
-
-    return _around("torch fused AdamW", "emulated bf16 chain (torch fused)", n, build)
+    make = partial(torch.optim.AdamW, fused=True)
+    return _around("torch fused AdamW", "emulated bf16 chain (torch fused)", n, make)
 
 
 def with_deepspeed(n: int) -> list[Contender]:
@@ -174,13 +166,10 @@ def with_deepspeed(n: int) -> list[Contender]:
         return []
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    def build(parameter: torch.nn.Parameter) -> Callable[[], object]:
-        return DeepSpeedCPUAdam([parameter], adamw_mode=True, **HYPERPARAMETERS).step
-
-    return _around("DeepSpeedCPUAdam", "DeepSpeed bf16 chain", n, build)
+    return _around("DeepSpeedCPUAdam", "DeepSpeed bf16 chain", n, partial(DeepSpeedCPUAdam, adamw_mode=True))
 
 
-def _around(alone: str, chain: str, n: int, build: Build) -> list[Contender]:
+def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Contender]:
     """Return an optimizer's bare fp32 step, and the bfloat16 steps around it without and with clipping.
 
     The passes are those that DeepSpeed makes on the host for a bfloat16 model: gradients are cast to fp32, their norm
@@ -190,28 +179,23 @@ def _around(alone: str, chain: str, n: int, build: Build) -> list[Contender]:
 
     parameter = torch.nn.Parameter(torch.randn(n).mul_(0.02))
     parameter.grad = grad = torch.randn(n).mul_(1e-2)
-    step = build(parameter)
+    step = make([parameter], **HYPERPARAMETERS).step
     bf16_grad, bf16_weights = grad.bfloat16(), parameter.detach().bfloat16()
 
     def bare(_threads: int) -> None:
         step()
 
-    def cast(_threads: int) -> None:
+    def cast(_threads: int, clips: bool = False) -> None:
         grad.copy_(bf16_grad)
-        step()
-        bf16_weights.copy_(parameter.detach())
-
-    def clipped(_threads: int) -> None:
-        grad.copy_(bf16_grad)
-        norm = float(grad.norm())
-        grad.mul_(min(1.0, 1.0 / (norm + 1e-6)))
+        if clips:
+            grad.mul_(min(1.0, 1.0 / (float(grad.norm()) + 1e-6)))
         step()
         bf16_weights.copy_(parameter.detach())
 
     return [
         Contender(alone, bare, FP32_BYTES, "roofline fp32"),
         Contender(f"{chain}: casts", cast, None, "roofline split"),
-        Contender(f"{chain}: casts, norm, clip", clipped, None, "roofline split"),
+        Contender(f"{chain}: casts, norm, clip", partial(cast, clips=True), None, "roofline split"),
     ]
 
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import mmap
 import os
-import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.benches.blocks import turned
 from offload.benches.report import Result
+from offload.config.command_line import say
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
 from offload.native.io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
@@ -97,7 +95,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         ]
         for bench in benches:
             bench.open()
-        _say(f"writing two files of {format_bytes(size)} in {folder}")
+        say(f"writing two files of {format_bytes(size)} in {folder}")
         benches[0].fill()
         fio = None if arguments.no_fio else _find_fio()
         registered = any(bench.is_registered for bench in benches)
@@ -129,22 +127,17 @@ class Bench:
     def open(self) -> None:
         self.files = tuple(engine.open(path) for engine, path in zip(self.engines, self.paths, strict=True))
         if not all(file.is_direct for file in self.files):
-            _say(f"warning: {self.files[0].why_buffered}: this measures the page cache")
+            say(f"warning: {self.files[0].why_buffered}: this measures the page cache")
 
     def contender(self, pattern: str, compared: bool) -> Contender:
         name = f"{self.engines[0].name}: {pattern}"
         num_bytes = self.size * (2 if pattern in ("both", "update") else 1)
-        passes: dict[str, Callable[[], None]] = {
-            "read": self.read,
-            "write": self.write,
-            "both": self.both,
-            "update": self.update,
-        }
+        do_pass: Callable[[], None] = getattr(self, pattern)
 
         def measure() -> Measured:
-            cpu, wall = _cpu_seconds(), time.perf_counter()
-            passes[pattern]()
-            return Measured(num_bytes, time.perf_counter() - wall, _cpu_seconds() - cpu)
+            cpu, wall = time.process_time(), time.perf_counter()
+            do_pass()
+            return Measured(num_bytes, time.perf_counter() - wall, time.process_time() - cpu)
 
         return Contender(name, measure, f"fio: {pattern}" if compared else None)
 
@@ -250,34 +243,19 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
             "depth": arguments.depth,
             "pairs": len(rates),
         }
-        rate_ratio = cpu_ratio = None
+        rate_ratio = cpu_ratio = cpu_reference = None
         if contender.reference:
             other = by_name[contender.reference]
             ratios = sorted(own / its for own, its in zip(rates, other.rates(), strict=True))
-            rate_ratio = round(statistics.median(ratios), 4)
             details |= {"lowest_ratio": round(ratios[0], 4), "highest_ratio": round(ratios[-1], 4)}
-            pairs = zip(cpu, other.cpu_per_gib(), strict=True)
-            cpu_ratio = round(statistics.median(its / own for own, its in pairs), 4)
-        rate = {"best": round(max(rates), 3), "all": [round(one, 3) for one in rates]}
-        time_ = {"best": round(min(cpu), 4), "all": [round(one, 4) for one in cpu]}
-        results += [
-            Result(
-                contender.name,
-                round(statistics.median(rates), 3),
-                "GB/s",
-                contender.reference,
-                rate_ratio,
-                details | rate,
-            ),
-            Result(
-                f"{contender.name}, CPU",
-                round(statistics.median(cpu), 4),
-                "s/GiB",
-                f"{contender.reference}, CPU" if contender.reference else None,
-                cpu_ratio,
-                time_,
-            ),
-        ]
+            cpu_ratios = [its / own for own, its in zip(cpu, other.cpu_per_gib(), strict=True)]
+            rate_ratio, cpu_ratio = (round(statistics.median(each), 4) for each in (ratios, cpu_ratios))
+            cpu_reference = f"{contender.reference}, CPU"
+        details |= {"best": round(max(rates), 3), "all": [round(one, 3) for one in rates]}
+        cpu_details = {"best": round(min(cpu), 4), "all": [round(one, 4) for one in cpu]}
+        rate, cpu_seconds = round(statistics.median(rates), 3), round(statistics.median(cpu), 4)
+        results.append(Result(contender.name, rate, "GB/s", contender.reference, rate_ratio, details))
+        results.append(Result(f"{contender.name}, CPU", cpu_seconds, "s/GiB", cpu_reference, cpu_ratio, cpu_details))
     return results
 
 
@@ -288,7 +266,7 @@ def _measure(contenders: list[Contender], pattern: str, num_pairs: int) -> None:
             if round_number > 0:
                 contender.passes.append(measured)
         rates = [f"{contender.name} {contender.rates()[-1]:.2f}" for contender in contenders if contender.passes]
-        _say(f"{pattern}, round {round_number} of {num_pairs}: {', '.join(rates) or 'warm'}")
+        say(f"{pattern}, round {round_number} of {num_pairs}: {', '.join(rates) or 'warm'}")
 
 
 def _place(ring: list[torch.Tensor], k: int, size: int) -> tuple[int, torch.Tensor]:
@@ -302,10 +280,10 @@ def _noise(num_bytes: int) -> torch.Tensor:
     """Return memory in huge pages, where the system has them, full of noise that no disk can compress."""
     import torch
 
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1))
+    from offload.tiers.host import Arena
+
+    memory = Arena(num_bytes).take(num_bytes // 8, torch.int64)
+    return memory.random_(generator=torch.Generator().manual_seed(1))
 
 
 @contextlib.contextmanager
@@ -321,7 +299,7 @@ def _engines_in_cpp() -> list[str]:
             IoEngine(kind).close()
             names.append(kind)
         except ConfigError as error:
-            _say(f"without {kind}: {error}")
+            say(f"without {kind}: {error}")
     return names or ["python"]
 
 
@@ -357,14 +335,5 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 def _find_fio() -> str | None:
     found = shutil.which("fio")
     if found is None:
-        _say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
+        say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
     return found
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -93,16 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefetch", type=int, default=3, help="units ahead; one slot more (default %(default)s)")
 
 
-def run(arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace], Any]) -> list[Result]:
-    """Measure, and return one result per ratio and clip mode."""
-    import torch
-
+def run(
+    arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace], Any], batches: Sequence[Any], threads: int
+) -> list[Result]:
+    """Measure on batches of token ids, and return one result per ratio and clip mode."""
     from offload import AdamW, Engine, Placement
-    from offload.native import kernels
 
-    threads = arguments.threads or 1
-    torch.set_num_threads(threads)
-    kernels.set_threads(threads)
     precision = arguments.precision[0]
 
     def make(**settings: Any) -> Any:
@@ -116,9 +112,6 @@ def run(arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace]
             **settings,
         )
 
-    generator = torch.Generator().manual_seed(1)
-    shape = (arguments.batch, arguments.sequence)
-    batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
     steps = [{"input_ids": ids, "labels": ids} for ids in batches]
     bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps, arguments.pairs)
     try:

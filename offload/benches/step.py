@@ -58,18 +58,18 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             f"--steps is {arguments.steps} and --pairs {arguments.pairs}: a block has at least one step, and there is "
             "at least one round."
         )
-    if arguments.overlap:
-        return overlap.run(arguments, _model)
     import torch
 
     from offload.native import kernels
 
-    threads = arguments.threads or kernels.num_threads()
+    threads = arguments.threads or (1 if arguments.overlap else kernels.num_threads())
     torch.set_num_threads(threads)
     kernels.set_threads(threads)
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.batch, arguments.sequence)
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
+    if arguments.overlap:
+        return overlap.run(arguments, _model, batches, threads)
     results: list[Result] = []
     for precision in arguments.precision:
         for recompute in arguments.recompute:
@@ -96,13 +96,12 @@ def _contenders(
     if arguments.nvme_dir:
         yield ours("engine, states on nvme", parameters="nvme", optimizer="nvme", nvme_dir=arguments.nvme_dir)
     if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
-        checkpointing = recompute == "always"
-        name = "DeepSpeed ZeRO-3, CPU offload"
-        yield deepspeed_zero3(name, arguments, precision, checkpointing, plain.name, opened)
+        folders: dict[str, str | None] = {"CPU": None}
         if arguments.nvme_dir:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
-            name = "DeepSpeed ZeRO-3, NVMe offload"
-            yield deepspeed_zero3(name, arguments, precision, checkpointing, plain.name, opened, folder)
+            folders["NVMe"] = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
+        for tier, folder in folders.items():
+            name = f"DeepSpeed ZeRO-3, {tier} offload"
+            yield deepspeed_zero3(name, arguments, precision, recompute == "always", plain.name, opened, folder)
 
 
 def _model(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
@@ -205,7 +204,7 @@ def deepspeed_zero3(
     checkpointing: bool,
     reference: str,
     opened: ExitStack,
-    folder: str | None = None,
+    folder: str | None,
 ) -> Contender:
     """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU, or in files in `folder`."""
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
 from collections.abc import Iterator
 
 import numpy as np
+import torch
+
+from offload.layout.regions import align
+from offload.tiers.host import Arena
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -21,10 +24,5 @@ def set_direct(fd: int, is_direct: bool) -> None:
 
 def chunk_buffers(count: int, chunk_bytes: int) -> Iterator[np.ndarray]:
     """Yield memory for so many chunks, whole pages each, at their edges; it is taken at the first use."""
-    size = -(-chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    if not size:
-        return
-    memory = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each transfer
-    yield from np.frombuffer(memory, np.uint8).reshape(count, size)
+    if size := align(chunk_bytes, mmap.PAGESIZE):
+        yield from Arena(count * size).take(count * size, torch.uint8).numpy().reshape(count, size)

@@ -35,14 +35,6 @@ class Checkpoints:
             found = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step, reverse=True)
 
-    def latest(self) -> Path | None:
-        """Return the folder that `latest` names; None where there is no such file or folder."""
-        try:
-            name = (self.path / _LATEST).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            return None
-        return self.path / name if _STEP.fullmatch(name) and (self.path / name).is_dir() else None
-
     def newest_that_verifies(
         self, verify: Callable[[Path], object] = verify
     ) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -103,17 +95,9 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def verify_or_offer(folder: Path) -> None:
-    """Verify a checkpoint that was asked for by name. Raises CheckpointError, which says which of those beside it is
-    good; finding that out reads them.
-    """
-    with offering_another(folder):
-        verify(folder)
-
-
 @contextlib.contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Within, a CheckpointError of this checkpoint says which of those beside it is good, as in `verify_or_offer`."""
+    """Within, a CheckpointError of this checkpoint says which of those beside it is good; as `offer`."""
     try:
         yield
     except CheckpointError as error:

@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from offload.checkpoint.manifest import MANIFEST, Attached, Contents, Manifest, checksum, gather
@@ -51,10 +50,10 @@ class Save:
     def attach(self, name: str, data: bytes) -> None:
         """Keep a small file with the states. Raises DiskError; FileExistsError where there is one of that name."""
         path = self.path / name
-        with as_disk_errors(f"the write of {len(data)} bytes", path), path.open("xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with as_disk_errors(f"the write of {len(data)} bytes", path):
+            with path.open("xb") as stream:
+                stream.write(data)
+            sync_path(path)
         self._attached[name] = Attached(num_bytes=len(data), checksum=checksum(data))
 
     def commit(self, contents: Contents, parts: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> Path:
@@ -91,7 +90,7 @@ class Save:
     def __enter__(self) -> Save:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.abort()
 
     def _check_size(self, path: Path, num_bytes: int) -> None:

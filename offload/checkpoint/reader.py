@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +140,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _stretches(self, span: Span) -> Iterator[tuple[str, int, int]]:

@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import aiofiles
@@ -159,7 +158,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.abort()
 
     def _note(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:

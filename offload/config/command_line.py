@@ -16,6 +16,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from pydantic.fields import FieldInfo
 from offload import __version__
 from offload.config.config import Config, all_keys, unknown_key
 from offload.config.familiar import familiar
+from offload.config.sections import kinds_in
 from offload.errors import (
     ConfigError,
     InterruptedRun,
@@ -39,6 +41,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
 _Options = typing.TypeVar("_Options")
+_ABOUT_GPUS = (
+    "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The same as "
+    "torchrun --standalone --nproc-per-node N, which several machines need."
+)
+_BESIDE_SECTIONS = {
+    "config": ("FILE.yaml", "", "Read settings from this file; the command line goes over it."),
+    "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
+    "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
+}
+"""Options by name: the value and the default as the help shows them, and the help."""
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
 
@@ -137,6 +149,11 @@ def _complain(error: BaseException, message: str, debug: bool) -> None:
         print(f"offload: {who}{text}", file=sys.stderr)
 
 
+def say(text: str) -> None:
+    """Tell the user something beside the results, which are on stdout."""
+    print(text, file=sys.stderr)
+
+
 def wants_debug(words: Sequence[str]) -> bool:
     """Tell whether the command line asks for tracebacks, even if the rest of it is wrong."""
     for index, word in enumerate(words):
@@ -205,8 +222,7 @@ def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
         raise ConfigError(_unknown_word(unknown))
     overrides = {}
     for key in all_keys():
-        section, field = key.split(".")
-        value = getattr(getattr(parsed, section), field)
+        value = attrgetter(key)(parsed)
         if value not in (_UNSET, (_UNSET,)):
             overrides[key] = list(value) if isinstance(value, tuple) else value
     if parsed.debug != _UNSET:
@@ -254,21 +270,17 @@ def _metavar(field: FieldInfo) -> str:
     """Return what the help shows as the value: the choices, or the kind."""
     choices = [
         str(word)
-        for part in _parts(field.annotation)
+        for part in kinds_in(field.annotation)
         if typing.get_origin(part) is typing.Literal
         for word in typing.get_args(part)
     ]
     if choices:
         return "{" + ",".join(choices) + "}"
-    kinds = {typing.get_origin(part) or part for part in _parts(field.annotation)}
+    kinds = {typing.get_origin(part) or part for part in kinds_in(field.annotation)}
     for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
         if kind in kinds:
             return "{auto,N}" if kinds >= {int, str} else name
     return "VALUE"
-
-
-def _parts(annotation: Any) -> list[Any]:
-    return [annotation, *(part for inner in typing.get_args(annotation) for part in _parts(inner))]
 
 
 def _shown(value: Any) -> str:
@@ -293,27 +305,13 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
 
 
 def _command_line() -> type:
-    """Build the class that tyro reads: the configuration's sections with every value as text."""
-    sections: list[tuple[str, Any, Any]] = []
+    """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
+    options: list[tuple[str, Any, Any]] = []
+    for name, (metavar, default, about) in _BESIDE_SECTIONS.items():
+        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default)
+        options.append((name, Annotated[str, shown], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__
-        sections.append((name, mirror, dataclasses.field(default_factory=mirror)))
-    file = tyro.conf.arg(
-        metavar="FILE.yaml", help="Read settings from this file; the command line goes over it.", help_behavior_hint=""
-    )
-    debug = tyro.conf.arg(
-        metavar="{true,false}", help="Show tracebacks; the same as --run.debug.", help_behavior_hint=""
-    )
-    gpus = tyro.conf.arg(
-        metavar="N",
-        help="Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The "
-        "same as torchrun --standalone --nproc-per-node N, which several machines need.",
-        help_behavior_hint="(default: 1)",
-    )
-    plain: list[tuple[str, Any, Any]] = [
-        ("config", Annotated[str, file], dataclasses.field(default=_UNSET)),
-        ("debug", Annotated[str, debug], dataclasses.field(default=_UNSET)),
-        ("gpus", Annotated[str, gpus], dataclasses.field(default=_UNSET)),
-    ]
-    return dataclasses.make_dataclass("CommandLine", plain + sections)
+        options.append((name, mirror, dataclasses.field(default_factory=mirror)))
+    return dataclasses.make_dataclass("CommandLine", options)

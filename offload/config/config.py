@@ -11,6 +11,7 @@ import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import glob
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,15 +102,11 @@ class Config(BaseModel):
         return config
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield ("section.field", value) of every setting, in the order of the contract."""
-        for name in type(self).SECTIONS:
-            section = getattr(self, name)
-            for field in type(section).model_fields:
-                yield f"{name}.{field}", getattr(section, field)
+        """Return ("section.field", value) of every setting, in the order of the contract."""
+        return ((key, self.get(key)) for key in all_keys())
 
     def get(self, key: str) -> Any:
-        section, field = key.split(".")
-        return getattr(getattr(self, section), field)
+        return attrgetter(key)(self)
 
     def origin(self, key: str) -> str:
         """Return where a value came from: default, file, command line, python or resolved."""
@@ -133,7 +130,7 @@ class Config(BaseModel):
 
     def to_dict(self) -> dict[str, tuple[Any, str]]:
         """Return (value, origin) of every key, for JSON: what `resumed` takes."""
-        return {key: (_plain(value), self.origin(key)) for key, value in self.items()}
+        return {key: (value, self.origin(key)) for key, value in self.items()}
 
     def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
         """Return a copy in which everything that nobody set is as in the run that is gone on with.
@@ -367,14 +364,8 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _yaml_value(value: Any) -> str:
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.strip().removesuffix("...").strip()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,19 +95,19 @@ def _as_throttle(value: Any) -> Any:
         return None
     if not isinstance(value, Mapping):
         raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
-    return {lane: _numbers(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
+    return {lane: _with_latency(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
 
 
-def _numbers(fields: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Read numbers that YAML takes for text, such as 1e-3."""
-    return {key: float(text) if key == "latency_seconds" and _is_number(text) else text for key, text in fields.items()}
+def _with_latency(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Read a number that YAML takes for text, such as 1e-3."""
+    latency = fields.get("latency_seconds")
+    with contextlib.suppress(ValueError):
+        latency = float(latency) if isinstance(latency, str) else latency
+    return {key: latency if key == "latency_seconds" else value for key, value in fields.items()}
 
 
-def _is_number(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and float(text) is not None
-    except ValueError:
-        return False
+def _as_stage(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
 def _as_prefetch(value: Any) -> Any:
@@ -127,6 +128,8 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Groups = Annotated[tuple[tuple[str, dict[str, Finite]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_stage)]
+Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
@@ -141,7 +144,7 @@ class Section(BaseModel):
     @classmethod
     def _words(cls, value: Any, info: ValidationInfo) -> Any:
         """Read `none` where nothing is allowed, and keep true and false out of numbers and names."""
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        kinds = kinds_in(cls.model_fields[str(info.field_name)].annotation)
         if type(None) in kinds and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
         if isinstance(value, bool) and bool not in kinds:
@@ -149,9 +152,9 @@ class Section(BaseModel):
         return value
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    parts = typing.get_args(annotation)
-    return {annotation} | {kind for part in parts for kind in _kinds(part)}
+def kinds_in(annotation: Any) -> list[Any]:
+    """Return a type and all that it is made of."""
+    return [annotation, *(kind for part in typing.get_args(annotation) for kind in kinds_in(part))]
 
 
 class RunSection(Section):
@@ -346,25 +349,15 @@ class OffloadSection(Section):
         description="Units fetched ahead of the one that computes; they get room for certain. 0: none; auto: as far as "
         "the memory reaches.",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
+    zero_stage: Stage = Field(
         default=3,
         description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
     )
-    throttle: dict[str, Any] | None = Field(
+    throttle: Throttle = Field(
         default=None,
         description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
         "latency_seconds}} as YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.",
     )
-
-    @field_validator("zero_stage", mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-    @field_validator("throttle", mode="before")
-    @classmethod
-    def _mapping(cls, value: Any) -> Any:
-        return _as_throttle(value)
 
 
 class CheckpointSection(Section):

@@ -54,17 +54,9 @@ class ChatRenderer:
         """Return (ids [n], trained bool [n]) where the template marks what the assistant generates, else None."""
         if self._train_on_prompt or not self._marked or not self._tokenizer.is_fast:
             return None
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                chat.messages,
-                tools=chat.tools,
-                chat_template=self._template,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-        except Exception as error:  # whatever a template raises
-            raise _refused(chat, error) from error
+        encoded = self._apply(
+            chat, len(chat.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         return encoded["input_ids"], np.asarray(encoded["assistant_masks"], bool)
 
     def documents(self, chat: Chat) -> list[Segments]:
@@ -98,28 +90,25 @@ class ChatRenderer:
         )
 
     def _render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> str:
+        return str(self._apply(chat, num_messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+
+    def _apply(self, chat: Chat, num_messages: int, **options: bool) -> Any:
+        """Return what the template makes of the first messages of a conversation. Raises ConfigError."""
+        messages = chat.messages[:num_messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    chat.messages[:num_messages],
-                    tools=chat.tools,
-                    chat_template=self._template,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
+            return self._tokenizer.apply_chat_template(
+                messages, tools=chat.tools, chat_template=self._template, **options
             )
         except Exception as error:  # whatever a template raises
-            raise _refused(chat, error) from error
+            roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
+            raise ConfigError(
+                f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+            ) from error
 
 
 def _num_common(a: str, b: str) -> int:
     """Return how many characters two texts begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _refused(chat: Chat, error: Exception) -> ConfigError:
-    roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
-    return ConfigError(f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}")
 
 
 def _segments(text: str, spans: list[tuple[int, int]]) -> Segments:

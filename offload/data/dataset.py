@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
-_EVAL_SEED = (
-    0  # eval rows stand in one fixed mixed order, so that the first few batches are a fair sample, equal for all runs
-)
+_EVAL_SEED = 0
+"""Eval rows stand in one fixed mixed order, so that the first few batches are a fair sample, equal for all runs."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,6 @@ class Dataset:
             rows = shuffled(positions, self.num_eval_rows, _EVAL_SEED, epoch=0)
             yield _batch(self.eval, rows, rank, world_size)
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all that decides the batches: the tokens, what of them is trained, and the settings of
-        `state_dict`."""
-        return str(self.state_dict()["fingerprint"])
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps to recognize this data; plain numbers and strings. The position is the step
         number."""
@@ -164,7 +157,7 @@ def build_dataset(
             f"data.eval_fraction={eval_fraction} must lie in [0, 1): the share of the data kept for evaluation."
         )
     where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation(source, format, vocab_size, eval_fraction, where, progress or _silent)
+    preparation = Preparation(source, format, vocab_size, eval_fraction, where, progress or (lambda *_: None))
     loaded = preparation.tokenizer(tokenizer, model_path)
     prepared = preparation.tokens(loaded, train_on_prompt)
     if prepared.streams and not packing:
@@ -258,7 +251,3 @@ def _batch(rows: Rows, indices: np.ndarray, rank: int, world_size: int) -> Batch
         mask = np.arange(rows.sequence_length) < rows.lengths(own)[:, None]
         batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
     return batch
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """Report nothing."""

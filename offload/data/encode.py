@@ -80,14 +80,8 @@ class Encoder:
         if isinstance(record, Text):
             return [_Draft(record.where, in_eval, [(record.text, True)], True, record.opens, record.closes)]
         if isinstance(record, Pair):
-            return [
-                _Draft(
-                    record.where,
-                    in_eval,
-                    [(record.prompt, self._train_on_prompt), (record.completion, True)],
-                    framed=True,
-                )
-            ]
+            segments = [(record.prompt, self._train_on_prompt), (record.completion, True)]
+            return [_Draft(record.where, in_eval, segments, framed=True)]
         return [_Draft(record.where, in_eval, segments, framed=False) for segments in self.renderer.documents(record)]
 
     def _flush(self, drafts: list[_Draft]) -> Iterator[Encoded]:
@@ -108,9 +102,8 @@ class Encoder:
     def _close(self, ids: list[int], trained: np.ndarray | None, framed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Append what ends a document. It is trained when the token before it is."""
         closing = list(self._suffix) if framed else []
-        if (
-            self._eos is not None and self._eos not in [*ids, *closing][-2:]
-        ):  # a template may write a line end after its EOS
+        # A template may write a line end after its EOS.
+        if self._eos is not None and self._eos not in [*ids, *closing][-2:]:
             closing.append(self._eos)
         if trained is not None:
             trained = np.concatenate([trained, np.full(len(closing), trained[-1] if len(trained) else False)])

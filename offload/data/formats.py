@@ -92,6 +92,15 @@ class Ids:
 Record = Text | Chat | Pair | Ids
 
 
+def texts_of(record: Record) -> list[str]:
+    """Return the texts in a record, in order; of token ids there are none."""
+    if isinstance(record, Text):
+        return [record.text]
+    if isinstance(record, Pair):
+        return [record.prompt, record.completion]
+    return [message["content"] for message in record.messages] if isinstance(record, Chat) else []
+
+
 def detect_format(file: SourceFile) -> str:
     """Return the format of `file`: the one asked for, or by its ending and its first record's keys under `auto`."""
     if file.format != "auto":

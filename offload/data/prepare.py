@@ -14,7 +14,7 @@ import numpy as np
 from offload.data.cache import cached
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.encode import Encoded, Encoder
-from offload.data.formats import CHAT_FORMATS, Chat, Ids, Pair, Record, Text, detect_format, read_records
+from offload.data.formats import CHAT_FORMATS, Ids, Record, detect_format, read_records, texts_of
 from offload.data.sources import STDLIB_CHAT, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.store import TokenStore, TokenWriter
 from offload.data.tokenizer import (
@@ -28,9 +28,8 @@ from offload.data.tokenizer import (
 from offload.errors import ConfigError
 
 _VERSION = 1
-_WHOLE_FILES = frozenset(
-    {"text", "tokens", STDLIB_CHAT}
-)  # formats that are split into train and eval by file, the others by record
+_WHOLE_FILES = frozenset({"text", "tokens", STDLIB_CHAT})
+"""Formats that are split into train and eval by file, the others by record."""
 
 Progress = Callable[[str, float], None]
 
@@ -121,12 +120,7 @@ class Preparation:
         for _, name, record in self._records():
             if rate < 1 and split_hash(f"sample {name}") >= rate:
                 continue
-            if isinstance(record, Text):
-                yield record.text
-            elif isinstance(record, Pair):
-                yield from (record.prompt, record.completion)
-            elif isinstance(record, Chat):
-                yield from (message["content"] for message in record.messages)
+            yield from texts_of(record)
 
     def _build(self, folder: Path, tokenizer: Any, train_on_prompt: bool) -> None:
         masked = not train_on_prompt and self.holds_chats
@@ -187,14 +181,7 @@ class _Meter:
         self._done = self._reported = 0
 
     def add(self, record: Record) -> None:
-        if isinstance(record, Text):
-            self._done += len(record.text)
-        elif isinstance(record, Pair):
-            self._done += len(record.prompt) + len(record.completion)
-        elif isinstance(record, Chat):
-            self._done += sum(len(message["content"]) for message in record.messages)
-        else:
-            self._done += record.ids.nbytes
+        self._done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
         if self._done - self._reported >= self._num_bytes / 100:
             self._reported = self._done
             self._progress("tokenizing", min(self._done / self._num_bytes, 0.99))

@@ -7,6 +7,7 @@ mounted.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -143,12 +144,7 @@ def _suffixes(data_format: str) -> frozenset[str]:
 
 def _fixed_part(pattern: Path) -> Path:
     """Return the folder before the first part with a wildcard."""
-    fixed = []
-    for part in pattern.parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
 
 def _file(path: Path, name: PurePath, data_format: str) -> SourceFile:

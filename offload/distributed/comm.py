@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,23 +36,6 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 _Value = TypeVar("_Value")
 
 
-@dataclass
-class Traffic:
-    """What was exchanged so far, per rank.
-
-    elements: by ZeRO's accounting, in which an all-gather and a reduce-scatter over P elements count P each.
-    sent_bytes: what this rank really sent of it, (N - 1) / N (the mean over ranks, where more than two pass data on).
-    """
-
-    all_gather_elements: int = 0
-    reduce_scatter_elements: int = 0
-    sent_bytes: int = 0
-
-    @property
-    def elements(self) -> int:
-        return self.all_gather_elements + self.reduce_scatter_elements
-
-
 class Comm:
     """The exchanges of a step. All ranks make the same calls in the same order: of those that exchange tensors, and,
     apart from these, of those that exchange values of the host (numbers, objects, flags).
@@ -67,11 +49,7 @@ class Comm:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    scratch_bytes: int = 0  # of the device, held from the first reduce_scatter on
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self._user: weakref.ref[object] | None = None
+    _user: weakref.ref[object] | None = None
 
     def claim(self, user: object) -> None:
         """Note whose exchanges these are until `release`: those of two would meet in whatever order.
@@ -99,13 +77,11 @@ class Comm:
         """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
         raise NotImplementedError
 
-    def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
-    ) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
         """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
 
         Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
-        in full. scratch (uint8, flat) is used instead of the comm's own.
+        in full. scratch: uint8, flat, of the device; a larger one makes fewer pieces.
         """
         raise NotImplementedError
 
@@ -162,14 +138,7 @@ class Alone(Comm):
         _check(full, shard, 1, what)
         _place(full, shard)
 
-    def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        what: str,
-        *,
-        scratch: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:  # noqa: ARG002
         _check(full, shard, 1, what)
         _place(shard, full)
 
@@ -211,14 +180,11 @@ class Ranks(Comm):
     for tensors that are on their way.
     """
 
-    def __init__(self, device: torch.device, times: Times, scratch_bytes: int, owns_default: bool) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, times: Times, owns_default: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device, self.scratch_bytes = device, scratch_bytes
-        self._owns_default = owns_default
+        self.device, self._owns_default = device, owns_default
         # The watch ends what hangs; gloo and NCCL are not to do it before.
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
-        self._scratch: torch.Tensor | None = None
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
@@ -259,26 +225,13 @@ class Ranks(Comm):
         with self._exchange(what, full.numel()):
             _place(pieces_of(full, self.size)[self.rank], shard)
             self._gather(full, self._tensors)
-        self.traffic.all_gather_elements += full.numel()
-        self._count(full)
 
-    def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, what: str, *, scratch: torch.Tensor | None = None
-    ) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
         _check(full, shard, self.size, what)
         if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
             raise ValueError(f"{what}: from {full.dtype} to {shard.dtype}; float32, bfloat16 or float64 are summed.")
-        if scratch is None:
-            if self._scratch is None:
-                self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
-            scratch = self._scratch
         with self._exchange(what, full.numel()):
             self._reduce(shard, full, _Chunks(scratch, full.dtype, self.size))
-        self.traffic.reduce_scatter_elements += full.numel()
-        self._count(full)
-
-    def _count(self, full: torch.Tensor) -> None:
-        self.traffic.sent_bytes += full.numel() // self.size * (self.size - 1) * full.element_size()
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
         """Every rank sends its piece into its place. (gloo's own all-gather goes through a second buffer as large as
@@ -318,34 +271,23 @@ class Ranks(Comm):
         ]
 
     def sum_in_order(self, values: Any, what: str) -> Any:
-        if isinstance(values, torch.Tensor):
-            return self._sum(values, what, self._gather_rows)
-        own = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        return self._sum(own, what, self._collect).tolist()
-
-    def _sum(self, own: torch.Tensor, what: str, gather: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
+        of_device = isinstance(values, torch.Tensor)
+        own = values if of_device else torch.tensor([float(value) for value in values], dtype=torch.float64)
         if own.dtype != torch.float64:
             raise ValueError(f"{what}: {own.dtype}; float64 is summed.")
-        first, *others = gather(own, what)
+        first, *others = self._collect(own, what, of_device)
         total = first.clone()
         for other in others:
             total += other
-        return total
+        return total if of_device else total.tolist()
 
-    def _gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """Return every rank's `own` [n] of the device as [size, n]; not a part of the traffic of a step."""
+    def _collect(self, own: torch.Tensor, what: str, of_device: bool = False) -> torch.Tensor:
+        """Return every rank's `own` [n] as [size, n]; of the host, when it is there."""
+        row = None if of_device else self._values
         full = own.new_empty(self.size * own.numel())
-        with self._exchange(what, full.numel()):
+        with self._exchange(what, full.numel(), row):
             pieces_of(full, self.size)[self.rank].copy_(own)
-            self._gather(full, self._tensors)
-        return full.view(self.size, -1)
-
-    def _collect(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """Return every rank's `own` [n] of the host as [size, n], when it is there."""
-        full = own.new_empty(self.size * own.numel())
-        with self._exchange(what, full.numel(), self._values):
-            pieces_of(full, self.size)[self.rank].copy_(own)
-            self._gather(full, self._values)
+            self._gather(full, row or self._tensors)
         return full.view(self.size, -1)
 
     def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:

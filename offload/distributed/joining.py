@@ -17,14 +17,12 @@ import torch.distributed as dist
 from offload.distributed.comm import Alone, Comm, Ranks
 from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
-from offload.layout.regions import SCRATCH_BYTES
 
 
 def open_comm(
     device: torch.device | None = None,
     *,
     times: Times = Times(),  # noqa: B008 (frozen)
-    scratch_bytes: int = SCRATCH_BYTES,
     environ: Mapping[str, str] | None = None,
 ) -> Comm:
     """Return this process's comm: of the process group that there is, or else of RANK, WORLD_SIZE, LOCAL_RANK,
@@ -61,7 +59,7 @@ def open_comm(
     try:
         if not exists:
             _make_group(None if device.type == "cuda" else "gloo", environ, timedelta(seconds=times.start_s))
-        comm = kind(device, times, scratch_bytes, owns_default=not exists)
+        comm = kind(device, times, owns_default=not exists)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:

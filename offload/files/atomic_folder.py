@@ -60,10 +60,8 @@ def write_small(path: Path, text: str) -> None:
     """Replace a small file as a whole, durably. Raises DiskError."""
     fresh = path.with_name(f".{path.name}.new")
     with as_disk_errors("the write", path):
-        with fresh.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        fresh.write_text(text, encoding="utf-8")
+        sync_path(fresh)
         fresh.rename(path)
         sync_path(path.parent)
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 from transformers import initialization as transformers_initialization
 
 Note = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -54,15 +55,14 @@ class DeferredInit(TorchFunctionMode):
         self._alive: dict[int, nn.Parameter] = {}  # an id names one parameter only as long as that one lives
 
     def __enter__(self) -> DeferredInit:
-        self._contexts = [_seeded(self._seed), self._whole_calls()]
-        for context in self._contexts:
-            context.__enter__()
+        self._contexts = ExitStack()
+        self._contexts.enter_context(_seeded(self._seed))
+        self._contexts.enter_context(self._whole_calls())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+        self._contexts.__exit__(*error)
 
     def bind(self, model: nn.Module, only: Collection[int] | None = None) -> Callable[[str, nn.Module], None]:
         """Return `fill(name, module)`, which makes the notes of the module's parameters, once; with `only`, those of
@@ -149,23 +149,13 @@ def _owner(tensor: torch.Tensor) -> nn.Parameter | None:
 
 def _split(name: str, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Return the tensor that a call writes, if any, and the tensors that it reads."""
-    tensors = [each for each in _flat((args, kwargs)) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
     if tensors and getattr(func, "__module__", None) in _INIT_MODULES:
         return tensors[0], tensors[1:]
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
     if tensors and args and tensors[0] is args[0] and (in_place or name == "__setitem__"):
         return tensors[0], tensors[1:]
     return None, tensors
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = value.values()
-    if isinstance(value, tuple | list) or type(value).__name__ == "dict_values":
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def _make(notes: list[Note]) -> None:

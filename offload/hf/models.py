@@ -45,22 +45,20 @@ class BuiltModel:
     notes: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
 
-    def fill_all(self) -> None:
-        """Give every parameter its initial value, for use without an engine."""
-        for parameter, source in (self.fill("", self.model) or {}).items():
-            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
-        self.close()
-
 
 def configuration(folder: Path) -> PreTrainedConfig:
     """Return the configuration in a folder. Raises ConfigError."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so what model it holds is not known.")
+    return _read_configuration(folder, str(folder / "config.json"))
+
+
+def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
+    """Return the configuration in a folder or file, which the error calls `said`. Raises ConfigError."""
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(path)
     except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        raise ConfigError(f"{folder / 'config.json'} cannot be read: {reason}") from error
+        raise ConfigError(f"{said} cannot be read: {_brief(error)}") from error
 
 
 def quiet_transformers() -> None:
@@ -87,11 +85,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             "folder."
         )
     _check_json(file, str(section.path))
-    try:
-        return AutoConfig.from_pretrained(file)
-    except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: whatever is wrong in a config.json
-        reason = f"whose configuration cannot be read: {_brief(error)}"
-        raise ConfigError(f"model.path is {section.path}, {reason}") from error
+    return _read_configuration(file, f"model.path is {section.path}, whose configuration")
 
 
 def locate(section: ModelSection) -> Path | None:

@@ -142,13 +142,10 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_bytes: int) -> list[Written]:
     """Write the files of weights, and their index if there are several."""
     split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(
-                TensorFileWriter(
-                    folder / file, {n: (plan.tensors[n].dtype, tuple(plan.tensors[n].shape)) for n in names}
-                )
-            )
+            stack.enter_context(TensorFileWriter(folder / file, {name: kinds[name] for name in names}))
             for file, names in split.filename_to_tensors.items()
         ]
         of_name = {name: writer for writer in writers for name in writer.entries}

@@ -95,12 +95,8 @@ class WeightStream:
         """
         named = list(model.named_parameters())
         candidates = find_units(model, describe_parameters(model, AdamW(), "bf16"))
-        self._names, self._source, self._device, self._memory_bytes = (
-            [name for name, _ in named],
-            source,
-            device,
-            memory_bytes,
-        )
+        self._names = [name for name, _ in named]
+        self._source, self._device, self._memory_bytes = source, device, memory_bytes
         self._resting = [_resting(parameter, device) for _, parameter in named]
         users: dict[int, tuple[int, ...]] = {}
         for number, candidate in enumerate(candidates):

@@ -29,9 +29,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
 
     `length` is the number of elements it must have, -1 for any. Raises ConfigError, which calls the array `name`.
     """
-    kind = _kind(name, array)
-    if kind not in allowed:
-        raise ConfigError(f"{name} has dtype {_dtype_name(array)}; it must be {_ALLOWED[allowed]}.")
+    kind = _checked_kind(name, array, allowed)
     try:
         address = array.data_ptr()
     except AttributeError:  # numpy
@@ -80,16 +78,11 @@ def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | 
     """
     import torch
 
-    kind = _kind(name, array)
-    if kind not in allowed:
-        raise ConfigError(f"{name} has dtype {_dtype_name(array)}; it must be {_ALLOWED[allowed]}.")
-    if not isinstance(array, torch.Tensor):
-        if not array.flags.c_contiguous:
-            raise ConfigError(f"{name} is not contiguous (shape {array.shape}); pass a contiguous array.")
-        array = torch.from_numpy(array)
-    if not array.is_contiguous():
+    kind = _checked_kind(name, array, allowed)
+    is_tensor = isinstance(array, torch.Tensor)
+    if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
-    result: torch.Tensor = array.detach().view(-1)
+    result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
     if kind != "float32":
         result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
     if like is not None and result.device != like.device:
@@ -120,7 +113,16 @@ def empty_like(array: Any, kind: str) -> Any:
     return numpy.empty(array.shape, dtype="uint16" if kind == "bfloat16" else kind)
 
 
-def _kind(name: str, array: Any) -> str | None:
+def _checked_kind(name: str, array: Any, allowed: frozenset[str]) -> str | None:
+    kind = kind_of(name, array)
+    if kind not in allowed:
+        dtype = str(array.dtype).removeprefix("torch.")
+        raise ConfigError(f"{name} has dtype {dtype}; it must be {_ALLOWED[allowed]}.")
+    return kind
+
+
+def kind_of(name: str, array: Any) -> str | None:
+    """Return what an array's dtype stands for, None where it is none that the kernels know. Raises ConfigError."""
     try:
         return _kinds[array.dtype]
     except (KeyError, AttributeError):
@@ -137,7 +139,3 @@ def _kind(name: str, array: Any) -> str | None:
         _kinds.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
         return _kinds.get(array.dtype)
     raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
-
-
-def _dtype_name(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")

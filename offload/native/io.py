@@ -58,7 +58,7 @@ class Ticket:
 
     def is_done(self) -> bool:
         """Tell, without waiting, whether the transfer has ended, well or not."""
-        return self._engine._is_done(self._request)
+        return self._engine._backend.is_done(self._request)
 
     def wait(self) -> None:
         """Sleep until all bytes are moved; any number of times, from any thread. Raises DiskError."""
@@ -105,7 +105,8 @@ class File:
         try:
             wait_for_all(ticket for ticket in tuple(self._engine._in_flight) if ticket.file is self)
         finally:
-            self._engine._forget(self)
+            self._engine._files.discard(self)
+            self._engine._backend.remove_file(self.fd)
             fd, self.fd = self.fd, -1
             os.close(fd)
 
@@ -264,13 +265,6 @@ class IoEngine:
         if os.getpid() != self._process:
             raise ConfigError(_FORKED)
         return self._backend.wait(request)
-
-    def _is_done(self, request: Any) -> bool:
-        return self._backend.is_done(request)
-
-    def _forget(self, file: File) -> None:
-        self._files.discard(file)
-        self._backend.remove_file(file.fd)
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:

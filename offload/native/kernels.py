@@ -16,7 +16,7 @@ from ctypes import c_float
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.errors import ConfigError, nearest
-from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, empty_like, flat, on_cpu, tensor
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, empty_like, flat, kind_of, on_cpu, tensor
 from offload.native.core import core as _core
 from offload.native.core import missing_because as _missing_because
 
@@ -210,29 +210,14 @@ def split(
     Halves to even could not be undone, as 16 bits cannot tell +0x8000 from -0x8000. A NaN may show as a zero in hi.
     """
     hi, lo = (empty_like(master, "bfloat16"), empty_like(master, "int16")) if out is None else out
-    if _core is None or not on_cpu(master):
-        from offload.native import torch_fallback
-
-        first = tensor("master", master, FP32)
-        torch_fallback.split(first, tensor("hi", hi, BF16, first), tensor("lo", lo, BITS16, first))
-        return hi, lo
-    address, n, _ = flat("master", master, FP32)
-    _core.split(address, flat("hi", hi, BF16, n)[0], flat("lo", lo, BITS16, n)[0], n, *_execution(threads, isa))
+    _call("split", [("master", master, FP32), ("hi", hi, BF16), ("lo", lo, BITS16)], threads, isa)
     return hi, lo
 
 
 def join(hi: A, lo: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
     """Return the float32 master, new or `out`, whose halves are hi (bfloat16) and lo (int16)."""
     master = empty_like(hi, "float32") if out is None else out
-    if _core is None or not on_cpu(hi):
-        from offload.native import torch_fallback
-
-        first = tensor("hi", hi, BF16)
-        result = tensor("out", master, FP32, first)
-        result.copy_(torch_fallback.join(first, tensor("lo", lo, BITS16, first)))
-        return master
-    address, n, _ = flat("hi", hi, BF16)
-    _core.join(address, flat("lo", lo, BITS16, n)[0], flat("out", master, FP32, n)[0], n, *_execution(threads, isa))
+    _call("join", [("hi", hi, BF16), ("lo", lo, BITS16), ("out", master, FP32)], threads, isa)
     return master
 
 
@@ -241,13 +226,7 @@ def sum_squares(x: A, *, threads: int | None = None, isa: str | None = None) -> 
 
     inf and NaN come through. For a tensor on another device this waits for that device.
     """
-    if _core is None or not on_cpu(x):
-        from offload.native import torch_fallback
-
-        return float(torch_fallback.sum_squares(tensor("x", x, FP32_OR_BF16)))
-    address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
-    total: float = _core.sum_squares(address, is_bf16, n, *_execution(threads, isa))
-    return total
+    return float(_call("sum_squares", [("x", x, FP32_OR_BF16)], threads, isa))
 
 
 def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str | None = None) -> float:
@@ -256,16 +235,8 @@ def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str 
     `out` has the dtype and the number of elements of `source`, and gets its bits, those of a NaN too. Small arrays take
     a few microseconds and wake no thread. For tensors on another device this waits for that device.
     """
-    if _core is None or not on_cpu(source):
-        from offload.native import torch_fallback
-
-        first = tensor("source", source, FP32_OR_BF16)
-        kind = FP32 if first.element_size() == 4 else BF16
-        return float(torch_fallback.copy_sum_squares(first, tensor("out", out, kind, first)))
-    address, n, is_bf16 = flat("source", source, FP32_OR_BF16)
-    out_address = flat("out", out, BF16 if is_bf16 else FP32, n)[0]
-    total: float = _core.copy_sum_squares(address, out_address, is_bf16, n, *_execution(threads, isa))
-    return total
+    alike = FP32 if kind_of("source", source) == "float32" else BF16
+    return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))
 
 
 def sum_squares_segments(
@@ -307,40 +278,19 @@ def sum_squares_segments(
 def to_bf16(source: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
     """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, as torch rounds."""
     result = empty_like(source, "bfloat16") if out is None else out
-    if _core is None or not on_cpu(source):
-        from offload.native import torch_fallback
-
-        first = tensor("source", source, FP32)
-        torch_fallback.to_bf16(first, tensor("out", result, BF16, first))
-        return result
-    address, n, _ = flat("source", source, FP32)
-    _core.to_bf16(address, flat("out", result, BF16, n)[0], n, *_execution(threads, isa))
+    _call("to_bf16", [("source", source, FP32), ("out", result, BF16)], threads, isa)
     return result
 
 
 def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> A:
     """Round float32 in place to the nearest values that bfloat16 has, ties to even; return x."""
-    if _core is None or not on_cpu(x):
-        from offload.native import torch_fallback
-
-        torch_fallback.round_bf16_(tensor("x", x, FP32))
-        return x
-    address, n, _ = flat("x", x, FP32)
-    _core.round_bf16(address, n, *_execution(threads, isa))
+    _call("round_bf16", [("x", x, FP32)], threads, isa)
     return x
 
 
 def accumulate(total: A, x: A, *, threads: int | None = None, isa: str | None = None) -> A:
     """Add x (float32 or bfloat16) to `total` (float32) in place; return `total`."""
-    if _core is None or not on_cpu(total):
-        from offload.native import torch_fallback
-
-        first = tensor("total", total, FP32)
-        torch_fallback.accumulate(first, tensor("x", x, FP32_OR_BF16, first))
-        return total
-    address, n, _ = flat("total", total, FP32)
-    x_address, _, x_is_bf16 = flat("x", x, FP32_OR_BF16, n)
-    _core.accumulate(address, x_address, x_is_bf16, n, *_execution(threads, isa))
+    _call("accumulate", [("total", total, FP32), ("x", x, FP32_OR_BF16)], threads, isa)
     return total
 
 
@@ -388,28 +338,45 @@ def _update(
     threads: int | None,
     isa: str | None,
 ) -> int | torch.Tensor:
-    """Check the arrays, moments by name in fp32, and call that function of the C++ module or of the fallback."""
-    whole, lo = (master, None) if not isinstance(master, tuple) else master
-    name, kind = ("master", FP32) if lo is None else ("hi", BF16)
-    if _core is None or not on_cpu(whole):
+    """Call an update rule's function with its master, moments (by name, in fp32), gradient and scalars."""
+    whole, lo = master if isinstance(master, tuple) else (master, None)
+    arrays = [
+        ("master", whole, FP32) if lo is None else ("hi", whole, BF16),
+        ("lo", lo, BITS16),
+        *((name, moment, FP32) for name, moment in moments.items()),
+        ("grad", grad, FP32_OR_BF16),
+    ]
+    count: int | torch.Tensor = _call(function, arrays, threads, isa, scalars)
+    return int(count) if on_cpu(whole) else count
+
+
+def _call(
+    function: str,
+    arrays: Sequence[tuple[str, Any, frozenset[str]]],
+    threads: int | None,
+    isa: str | None,
+    scalars: tuple[float, ...] = (),
+) -> Any:
+    """Check arrays (name, array, allowed dtypes) of one length and call that function, where the first of them lies.
+
+    The C++ module takes their addresses, whether the one that may be either is bfloat16, the length and the scalars;
+    `torch_fallback` takes tensors and the scalars. An array that is None is not there: address 0, or None.
+    """
+    (name, array, allowed), *others = arrays
+    if _core is None or not on_cpu(array):
         from offload.native import torch_fallback
 
-        first = tensor(name, whole, kind)
-        rest = (
-            None if lo is None else tensor("lo", lo, BITS16, first),
-            *(tensor(name, moment, FP32, first) for name, moment in moments.items()),
-            tensor("grad", grad, FP32_OR_BF16, first),
-        )
-        count: torch.Tensor = getattr(torch_fallback, function)(first, *rest, *scalars)
-        return int(count) if first.is_cpu else count
-
-    address, n, _ = flat(name, whole, kind)
-    lo_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
-    moment_addresses = [flat(name, moment, FP32, n)[0] for name, moment in moments.items()]
-    grad_address, _, grad_is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
-    addresses = (address, lo_address, *moment_addresses, grad_address)
-    num_nonfinite: int = getattr(_core, function)(*addresses, grad_is_bf16, n, *scalars, *_execution(threads, isa))
-    return num_nonfinite
+        first = tensor(name, array, allowed)
+        rest = [None if other is None else tensor(name, other, kinds, first) for name, other, kinds in others]
+        return getattr(torch_fallback, function)(first, *rest, *scalars)
+    address, n, is_bf16 = flat(name, array, allowed)
+    addresses, flags = [address], [is_bf16] if allowed is FP32_OR_BF16 else []
+    for name, other, kinds in others:
+        address, _, is_bf16 = (0, n, False) if other is None else flat(name, other, kinds, n)
+        addresses.append(address)
+        if kinds is FP32_OR_BF16:
+            flags.append(is_bf16)
+    return getattr(_core, function)(*addresses, *flags, n, *scalars, *_execution(threads, isa))
 
 
 def _least_v_per_m2(step: int, beta1: float, beta2: float) -> float:

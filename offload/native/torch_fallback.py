@@ -147,9 +147,10 @@ def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     lo.copy_(bits)  # conversion keeps the low 16 bits
 
 
-def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the float32 [n] whose halves are bfloat16 [n] and int16 [n]."""
-    return ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the float32 [n], new or `out`, whose halves are bfloat16 [n] and int16 [n]."""
+    joined = ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+    return joined if out is None else out.copy_(joined)
 
 
 def sum_squares(x: Tensor) -> Tensor:
@@ -197,7 +198,7 @@ def to_bf16(source: Tensor, out: Tensor) -> None:
     out.copy_(source)
 
 
-def round_bf16_(x: Tensor) -> None:
+def round_bf16(x: Tensor) -> None:
     """Round float32 [n] in place to values that bfloat16 has."""
     x.copy_(x.bfloat16())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
@@ -33,17 +34,16 @@ def lay_out(
     memory as far as `host_bytes`, of this rank, reach (None: without end). `staging_bytes`: what gradients that do not
     wait need in memory.
     """
-    left = _left(regions, tiers, keeps_gradients, staging_bytes, host_bytes, sharding)
+    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, sharding)
+    left = states.left(tiers)
     if "nvme" not in tiers.values() and (left is None or left >= 0):
         return DiskLayout(sharding=sharding)
     tile_numel = _tile_numel(regions, host_bytes, sharding)
     everything = DiskLayout(_everything(regions), tile_numel, sharding)
-    decided = {kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()}
-    left = _left(regions, decided, keeps_gradients, staging_bytes, host_bytes, sharding)
+    left = states.left({kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()})
 
     def beside(rings: int) -> DiskLayout:
-        room = None if left is None else left - rings
-        return _give_out(regions, tiers, keeps_gradients, staging_bytes, room, tile_numel, sharding)
+        return states.give_out(tiers, None if left is None else left - rings, tile_numel)
 
     found = beside(sum(ring_bytes(everything, regions).values()))
     # What is on disk may need less than all of it would; what that leaves is given out as well.
@@ -52,33 +52,48 @@ def lay_out(
     return better if sum(ring_bytes(better, regions).values()) <= rings else found
 
 
-def _give_out(
-    regions: Sequence[Region],
-    tiers: Mapping[str, str],
-    keeps_gradients: bool,
-    staging_bytes: int,
-    left: int | None,
-    tile_numel: int,
-    sharding: Sharding,
-) -> DiskLayout:
-    """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
-    on_disk: dict[int, set[str]] = {region.index: set() for region in regions}
-    for kind in _KINDS:
-        if tiers[kind] == "cpu":
-            continue
-        sizes = {region: _bytes(region, (kind,), True, sharding) for region in regions}
-        if kind == "gradients" and not keeps_gradients:
-            kept = set(regions) if tiers[kind] == "auto" and (left is None or left >= staging_bytes) else set()
-            used = staging_bytes if kept else 0
-        else:
-            kept = _spread(sizes, left) if tiers[kind] == "auto" else set()
-            used = sum(sizes[region] for region in kept)
-        left = None if left is None else left - used
-        for region in regions:
-            if region not in kept:
-                on_disk[region.index].add(kind)
-    layout = {r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index]) for r in regions}
-    return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel, sharding)
+@dataclass(frozen=True)
+class _States:
+    """What is to be placed, and the memory that there is for it; fields are as of `lay_out`."""
+
+    regions: Sequence[Region]
+    keeps_gradients: bool
+    staging_bytes: int
+    host_bytes: int | None
+    sharding: Sharding
+
+    def left(self, tiers: Mapping[str, str]) -> int | None:
+        """Return what of the host's memory is left once all is there that does not go to disk."""
+        if self.host_bytes is None:
+            return None
+        in_memory = [kind for kind in _KINDS if tiers[kind] != "nvme"]
+        staging = 0 if self.keeps_gradients or tiers["gradients"] == "nvme" else self.staging_bytes
+        sizes = (self._bytes(region, in_memory, self.keeps_gradients) for region in self.regions)
+        return self.host_bytes - staging - sum(sizes)
+
+    def give_out(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> DiskLayout:
+        """Give what is left of memory to the kinds that are "auto"; the rest of them goes to disk."""
+        on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
+        for kind in _KINDS:
+            if tiers[kind] == "cpu":
+                continue
+            sizes = {region: self._bytes(region, (kind,), True) for region in self.regions}
+            if kind == "gradients" and not self.keeps_gradients:
+                fits = tiers[kind] == "auto" and (left is None or left >= self.staging_bytes)
+                kept, used = (set(self.regions), self.staging_bytes) if fits else (set(), 0)
+            else:
+                kept = _spread(sizes, left) if tiers[kind] == "auto" else set()
+                used = sum(sizes[region] for region in kept)
+            left = None if left is None else left - used
+            for region in self.regions:
+                if region not in kept:
+                    on_disk[region.index].add(kind)
+        layout = {r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index]) for r in self.regions}
+        return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel, self.sharding)
+
+    def _bytes(self, region: Region, kinds: Sequence[str], with_gradients: bool) -> int:
+        planes = region.planes if with_gradients else region.states
+        return sum(self.sharding.share(plane, plane.width * region.numel) for plane in planes if plane.kind in kinds)
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
@@ -116,27 +131,6 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
 
 def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
     return {region.index: tuple(plane.name for plane in region.table) for region in regions}
-
-
-def _bytes(region: Region, kinds: Sequence[str], keeps_gradients: bool, sharding: Sharding) -> int:
-    planes = region.planes if keeps_gradients else region.states
-    return sum(sharding.share(plane, plane.width * region.numel) for plane in planes if plane.kind in kinds)
-
-
-def _left(
-    regions: Sequence[Region],
-    tiers: Mapping[str, str],
-    keeps_gradients: bool,
-    staging_bytes: int,
-    host_bytes: int | None,
-    sharding: Sharding,
-) -> int | None:
-    """Return what of the host's memory is left once all is there that does not go to disk."""
-    if host_bytes is None:
-        return None
-    in_memory = [kind for kind in _KINDS if tiers[kind] != "nvme"]
-    staging = 0 if keeps_gradients or tiers["gradients"] == "nvme" else staging_bytes
-    return host_bytes - staging - sum(_bytes(region, in_memory, keeps_gradients, sharding) for region in regions)
 
 
 def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:

@@ -139,11 +139,7 @@ def make_plan(
     floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
-    budgets = {
-        "device": placement.device_memory,
-        "cpu": placement.host_memory,
-        "nvme": placement.nvme_memory,
-    }
+    budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
     return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)

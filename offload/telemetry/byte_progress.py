@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
 from offload.errors import format_bytes
@@ -13,15 +13,10 @@ from offload.errors import format_bytes
 _LINE_EVERY_S = 10.0
 
 
-@contextmanager
-def byte_progress(what: str, num_bytes: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """Show `what` while within; yield the function to be called with the number of bytes of each piece.
-
-    stream: stderr, if none is given: results are for stdout.
-    """
-    stream = sys.stderr if stream is None else stream
-    with _bar(what, num_bytes, stream) if stream.isatty() else _lines(what, num_bytes, stream) as tell:
-        yield tell
+def byte_progress(what: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Show `what` on stderr while within, where there is a function to be called with the bytes of each piece."""
+    show = _bar if sys.stderr.isatty() else _lines
+    return show(what, num_bytes, sys.stderr)
 
 
 @contextmanager

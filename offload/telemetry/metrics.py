@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import errno_text
+from offload.native.io import sync_path
 
 
 class MetricsLog:
@@ -73,10 +74,8 @@ def _cut(path: Path, last_step: int) -> None:
         except (ValueError, TypeError, KeyError):
             continue
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as stream:
-        stream.write("".join(kept))
-        stream.flush()
-        os.fsync(stream.fileno())
+    fresh.write_text("".join(kept), encoding="utf-8")
+    sync_path(fresh)
     fresh.replace(path)
 
 

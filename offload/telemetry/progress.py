@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from offload.errors import format_bytes
 
 _BAR = 12  # columns of the live line
 
 
-class Progress(Protocol):
-    """Told about the run as it goes; chosen once by `make_progress`."""
+class Progress:
+    """Told about the run as it goes; chosen once by `make_progress`. This one shows nothing: of the ranks other than 0,
+    whose run is the same.
+    """
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -58,7 +60,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """Lines without control characters, flushed one by one, for files and pipes."""
 
     def __init__(self, log_every: int, stream: TextIO) -> None:
@@ -76,24 +78,8 @@ class PlainProgress:
         if fields["step"] == 1 or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:
             self.say(describe(fields, num_steps, eta_s))
 
-    def close(self) -> None:
-        pass
 
-
-class NoProgress:
-    """Of the ranks other than 0, whose run is the same."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class LiveProgress:
+class LiveProgress(Progress):
     """A rich line that every step redraws; every `log_every` steps it is also printed to stay."""
 
     def __init__(self, log_every: int, stream: TextIO) -> None:

@@ -21,7 +21,7 @@ from offload.errors import ConfigError, InterruptedRun, OffloadError
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.optim.lr import learning_rate
-from offload.telemetry.progress import NoProgress, Progress, make_progress
+from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
 from offload.training.finish import Export, evaluate, is_exported, own_share
@@ -66,7 +66,7 @@ class Trainer:
         self._comm = comm = open_comm()
         parting = Parting(comm)
         self._is_first = comm.rank == 0
-        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else NoProgress()
+        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()
         self._notes = Notes(comm, self._say if self._is_first else print)
         with StopSignals(self._say) as self._stop:
             if comm.size > 1:

@@ -80,3 +80,9 @@ def check(folder: Path, step: int, contents: Contents = CONTENTS) -> None:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors have the same bytes."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def latest(checkpoints: Checkpoints) -> Path | None:
+    """Return the folder that the file `latest` names; None where there is no such file."""
+    named = checkpoints.path / "latest"
+    return checkpoints.path / named.read_text(encoding="utf-8").strip() if named.exists() else None

@@ -28,7 +28,7 @@ from offload.checkpoint.reader import verify
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError
 from offload.files import atomic_folder
-from tests.checkpoint.states import CONTENTS, check, save
+from tests.checkpoint.states import CONTENTS, check, latest, save
 from tests.disks import mounted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks, limits and renames of Linux")
@@ -94,11 +94,11 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
     lines = [line.split() for line in Path(f"{checkpoints.path}.log").read_text().splitlines()]
     begun = max(int(step) for _, step in lines)
     ended = max((int(step) for what, step in lines if what == "end"), default=0)
-    latest = checkpoints.latest()
+    newest = latest(checkpoints)
     if ended:
-        assert latest is not None
-        check(latest, int(latest.name.removeprefix("step-")))
-        assert int(latest.name.removeprefix("step-")) >= ended
+        assert newest is not None
+        check(newest, int(newest.name.removeprefix("step-")))
+        assert int(newest.name.removeprefix("step-")) >= ended
     for path in checkpoints.folders():  # not only the newest: all that bear the name
         check(path, int(path.name.removeprefix("step-")))
     newest, skipped = checkpoints.newest_that_verifies()
@@ -190,14 +190,14 @@ class TestKeep:
         assert len(checkpoints.folders()) == 4
         save(checkpoints, 13, keep=1)
         assert names(tmp_path) == ["latest", "step-13"]
-        assert checkpoints.latest() == tmp_path / "step-13"
+        assert latest(checkpoints) == tmp_path / "step-13"
 
     def test_the_new_one_stays_after_going_back(self, tmp_path):
         checkpoints = Checkpoints(tmp_path)
         for step in (20, 30, 10):
             save(checkpoints, step, keep=1)
         assert names(tmp_path) == ["latest", "step-10", "step-30"]
-        assert checkpoints.latest() == tmp_path / "step-10"
+        assert latest(checkpoints) == tmp_path / "step-10"
 
     def test_the_old_ones_stay_where_the_new_one_fails(self, tmp_path, monkeypatch):
         checkpoints = Checkpoints(tmp_path)
@@ -386,7 +386,7 @@ def test_a_disk_that_is_full_for_the_manifest_or_latest(tmp_path, monkeypatch):
             with pytest.raises(DiskError, match="ENOSPC"):
                 save(checkpoints, 2, keep=1)
             check(tmp_path / "step-1", 1)
-            assert checkpoints.latest() == tmp_path / "step-1"
+            assert latest(checkpoints) == tmp_path / "step-1"
             assert not (tmp_path / "step-2").exists()
         else:
             save(checkpoints, 2, keep=1)  # it is there, whatever `latest` says; and old ones go, as the disk is full

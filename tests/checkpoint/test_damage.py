@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offload.checkpoint import reader as reading
-from offload.checkpoint.folder import Checkpoints, verify_or_offer
+from offload.checkpoint.folder import Checkpoints, offering_another
 from offload.checkpoint.manifest import MANIFEST, Manifest, checksum
 from offload.checkpoint.reader import Reader, verify
 from offload.errors import CheckpointError
@@ -294,21 +294,25 @@ def test_the_newest_that_verifies(several):
 
 
 def test_the_last_good_one_is_offered(several):
-    verify_or_offer(several.path / "step-10")
-    flip(several.path / "step-10/rank-1.bin", 12345)
-    with pytest.raises(CheckpointError, match="damaged.*The last good one is .*/step-30") as caught:
-        verify_or_offer(several.path / "step-10")
-    assert caught.value.path == several.path / "step-10/rank-1.bin"
+    asked = several.path / "step-10"
+    with offering_another(asked):
+        verify(asked)
+    flip(asked / "rank-1.bin", 12345)
+    with (
+        pytest.raises(CheckpointError, match="damaged.*The last good one is .*/step-30") as caught,
+        offering_another(asked),
+    ):
+        verify(asked)
+    assert caught.value.path == asked / "rank-1.bin"
     for step in (30, 9, 2):
         (several.path / f"step-{step}" / "rank-0.bin").unlink()
-    with pytest.raises(CheckpointError, match="no other one"):
-        verify_or_offer(several.path / "step-10")
+    with pytest.raises(CheckpointError, match="no other one"), offering_another(asked):
+        verify(asked)
 
 
 def test_no_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none")
     assert checkpoints.folders() == []
-    assert checkpoints.latest() is None
     assert checkpoints.newest_that_verifies() == (None, [])
     assert checkpoints.clear() == []
 
@@ -325,5 +329,4 @@ def test_other_names_are_no_checkpoints(copy, name):
 def test_a_damaged_latest(copy, text):
     (copy.parent / "latest").write_text(text, encoding="latin-1")
     checkpoints = Checkpoints(copy.parent)
-    assert checkpoints.latest() is None
     assert checkpoints.newest_that_verifies() == (copy, [])

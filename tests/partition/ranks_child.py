@@ -7,14 +7,14 @@ import random
 import sys
 import time
 import weakref
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from offload.distributed.comm import Comm, Ranks, Traffic
+from offload.distributed.comm import Comm, Ranks
 from offload.distributed.joining import open_comm
 from offload.distributed.watch import Times
 from offload.errors import ConfigError
@@ -71,7 +71,7 @@ def exchanges(comm: Comm) -> None:
                 assert same_bits(full, values(rank, numel * size, dtype)), "the input changed"
             if dtype == to:  # into its own place
                 own = full.view(size, -1)[rank]
-                comm.reduce_scatter(own, full, what)
+                comm.reduce_scatter(own, full, what, torch.empty(width * 256, dtype=torch.uint8))
                 assert same_bits(own, expected), what
             everything = torch.cat([values(other, numel, dtype) for other in range(size)])
             full = torch.empty(numel * size, dtype=dtype)
@@ -100,22 +100,7 @@ def exchanges(comm: Comm) -> None:
         with pytest.raises(ValueError, match="bad: full"):
             comm.all_gather(torch.empty(3), torch.empty(5), "bad")
         with pytest.raises(ValueError, match="are summed"):
-            comm.reduce_scatter(torch.empty(1).int(), torch.empty(size).int(), "bad")
-
-
-def counts(comm: Comm) -> None:
-    """ZeRO's accounting."""
-    full, shard = torch.zeros(4096 * comm.size), torch.zeros(4096)
-    before = astuple(comm.traffic)
-    comm.all_gather(full, shard, "all-gather")
-    comm.all_gather(full.bfloat16(), shard.bfloat16(), "all-gather")
-    comm.reduce_scatter(shard, full, "reduce-scatter")
-    comm.sum_in_order([1.0], "not counted")
-    traffic = Traffic(*(after - before for after, before in zip(astuple(comm.traffic), before, strict=True)))
-    assert traffic.all_gather_elements == (2 * full.numel() if comm.size > 1 else 0)
-    assert traffic.reduce_scatter_elements == (full.numel() if comm.size > 1 else 0)
-    assert traffic.elements == traffic.all_gather_elements + traffic.reduce_scatter_elements
-    assert traffic.sent_bytes == (4 + 2 + 4) * 4096 * (comm.size - 1)
+            comm.reduce_scatter(torch.empty(1).int(), torch.empty(size).int(), "bad", torch.empty(0))
 
 
 def differing(comm: Comm) -> None:
@@ -240,7 +225,6 @@ def main() -> None:
         with open_comm(times=QUICK) as comm:
             assert isinstance(comm, Ranks) == (size > 1)
             exchanges(comm)
-            counts(comm)
             if size == 3:
                 differing(comm)
     print("done")

@@ -92,14 +92,14 @@ def test_variables_that_are_missing_or_wrong_are_named(change: dict[str, str | N
 def test_one_rank_copies_nothing_where_shard_and_full_are_one(environ: dict[str, str]):
     with open_comm(environ=environ) as comm:
         assert isinstance(comm, Alone)
-        assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.scratch_bytes) == (0, 1, 0, 1, 0)
+        assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (0, 1, 0, 1)
         full = torch.arange(4.0)
         version = full._version
         comm.all_gather(full, full, "all-gather")
-        comm.reduce_scatter(full, full, "reduce-scatter")
+        comm.reduce_scatter(full, full, "reduce-scatter", full)
         assert full._version == version
         shard = torch.empty(4, dtype=torch.bfloat16)
-        comm.reduce_scatter(shard, full, "reduce-scatter")
+        comm.reduce_scatter(shard, full, "reduce-scatter", full)
         assert shard.tolist() == full.tolist()
 
 
