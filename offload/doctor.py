@@ -67,7 +67,7 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = [
         f"{format_bytes(memory[f'{key}_bytes'])} {key}" for key in ("total", "available") if f"{key}_bytes" in memory
     ]
-    gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, CUDA {gpu['cuda']}" for gpu in about["gpus"]]
+    gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, {gpu['runtime']}" for gpu in about["gpus"]]
     return [
         ("versions", ", ".join(versions)),
         ("system", about["platform"]),

@@ -79,18 +79,20 @@ def main(words: list[str]) -> int:
     prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
     import torch
 
+    from offload.accelerators import own_accelerator
     from offload.checkpoint.given import chosen_model
     from offload.checkpoint.stored import DTYPES
     from offload.hf.models import quiet_transformers
     from offload.inference.sampler import Choices, Sampler, free_memory
 
     quiet_transformers()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    own = None if options.device == "cpu" else own_accelerator()
+    if options.device not in ("auto", "cpu", own and own.device.type):
         raise ConfigError("--device is cuda, and torch finds no GPU; give --device cpu.")
-    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu") if own is None else own.device
     path = chosen_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:
-        memory_bytes = free_memory(device)
+        memory_bytes = free_memory(own)
     choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
     with Sampler(path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, device=device) as sampler:
         done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)

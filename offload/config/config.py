@@ -236,11 +236,11 @@ class Config(BaseModel):
         if self.train.batch_size < world_size:
             raise ConfigError(too_few_rows(self.train.batch_size, world_size))
 
-    def resolve(self, *, cuda: bool, max_positions: int | None) -> Config:
+    def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
         """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
         engine decides train.clip and offload.prefetch.
 
-        `cuda`: whether the device is a GPU. `max_positions`: the longest sequence of the model, None for no limit.
+        `max_positions`: the longest sequence of the model, None for no limit.
         """
         model, train, optimizer = self.model, self.train, self.optimizer
         preset = model.preset or (None if model.path else "tiny")
@@ -264,7 +264,7 @@ class Config(BaseModel):
             data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
             train__steps=steps,
             train__max_seconds=max_seconds,
-            train__precision=("bf16" if cuda else "fp32") if train.precision == "auto" else train.precision,
+            train__precision=("bf16" if has_accelerator else "fp32") if train.precision == "auto" else train.precision,
             optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
             optimizer__schedule=schedule,
             offload__device_memory=BUILTIN_DEVICE_MEMORY if builtin else self.offload.device_memory,

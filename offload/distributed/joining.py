@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.accelerators import accelerators, own_accelerator
 from offload.distributed.comm import Alone, Comm, Ranks
+from offload.distributed.device_ranks import DeviceRanks
 from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 
 
 def open_comm(
-    device: torch.device | None = None,
     *,
     times: Times = Times(),  # noqa: B008 (frozen)
     environ: Mapping[str, str] | None = None,
@@ -42,23 +43,19 @@ def open_comm(
     if not dist.is_available():
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if device is None:
-        number, num_devices = local[0] if local else 0, torch.cuda.device_count()
-        if num_devices and number >= num_devices:
-            raise ConfigError(
-                f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
-                f"most {num_devices} with --nproc-per-node."
-            )
-        device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
-    kind: type[Ranks] = Ranks
-    if device.type == "cuda":
-        from offload.distributed.nccl import NcclRanks
-
-        kind = NcclRanks
+    number, num_devices = local[0] if local else 0, len(accelerators())
+    if num_devices and number >= num_devices:
+        raise ConfigError(
+            f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
+            f"most {num_devices} with --nproc-per-node."
+        )
+    own = own_accelerator(environ)
+    device, backend = (torch.device("cpu"), None) if own is None else (own.device, own.backend)
+    kind = DeviceRanks if backend else Ranks
     begun = time.monotonic()
     try:
         if not exists:
-            _make_group(None if device.type == "cuda" else "gloo", environ, timedelta(seconds=times.start_s))
+            _make_group(None if backend else "gloo", environ, timedelta(seconds=times.start_s))
         comm = kind(device, times, owns_default=not exists)
     except OffloadError:
         raise

@@ -96,9 +96,9 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
 
 
 def _check_gpus(num_ranks: int) -> None:
-    import torch
+    from offload.accelerators import accelerators
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = len(accelerators())
     if not found:
         print(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.", flush=True)
     elif found < num_ranks:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
+from offload.accelerators import Accelerator
 from offload.checkpoint.folder import offering_another
 from offload.checkpoint.given import is_checkpoint
 from offload.checkpoint.stored import read_stored
@@ -203,9 +204,9 @@ class _NoNaN(LogitsProcessor):
         return scores
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(accelerator: Accelerator | None) -> int:
     """Return the bytes that weights may take where nothing was asked for: what is free, but for a tenth, at least 1
     GiB, for the cache of keys and values and for activations.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory().get("available_bytes", 0)
+    free = memory().get("available_bytes", 0) if accelerator is None else accelerator.free_bytes
     return max(0, int(free) - max(_LEAST_MARGIN_BYTES, int(free) // 10))

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
@@ -97,16 +96,11 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def gpu_node(index: int, folder: Path = _PCI) -> int | None:
-    """Return the NUMA node of a CUDA device, or None where there is no such device or the kernel does not know."""
-    import torch
+    """Return the NUMA node of an accelerator, or None where there is no such one or the kernel does not know."""
+    from offload.accelerators import accelerators
 
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return None
-    found: Any = torch.cuda.get_device_properties(index)
-    try:
-        return read_pci_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0", folder)
-    except AttributeError:  # an older torch does not tell
-        return None
+    found = [each.describe().get("pci") for each in accelerators()[index : index + 1]]
+    return read_pci_node(found[0], folder) if found and found[0] else None
 
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:

@@ -139,20 +139,9 @@ def _read(path: str | Path) -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    import torch
+    from offload.accelerators import accelerators
 
-    if not torch.cuda.is_available():
-        return []
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": each.name,
-            "memory_bytes": each.total_memory,
-            "capability": f"{each.major}.{each.minor}",
-            "cuda": torch.version.cuda,
-        }
-        for each in properties
-    ]
+    return [each.describe() for each in accelerators()]
 
 
 def _native() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from offload.accelerators import open_accelerator
 from offload.layout.planes import Plane
 
 _NUM_ELEMENTS = 1 << 21
@@ -25,13 +26,13 @@ def update_bytes_per_second(
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating point operations of a large matrix product in a second."""
-    size = 4096 if device.type == "cuda" else 512
+    size = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, device=device, dtype=dtype)
 
     def multiply() -> None:
         torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if not matrix.is_cpu:
+            open_accelerator(device).wait()
 
     return 2 * size**3 / _best_seconds(multiply)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from offload.accelerators import own_accelerator
 from offload.distributed.comm import Alone, Comm
 from offload.errors import format_bytes
 from offload.lanes.opening import overlaps
@@ -66,8 +65,8 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that this rank may take: of a GPU's memory (None without one), and of the host's. The least of all ranks,
-    as their plans have to be the same.
+    """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's. The least of all
+    ranks, as their plans have to be the same.
     """
 
     device_bytes: int | None
@@ -76,7 +75,8 @@ class Free:
 
 def find_free(comm: Comm) -> Free:
     """Look what is free now, on all ranks."""
-    device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else -1
+    accelerator = own_accelerator()
+    device = -1 if accelerator is None else accelerator.free_bytes
     host = memory()["available_bytes"] // comm.local_size
     found = comm.gather_objects((device, host), "free memory")
     device, host = (min(values) for values in zip(*found, strict=True))
@@ -118,7 +118,7 @@ def make_plan(
         rings |= ring_bytes(layout, regions)
     if not rings:
         overlap = overlaps(settings.throttles, settings.delay_seed)
-    limited = placement.device_memory is not None or torch.cuda.is_available()
+    limited = placement.device_memory is not None or free.device_bytes is not None
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1

@@ -9,10 +9,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
-import torch
-
+from offload.accelerators import Accelerator
 from offload.errors import format_bytes
 
 LARGEST_BYTES = 64 << 30
@@ -20,52 +18,10 @@ LARGEST_BYTES = 64 << 30
 _keep: Callable[[object], None] = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
-class Driver(Protocol):
-    """Who registers memory. Errors are numbers, 0 for none."""
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Register a range, of which no byte is registered; return the error."""
-
-    def unregister(self, address: int) -> int:
-        """Take back the registration that begins at `address`; return the error."""
-
-    def forget_error(self) -> None:
-        """Let nobody else find the error that a call of this thread has just returned."""
-
-    def wait(self) -> None:
-        """Return when the device has done all that it was given. Raises RuntimeError where the device has failed."""
-
-
-class CudaDriver:
-    """CUDA's runtime. Calls are made with this device as the thread's: a finalizer runs in any thread, where a call
-    would make a context on GPU 0.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def register(self, address: int, num_bytes: int) -> int:
-        with torch.cuda.device(self._device):
-            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-
-    def unregister(self, address: int) -> int:
-        with torch.cuda.device(self._device):
-            return int(torch.cuda.cudart().cudaHostUnregister(address))
-
-    def forget_error(self) -> None:
-        # The runtime keeps it until cudaGetLastError is called, which torch does after each launch, raising what it
-        # finds; Python has no way to call it. So this launches one kernel, for the error.
-        with torch.cuda.device(self._device), suppress(RuntimeError):
-            torch.ones(1, device=self._device)
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-
 class Pinning:
-    """Pins memory for one device. What a driver refuses stays as it is, and a warning says so once."""
+    """Pins memory for one device. What its driver refuses stays as it is, and a warning says so once."""
 
-    def __init__(self, driver: Driver, largest_bytes: int = LARGEST_BYTES) -> None:
+    def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
         """`largest_bytes`: of one registration, where it need not be larger."""
         self.largest_bytes, self._driver, self._has_warned = largest_bytes, driver, False
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import torch
 from pydantic import BaseModel
 from transformers import PreTrainedConfig
 
+from offload.accelerators import accelerators
 from offload.config.config import Config
 from offload.data.dataset import Dataset, build_dataset
 from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
@@ -51,7 +51,7 @@ def with_decisions(config: Config, engine: Engine) -> Config:
     decided = config.with_resolved(train__clip=engine.clip)
     if config.offload.prefetch != "auto":
         return decided
-    has_budget = config.offload.device_memory is not None or torch.cuda.is_available()
+    has_budget = config.offload.device_memory is not None or bool(accelerators())
     if engine.overlaps and has_budget:  # as a number it would be all there is
         return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
     return decided.with_resolved(offload__prefetch=engine.prefetch)

@@ -90,7 +90,7 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
         "train.max_grad_norm": "none",
         "run.name": "it's: 1",
     }
-    config = Config.load(None, values).resolve(cuda=False, max_positions=64).resolve_steps(lambda epochs: 3)
+    config = Config.load(None, values).resolve(has_accelerator=False, max_positions=64).resolve_steps(lambda epochs: 3)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert dict(Config.load(file).items()) == dict(config.items())
@@ -101,7 +101,9 @@ def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:
 class TestResumed:
     def test_what_nobody_set_is_as_it_was(self) -> None:
         was = Config.load(None, {"train.steps": 7, "data.source": ["a", "b"], "optimizer.betas": [0.8, 0.9]})
-        was = was.resolve(cuda=False, max_positions=None).with_resolved(train__clip="deferred", offload__prefetch=3)
+        was = was.resolve(has_accelerator=False, max_positions=None).with_resolved(
+            train__clip="deferred", offload__prefetch=3
+        )
         saved = json.loads(json.dumps(was.to_dict()))
         now = Config.load(None, {"run.dir": "here", "train.log_every": 5, "optimizer.lr": 0.5}).resumed(saved, "there")
         assert (now.train.steps, now.data.source, now.optimizer.betas) == (7, ("a", "b"), (0.8, 0.9))
@@ -115,7 +117,7 @@ class TestResumed:
         [("train.batch_size", 3), ("data.source", "other.txt"), ("run.seed", 1), ("train.precision", "bf16")],
     )
     def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
-        saved = Config().resolve(cuda=False, max_positions=None).to_dict()
+        saved = Config().resolve(has_accelerator=False, max_positions=None).to_dict()
         with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run that there belongs to"):
             Config.load(None, {key: value}).resumed(saved, "there")
 
@@ -164,9 +166,9 @@ def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
 
 
 class TestResolve:
-    def resolved(self, cuda: bool = False, max_positions: int | None = None, **values: Any) -> Config:
+    def resolved(self, has_accelerator: bool = False, max_positions: int | None = None, **values: Any) -> Config:
         config = Config.load(None, {key.replace("__", "."): value for key, value in values.items()})
-        return config.resolve(cuda=cuda, max_positions=max_positions)
+        return config.resolve(has_accelerator=has_accelerator, max_positions=max_positions)
 
     def test_the_built_in_run_is_boxed_and_streams(self) -> None:
         config = self.resolved(max_positions=1024)
@@ -208,20 +210,20 @@ class TestResolve:
         config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
         assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
 
-    @pytest.mark.parametrize(("cuda", "precision"), [(True, "bf16"), (False, "fp32")])
-    def test_precision_follows_the_device(self, cuda: bool, precision: str) -> None:
-        assert self.resolved(cuda=cuda).train.precision == precision
+    @pytest.mark.parametrize(("has_accelerator", "precision"), [(True, "bf16"), (False, "fp32")])
+    def test_precision_follows_the_device(self, has_accelerator: bool, precision: str) -> None:
+        assert self.resolved(has_accelerator=has_accelerator).train.precision == precision
 
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
 def test_examples_are_sound(file: Path) -> None:
-    Config.load(file).resolve(cuda=True, max_positions=4096)
+    Config.load(file).resolve(has_accelerator=True, max_positions=4096)
 
 
 def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
     def resolved(**values: Any) -> tuple[Any, ...]:
         config = Config.load(None, {"optimizer.name": "lion"} | {f"optimizer.{key}": x for key, x in values.items()})
-        config = config.resolve(cuda=False, max_positions=None)
+        config = config.resolve(has_accelerator=False, max_positions=None)
         file = tmp_path / "config.yaml"
         file.write_text(config.to_yaml())
         assert dict(Config.load(file).items()) == dict(config.items())
@@ -229,5 +231,5 @@ def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
 
     assert resolved() == (4e-4, (0.9, 0.99), 0.1)
     assert resolved(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.01) == (1e-3, (0.8, 0.9), 0.01)
-    adamw = Config().resolve(cuda=False, max_positions=None).optimizer
+    adamw = Config().resolve(has_accelerator=False, max_positions=None).optimizer
     assert (adamw.lr, adamw.betas, adamw.weight_decay) == (4e-3, (0.9, 0.95), 0.01)

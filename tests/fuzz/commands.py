@@ -186,7 +186,7 @@ def _parsed(argv: list[str], outcome: Any) -> Config | None:
 
 def _check_config(config: Config) -> None:
     """What was read is the same after it was written down, resolved or gone on with."""
-    for where, one in (("as given", config), ("resolved", config.resolve(cuda=False, max_positions=64))):
+    for where, one in (("as given", config), ("resolved", config.resolve(has_accelerator=False, max_positions=64))):
         Path("written.yaml").write_text(one.to_yaml())
         try:
             again = Config.load("written.yaml")

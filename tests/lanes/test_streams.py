@@ -6,32 +6,36 @@ from collections.abc import Iterator
 
 import pytest
 
-from offload.lanes import cuda
-from offload.lanes.cuda import CudaLanes
+from offload.accelerators import CudaAccelerator
+from offload.lanes import streams
+from offload.lanes.streams import StreamLanes
 from offload.lanes.throttle import Throttle
 from tests.lanes.patience import nothing, within
-from tests.lanes.played_cuda import PlayedCuda
+from tests.lanes.played_device import PlayedModule, played_accelerator
 
 LANES = ["h2d", "d2h", "collective", "update", "fetch_read", "update_read", "activation_read"]
 LANES += ["update_write", "activation_write"]
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
-    played = PlayedCuda()
-    played.play(monkeypatch)
-    return played
+def accelerator() -> CudaAccelerator:
+    return played_accelerator()
 
 
 @pytest.fixture
-def lanes(played: PlayedCuda) -> Iterator[CudaLanes]:
-    lanes = CudaLanes(throttle={"d2h": Throttle(latency_s=1e-4)}, delay_seed=None)
+def played(accelerator: CudaAccelerator) -> PlayedModule:
+    return accelerator.module
+
+
+@pytest.fixture
+def lanes(accelerator: CudaAccelerator) -> Iterator[StreamLanes]:
+    lanes = StreamLanes(accelerator, throttle={"d2h": Throttle(latency_s=1e-4)}, delay_seed=None, has_peers=False)
     yield lanes
     within(lanes.close)
 
 
 @pytest.mark.parametrize("name", LANES)
-def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedCuda, lanes: CudaLanes, name: str) -> None:
+def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedModule, lanes: StreamLanes, name: str) -> None:
     """Its waits for what was enqueued elsewhere would make a context on another GPU."""
     copied = lanes.h2d.submit(nothing)
     ticket = getattr(lanes, name).submit(nothing, reads=(copied, *lanes.mark()))
@@ -40,17 +44,19 @@ def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedCuda, lane
     assert not played.strays
 
 
-def test_what_fails_to_set_the_device_fails_the_work(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_to_set_the_device_fails_the_work(
+    played: PlayedModule, lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_device: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr("torch.cuda.set_device", refuse)
+    monkeypatch.setattr(played, "set_device", refuse)
     ticket = lanes.update.submit(nothing)
     with pytest.raises(RuntimeError, match="the device is lost"):
         within(lambda: lanes.wait([ticket]))
 
 
-def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedCuda, lanes: CudaLanes) -> None:
+def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedModule, lanes: StreamLanes) -> None:
     copied = lanes.d2h.submit(nothing, reads=lanes.mark())
     lanes.wait([lanes.update.submit(nothing, reads=[copied]), copied])
     lanes.end_step()
@@ -59,9 +65,9 @@ def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedCuda, lanes: 
 
 
 def test_passes_that_no_step_ends_do_not_pile_up_events(
-    played: PlayedCuda, lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch
+    played: PlayedModule, lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_MOST_STRETCHES", 64)
+    monkeypatch.setattr(streams, "_MOST_STRETCHES", 64)
     for number in range(500):
         begin = lanes.now()
         lanes.wait([lanes.h2d.submit(nothing, name="u")])

@@ -1,4 +1,4 @@
-"""As much of torch.cuda as lanes use: streams that are done at once, events with a time, and a device by thread."""
+"""As much of torch's module for a kind as lanes use: streams done at once, timed events, a device by thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
+
+from offload.accelerators import CudaAccelerator
 
 DEVICE = 3
 
@@ -16,21 +17,21 @@ DEVICE = 3
 class PlayedEvent:
     """An event that counts how many there are, and notes in which threads it was waited for."""
 
-    def __init__(self, cuda: PlayedCuda, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._cuda, self._timed, self.blocking = cuda, enable_timing, blocking
+    def __init__(self, module: PlayedModule, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._module, self._timed, self.blocking = module, enable_timing, blocking
         self.at: float | None = None
-        cuda.events.append(self)
+        module.events.append(self)
 
     def record(self, stream: Any = None) -> None:
-        self._cuda.touch()
+        self._module.touch()
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        self._cuda.touch()
-        self._cuda.waited.append(self)
+        self._module.touch()
+        self._module.waited.append(self)
 
     def query(self) -> bool:
-        self._cuda.touch()
+        self._module.touch()
         return True
 
     def elapsed_time(self, end: PlayedEvent) -> float:
@@ -41,17 +42,17 @@ class PlayedEvent:
 
 
 class PlayedStream:
-    def __init__(self, cuda: PlayedCuda) -> None:
-        self._cuda = cuda
+    def __init__(self, module: PlayedModule) -> None:
+        self._module = module
 
     def wait_event(self, event: PlayedEvent) -> None:
-        self._cuda.touch()
+        self._module.touch()
 
     def synchronize(self) -> None:
-        self._cuda.touch()
+        self._module.touch()
 
 
-class PlayedCuda:
+class PlayedModule:
     """GPU `DEVICE` of several. `strays`: threads that touched the device while theirs was another."""
 
     def __init__(self) -> None:
@@ -60,6 +61,8 @@ class PlayedCuda:
         self.strays: set[str] = set()
         self.entered: set[str] = set()
         self._thread = threading.local()
+        self._compute = PlayedStream(self)
+        self.set_device(DEVICE)
 
     def touch(self) -> None:
         if self.current_device() != DEVICE:
@@ -83,12 +86,16 @@ class PlayedCuda:
     def stream(self, stream: PlayedStream) -> Any:
         yield
 
-    def play(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Be torch.cuda, with this thread on GPU `DEVICE`."""
-        for name in ("set_device", "current_device", "device", "stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        compute = PlayedStream(self)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: PlayedStream(self))
-        monkeypatch.setattr(torch.cuda, "Event", lambda **kind: PlayedEvent(self, **kind))
-        self.set_device(DEVICE)
+    def current_stream(self, device: torch.device) -> PlayedStream:
+        return self._compute
+
+    def Stream(self, device: torch.device) -> PlayedStream:
+        return PlayedStream(self)
+
+    def Event(self, **kind: bool) -> PlayedEvent:
+        return PlayedEvent(self, **kind)
+
+
+def played_accelerator() -> CudaAccelerator:
+    """Return GPU `DEVICE`, which is this thread's."""
+    return CudaAccelerator(torch.device("cuda", DEVICE), PlayedModule())

@@ -1,4 +1,4 @@
-"""Lanes on a CUDA device: copies have a stream each, and tickets carry events.
+"""Lanes over an accelerator's streams: copies have a stream each, and tickets carry events.
 
 A lane's thread enqueues; it blocks only for work of the host (an update that has to be done before its weights go up).
 Streams are made once, events are used again. The stream of compute is whichever is current in the thread that asks:
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.accelerators import Accelerator
 from offload.lanes.lane import Lane, ThreadLane, Work
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import Throttle
@@ -29,19 +30,18 @@ class Place(Ticket):
     the event has, by then, put the wait into a stream, and the stream holds what the event stood for at that moment.
     """
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_accelerator", "_pool")
 
-    def __init__(self, lane: str, pool: list[torch.cuda.Event]) -> None:
+    def __init__(self, lane: str, accelerator: Accelerator, pool: list[torch.Event]) -> None:
         super().__init__(lane)
-        self._pool = pool
+        self._accelerator, self._pool = accelerator, pool
 
-    def record(self, stream: torch.cuda.Stream) -> None:
+    def record(self, stream: torch.Stream) -> None:
         """Be the present end of a stream."""
         try:
             self.event = self._pool.pop()
         except IndexError:
-            # blocking: a host that waits for it sleeps, and leaves its core to AdamW. (torch.Event ignores that.)
-            self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+            self.event = self._accelerator.event(is_timed=True, sleeps=True)  # and leaves the core to AdamW
         self.event.record(stream)
 
     def __del__(self) -> None:
@@ -60,12 +60,12 @@ class _Stretch:
     is_wait: bool = False
 
 
-class CudaLane(ThreadLane):
+class StreamLane(ThreadLane):
     """A lane whose work is to put copies into a stream of its own."""
 
-    def __init__(self, name: str, lanes: CudaLanes) -> None:
-        self._lanes = lanes
-        self._stream = torch.cuda.Stream(lanes.device)
+    def __init__(self, name: str, lanes: StreamLanes) -> None:
+        self._lanes, self._device, self._module = lanes, lanes.accelerator.device, lanes.accelerator.module
+        self._stream = self._module.Stream(self._device)
         super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), name == "h2d", lanes.enter)
 
     def _ticket(self) -> Ticket:
@@ -86,7 +86,7 @@ class CudaLane(ThreadLane):
     def _start(self, work: Work) -> None:
         begin = self._lanes.place(self.name)
         assert isinstance(work.ticket, Place)
-        with torch.cuda.device(self._lanes.device), torch.cuda.stream(self._stream):
+        with self._module.device(self._device), self._module.stream(self._stream):
             begin.record(self._stream)
             work.run()
             work.ticket.record(self._stream)
@@ -95,30 +95,32 @@ class CudaLane(ThreadLane):
             work.ticket.event.synchronize()
 
 
-class CudaLanes(Lanes):
+class StreamLanes(Lanes):
     """h2d, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits for the
     events of what they read or overwrite.
     """
 
-    def __init__(self, *, throttle: Mapping[str, Throttle], delay_seed: int | None, has_peers: bool = False) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(
+        self, accelerator: Accelerator, *, throttle: Mapping[str, Throttle], delay_seed: int | None, has_peers: bool
+    ) -> None:
+        self.accelerator = accelerator
         self.timed: deque[_Stretch] = deque()
-        self._pool: list[torch.cuda.Event] = []
+        self._pool: list[torch.Event] = []
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
 
     def _open(self, name: str) -> Lane:
-        return super()._open(name) if name == "update" else CudaLane(name, self)
+        return super()._open(name) if name == "update" else StreamLane(name, self)
 
     def enter(self) -> None:
-        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, where its first wait would make a context
+        self.accelerator.enter()
 
     def place(self, lane: str) -> Place:
         """Return a ticket for a place that is not recorded yet."""
-        return Place(lane, self._pool)
+        return Place(lane, self.accelerator, self._pool)
 
     def now(self) -> Place:
         found = self.place("compute")
-        found.record(torch.cuda.current_stream(self.device))
+        found.record(self.accelerator.current_stream())
         found.is_done = True
         return found
 
@@ -135,7 +137,7 @@ class CudaLanes(Lanes):
         late = [ticket for ticket in (*tickets, *fills) if not ticket.is_over]
         if not late:
             return
-        begin, stream = self.now(), torch.cuda.current_stream(self.device)
+        begin, stream = self.now(), self.accelerator.current_stream()
         for ticket in late:
             stream.wait_event(ticket.event)
         self.timed.append(_Stretch(late[-1].lane, "", begin, self.now(), is_wait=True))
@@ -150,7 +152,7 @@ class CudaLanes(Lanes):
 
     def finish(self) -> None:
         super().finish()  # until it is in the streams
-        torch.cuda.synchronize(self.device)
+        self.accelerator.wait()
 
     def end_step(self) -> tuple[float, dict[str, LaneTime], list[Span]]:
         self._show()  # the loss was read: compute is idle

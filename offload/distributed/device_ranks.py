@@ -1,4 +1,4 @@
-"""Exchanges over NCCL. (Nothing here runs where there is no CUDA.)"""
+"""Exchanges by an accelerator's own backend, which is NCCL for CUDA. (Nothing here runs where there is none.)"""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.accelerators import open_accelerator
 from offload.distributed.comm import Ranks, Row, pieces_of
 from offload.distributed.watch import Place
 from offload.errors import RankLostError
 
 
-class NcclRanks(Ranks):
-    """Several ranks over NCCL; values of the host go over gloo. No host waits for an exchange of the device."""
+class DeviceRanks(Ranks):
+    """Several ranks, each on an accelerator; values of the host go over gloo. No host waits for an exchange of it."""
 
     def _open_device(self) -> None:
-        torch.cuda.set_device(self.device)
+        self._accelerator = open_accelerator(self.device)
+        self._accelerator.enter()
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-        self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
-        self._enqueued: deque[tuple[Place, torch.cuda.Event]] = deque()
+        self._group = dist.new_group(backend=self._accelerator.backend, timeout=self._timeout)
+        self._enqueued: deque[tuple[Place, torch.Event]] = deque()
         self._looking = threading.Lock()
 
     def _enter(self) -> None:
-        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, where a look at an event would make a context
+        self._accelerator.enter()
 
     @contextmanager
     def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
         with super()._exchange(what, numel, row):
             yield
             if row is None:
-                event = torch.cuda.Event()  # which nobody waits for
+                event = self._accelerator.event()  # which nobody waits for
                 event.record()
                 self._enqueued.append((self._tensors.now, event))
 
@@ -50,36 +52,36 @@ class NcclRanks(Ranks):
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
-            copied = torch.cuda.Event(blocking=True)  # copies that it comes after may still use the memory
-            copied.record(torch.cuda.current_stream(self.device))
+            copied = self._accelerator.event(sleeps=True)  # copies that it comes after may still use the memory
+            copied.record(self._accelerator.current_stream())
             copied.synchronize()
             super()._send(data, source)
         else:
             self._hold(data)
-            dist.broadcast(data, source, group=self._nccl)
+            dist.broadcast(data, source, group=self._group)
 
     def _gather(self, full: torch.Tensor, row: Row) -> None:
         if full.is_cpu:
             super()._gather(full, row)
             return
         self._hold(full)
-        self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._nccl)
+        self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._group)
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
         self._hold(*received, *pieces)
-        dist.all_to_all(received, pieces, group=self._nccl)  # grouped sends and receives, from and to where the data is
+        dist.all_to_all(received, pieces, group=self._group)  # grouped sends and receives, from and to where data is
         return []
 
     def _hold(self, *tensors: torch.Tensor) -> None:
         """Freed memory must not be handed out again before this stream is done with it."""
         for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+            tensor.record_stream(self._accelerator.current_stream())
 
     def _abandon(self, error: RankLostError | None) -> None:
         super()._abandon(error)
-        self._nccl._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
+        self._group._get_backend(self.device).abort()  # its kernels end, and with them every wait for the device
 
     def _destroy(self) -> None:
         if not self._owns_default and self.stands:
-            dist.destroy_process_group(self._nccl)
+            dist.destroy_process_group(self._group)
         super()._destroy()

@@ -1,0 +1,114 @@
+"""What there is to compute on beside the CPU. No other file names a kind of it, or torch's modules for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def accelerators() -> list[Accelerator]:
+    """Return the accelerators that this process may use, in torch's order; none where the CPU is all there is."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":  # Apple's shares the host's memory, and has no streams
+        return []
+    count = torch.get_device_module(kind).device_count()
+    return [open_accelerator(torch.device(kind.type, index)) for index in range(count)]
+
+
+def own_accelerator(environ: Mapping[str, str] = os.environ) -> Accelerator | None:
+    """Return this process's accelerator, by its LOCAL_RANK, or None without any."""
+    found = accelerators()
+    return found[int(environ.get("LOCAL_RANK") or 0) % len(found)] if found else None
+
+
+def open_accelerator(device: torch.device) -> Accelerator:
+    """Return the accelerator of a device that is not the CPU."""
+    return (CudaAccelerator if device.type == "cuda" else Accelerator)(device, torch.get_device_module(device))
+
+
+class Accelerator:
+    """One device. `module`: what torch has for its kind, under the names of torch.cuda; a stream, a generator's state
+    and figures of memory are asked of it, of `device`. `can_register`: the last three methods register host memory.
+    """
+
+    can_register = False
+    _sleeping: Mapping[str, bool] = {}
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self.device, self.module = device, module
+
+    def describe(self) -> dict[str, Any]:
+        """Return what torch tells of it as plain data; "pci" is its place on the bus, such as "0000:3b:00.0"."""
+        found, kind = self.module.get_device_properties(self.device), self.device.type
+        told = {"name": found.name, "memory_bytes": found.total_memory}
+        told["runtime"] = f"{kind.upper()} {getattr(torch.version, kind, None) or torch.version.hip}"
+        with suppress(AttributeError):  # other kinds, and an older torch, do not tell
+            told["capability"] = f"{found.major}.{found.minor}"
+            told["pci"] = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return told
+
+    @property
+    def backend(self) -> str | None:
+        """What its ranks exchange tensors by; None where torch knows nothing but gloo."""
+        return dist.Backend.default_device_backend_map.get(self.device.type)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that nobody has; what torch's allocator keeps for later is not in it."""
+        return self.module.mem_get_info(self.device)[0]
+
+    def enter(self) -> None:
+        """Be this thread's device. A thread begins on device 0, where its first call would make a context."""
+        self.module.set_device(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """Return the stream into which this thread puts its work."""
+        return self.module.current_stream(self.device)
+
+    def event(self, *, is_timed: bool = False, sleeps: bool = False) -> torch.Event:
+        """Return an event. `sleeps`: a host that waits for it leaves its core to others, where the kind has that."""
+        return self.module.Event(enable_timing=is_timed, **(self._sleeping if sleeps else {}))
+
+    def wait(self) -> None:
+        """Return when the device has done all that it was given. Raises RuntimeError where the device has failed."""
+        self.module.synchronize(self.device)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Register a range of host memory, of which no byte is registered; return the driver's error, 0 for none."""
+        raise NotImplementedError
+
+    def unregister(self, address: int) -> int:
+        """Take back the registration that begins at `address`; return the error."""
+        raise NotImplementedError
+
+    def forget_error(self) -> None:
+        """Let nobody else find the error that a call of this thread has just returned."""
+        raise NotImplementedError
+
+
+class CudaAccelerator(Accelerator):
+    """A GPU of CUDA, or of ROCm, which torch calls by the same name. The runtime is called with it as the thread's
+    device: a finalizer runs in any thread, where a call would make a context on GPU 0.
+    """
+
+    can_register = True
+    _sleeping: Mapping[str, bool] = {"blocking": True}  # which torch.Event ignores
+
+    def register(self, address: int, num_bytes: int) -> int:
+        with self.module.device(self.device):
+            return int(self.module.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unregister(self, address: int) -> int:
+        with self.module.device(self.device):
+            return int(self.module.cudart().cudaHostUnregister(address))
+
+    def forget_error(self) -> None:
+        # The runtime keeps it until cudaGetLastError is called, which torch does after each launch, raising what it
+        # finds; Python has no way to call it. So this launches one kernel, for the error.
+        with self.module.device(self.device), suppress(RuntimeError):
+            torch.ones(1, device=self.device)

@@ -1,0 +1,176 @@
+"""The one place that chooses the accelerator: which one it is, what is asked of it, and that it is the only place."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.accelerators import Accelerator, CudaAccelerator, accelerators, open_accelerator, own_accelerator
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.planning.plan import find_free
+from offload.tiers.device import AcceleratorDevice, CpuDevice, open_device
+from offload.tiers.ledger import Ledger
+
+NAMED = re.compile(
+    r"torch\.(cuda|xpu|mps|accelerator)\b|get_device_module|\bis_(cuda|xpu)\b|\.type [!=]= .(cuda|xpu)"
+    r"|\bfrom torch import .*(cuda|xpu|accelerator)|device\(.(cuda|xpu)|backend=.nccl"
+)
+
+
+def names_a_kind(text: str) -> bool:
+    return NAMED.search(text) is not None
+
+
+def test_no_other_file_names_a_kind_of_accelerator() -> None:
+    root = Path(offload.__file__).parent
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
+    assert len(texts) > 100
+    assert [name for name, text in texts.items() if names_a_kind(text)] == ["accelerators.py"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["torch.cuda.Event()", "tensor.is_cuda", 'device.type == "cuda"', 'torch.device("cuda", 0)', "torch.accelerator.x"],
+)
+def test_a_kind_that_is_named_is_seen(text: str) -> None:
+    assert names_a_kind(text)
+
+
+# -- which one -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what makes torch find so many devices of a kind, with a module for it that counts what is asked."""
+
+    def has(kind: str, count: int) -> SimpleNamespace:
+        module = SimpleNamespace(device_count=lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
+        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+        return module
+
+    return has
+
+
+@pytest.mark.parametrize(("rank", "index"), [(None, 0), ("", 0), ("0", 0), ("2", 2), ("4", 1)])
+def test_a_process_has_the_one_of_its_local_rank(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, rank: str | None, index: int
+) -> None:
+    machine("cuda", 3)
+    environ = {} if rank is None else {"LOCAL_RANK": rank}
+    found = own_accelerator(environ)
+    assert isinstance(found, CudaAccelerator)
+    assert found.device == torch.device("cuda", index)
+    assert [each.device.index for each in accelerators()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("mps", 1), ("cuda", 0)])
+def test_what_has_no_streams_or_is_not_there_is_none(machine: Any, kind: str, count: int) -> None:
+    machine(kind, count)
+    assert accelerators() == []
+    assert own_accelerator({"LOCAL_RANK": "1"}) is None
+    assert isinstance(open_device(Ledger("device"), False), CpuDevice)
+
+
+def test_more_ranks_than_accelerators_are_refused(machine: Any) -> None:
+    machine("cuda", 2)
+    told = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 2, and this machine has 2 GPUs.*--nproc-per-node"):
+        open_comm(environ=told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+
+
+def test_ranks_exchange_by_what_torch_has_for_their_kind() -> None:
+    assert [open_accelerator(torch.device(kind, 0)).backend for kind in ("cuda", "xpu")] == ["nccl", "xccl"]
+
+
+# -- what is asked of it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Accelerator, CudaAccelerator])
+def test_only_an_event_that_somebody_waits_for_blocks_and_only_where_the_kind_can(kind: type[Accelerator]) -> None:
+    asked: list[dict[str, bool]] = []
+    found = kind(torch.device("xpu", 0), SimpleNamespace(Event=lambda **flags: asked.append(flags)))
+    found.event()
+    found.event(is_timed=True, sleeps=True)
+    blocks = {"blocking": True} if kind is CudaAccelerator else {}
+    assert asked == [{"enable_timing": False}, {"enable_timing": True} | blocks]
+
+
+def test_memory_is_registered_with_the_device_as_the_threads() -> None:
+    """A finalizer runs in any thread, whose device is another."""
+    calls: list[tuple[Any, ...]] = []
+    current: list[int] = [0]
+
+    @contextmanager
+    def device(found: torch.device) -> Any:
+        current.append(found.index)
+        yield
+        current.pop()
+
+    def call(*words: Any) -> int:
+        calls.append((current[-1], *words))
+        return 712
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *words: call("register", *words),
+        cudaHostUnregister=lambda *words: call("unregister", *words),
+    )
+    found = CudaAccelerator(torch.device("cuda", 3), SimpleNamespace(device=device, cudart=lambda: runtime))
+    assert found.register(4096, 100) == found.unregister(4096) == 712
+    assert calls == [(3, "register", 4096, 100, 0), (3, "unregister", 4096)]
+
+
+def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, asked = torch.device("xpu", 1), []
+    module = machine("xpu", 2)
+    module.peak = 70
+
+    def answers(name: str, answer: Any) -> None:
+        def ask(device: torch.device) -> Any:
+            asked.append(device)
+            return answer()
+
+        setattr(module, name, ask)
+
+    answers("set_device", lambda: None)
+    answers("mem_get_info", lambda: (60, 100))
+    answers("memory_reserved", lambda: 40)
+    answers("max_memory_allocated", lambda: module.peak)
+    answers("reset_peak_memory_stats", lambda: setattr(module, "peak", 0))
+    answers("get_rng_state", lambda: torch.tensor([5]))
+    states = []
+    module.set_rng_state = lambda state, device: states.append((state.item(), device))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = open_device(Ledger("device"), True)
+    assert isinstance(device, AcceleratorDevice)
+    assert device.pinning is None, "torch registers memory for CUDA alone"
+    assert device.budget_bytes == 90
+    assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
+    device.set_random_state(device.random_state())
+    assert states == [(5, own)]
+    assert find_free(offload.distributed.comm.Alone()).device_bytes == 60
+    assert set(asked) == {own}
+
+
+def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:
+    told = {"name": "one", "total_memory": 80, "major": 9, "minor": 0}
+    pci = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+    described = []
+    for properties in (told | pci, told, {"name": "one", "total_memory": 80}):
+        found = SimpleNamespace(**properties)
+        module = SimpleNamespace(get_device_properties=lambda device, found=found: found)
+        described.append(CudaAccelerator(torch.device("cuda", 0), module).describe())
+    least = {"name": "one", "memory_bytes": 80, "runtime": f"CUDA {torch.version.cuda}"}
+    assert described == [
+        least | {"capability": "9.0", "pci": "0000:3b:00.0"},
+        least | {"capability": "9.0"},
+        least,
+    ]
