@@ -209,10 +209,7 @@ class RankManifest(BaseModel):
 
 
 def gather(
-    contents: Contents,
-    parts: Iterable[Mapping[str, Any]],
-    meta: Mapping[str, Any],
-    attached: Mapping[str, Attached],
+    contents: Contents, parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any], attached: Mapping[str, Attached]
 ) -> Manifest:
     """Put the ranks' parts together. Raises ValueError unless they hold each plane of `contents` exactly once."""
     files: dict[str, DataFile] = {}

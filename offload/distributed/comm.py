@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.agreement import difference, digest
-from offload.distributed.watch import Place, Times, Watch, connect, left, moved
+from offload.distributed.watch import Position, Times, Watch, connect, left, moved
 from offload.errors import ConfigError, RankLostError
 
 LOOK_S = 0.2
@@ -43,6 +43,8 @@ class Comm:
     Tensors are flat and contiguous, on the device. On gloo a call returns when it is done; on CUDA it is enqueued on
     the current stream, but for those that return values of the host. `what` names unit and operation ("all-gather of
     unit head"), alike on all ranks, for the message when a rank is lost. Every call raises RankLostError then.
+
+    This one is of an only rank: nothing is sent or waited for, and nothing is copied where shard and full are one.
     """
 
     rank: int = 0
@@ -75,29 +77,30 @@ class Comm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Fill full [size * n] with every rank's shard [n], in rank order. shard may be its own place in full."""
-        raise NotImplementedError
+        _check(full, shard, 1, what)
+        _place(full, shard)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:  # noqa: ARG002
         """Fill shard [n] with the sum over ranks of their full [size * n] at this rank's place.
 
         Summed in rank order in fp32 (fp64 if full is), then rounded to shard's dtype, once. shard may be its own place
         in full. scratch: uint8, flat, of the device; a larger one makes fewer pieces.
         """
-        raise NotImplementedError
+        _check(full, shard, 1, what)
+        _place(shard, full)
 
-    def sum_in_order(self, values: Any, what: str) -> Any:
+    def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
         """Return the sum over ranks, in rank order, in float64: of a list of numbers a list, the same on all ranks; of
         a flat float64 tensor of the device a new one.
         """
-        raise NotImplementedError
+        return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
 
     def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
         """Fill a flat tensor, of the host or the device, of any dtype, with that of rank `source`."""
-        raise NotImplementedError
 
-    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
         """Return what every rank gave, in rank order. Pickled: small things of the host."""
-        raise NotImplementedError
+        return [value]
 
     def agree(self, name: str, value: Any) -> None:
         """Compare `value` (dicts, lists, numbers, strings, bytes) over the ranks.
@@ -105,21 +108,18 @@ class Comm:
         Raises:
             ConfigError: on all ranks, where one differs; it says which, and of dicts in which keys.
         """
-        raise NotImplementedError
 
-    def any(self, flag: bool, what: str) -> bool:
+    def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
         """True on all ranks where `flag` is true on one."""
-        raise NotImplementedError
+        return flag
 
     def barrier(self, what: str) -> None:
         """Return when all ranks have come."""
-        raise NotImplementedError
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         """Call `listener` from a thread of the watch when a rank is lost: it wakes whoever waits for an exchange. The
         process ends soon afterwards, whatever it does.
         """
-        raise NotImplementedError
 
     def close(self, error: BaseException | None = None) -> None:
         """This rank takes no further part. With an error the other ranks end, too, and name it."""
@@ -131,46 +131,13 @@ class Comm:
         self.close(error)
 
 
-class Alone(Comm):
-    """The only rank: nothing is sent, waited for or counted, and nothing is copied where shard and full are one."""
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        _check(full, shard, 1, what)
-        _place(full, shard)
-
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor) -> None:  # noqa: ARG002
-        _check(full, shard, 1, what)
-        _place(shard, full)
-
-    def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
-        return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
-
-    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
-        pass
-
-    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
-        return [value]
-
-    def agree(self, name: str, value: Any) -> None:
-        pass
-
-    def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
-        return flag
-
-    def barrier(self, what: str) -> None:
-        pass
-
-    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
-        pass
-
-
 class Row:
     """One of the two rows of exchanges: over a group of gloo of its own, one at a time, in the order of all ranks."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.lock = threading.Lock()
-        self.now = Place()
+        self.now = Position()
 
 
 class Ranks(Comm):
@@ -319,7 +286,7 @@ class Ranks(Comm):
 
     # -- waiting, and the end --------------------------------------------------------------------------------
 
-    def look(self) -> Sequence[Place]:
+    def look(self) -> Sequence[Position]:
         """Return where this rank is in both rows; any thread may ask."""
         return self._tensors.now, self._values.now
 

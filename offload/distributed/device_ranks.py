@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.comm import Ranks, Row, pieces_of
-from offload.distributed.watch import Place
+from offload.distributed.watch import Position
 from offload.errors import RankLostError
 
 
@@ -25,7 +25,7 @@ class DeviceRanks(Ranks):
         self._accelerator.enter()
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
         self._group = dist.new_group(backend=self._accelerator.backend, timeout=self._timeout)
-        self._enqueued: deque[tuple[Place, torch.Event]] = deque()
+        self._enqueued: deque[tuple[Position, torch.Event]] = deque()
         self._looking = threading.Lock()
 
     def _enter(self) -> None:
@@ -40,7 +40,7 @@ class DeviceRanks(Ranks):
                 event.record()
                 self._enqueued.append((self._tensors.now, event))
 
-    def look(self) -> Sequence[Place]:
+    def look(self) -> Sequence[Position]:
         """The oldest exchange that the device has not done is where this rank is."""
         with self._looking:  # not the lock of exchanges, which is held through them
             while self._enqueued:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from offload.accelerators import accelerators, own_accelerator
-from offload.distributed.comm import Alone, Comm, Ranks
+from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks
 from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
@@ -39,7 +39,7 @@ def open_comm(
     exists = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if exists else _read_environment(environ)
     if size == 1:
-        return Alone()
+        return Comm()
     if not dist.is_available():
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")

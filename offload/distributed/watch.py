@@ -47,7 +47,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a rank is: in (`inside`) or after its exchange `number`. The ranks of a run make the same exchanges in the
     same order.
     """
@@ -75,7 +75,7 @@ class _Peer:
     rank: int
     connection: socket.socket
     heard: float = field(default_factory=time.monotonic)
-    places: Sequence[Place] = (Place(), Place())
+    positions: Sequence[Position] = (Position(), Position())
     unread: bytes = b""
     unsent: bytes = b""
     ended: bool = False  # cleanly: nothing more is expected of it
@@ -112,7 +112,7 @@ class Watch:
         self,
         rank: int,
         connections: Mapping[int, socket.socket],
-        look: Callable[[], Sequence[Place]],
+        look: Callable[[], Sequence[Position]],
         times: Times,
         enter: Callable[[], object] = lambda: None,
     ) -> None:
@@ -164,9 +164,9 @@ class Watch:
             if self.is_over:
                 return
             self._ending = True
-            places = self._places()
+            positions = self._positions()
             for peer in self._peers.values():
-                peer.send({"kind": "end", "error": error and f"{type(error).__name__}: {error}", **places})
+                peer.send({"kind": "end", "error": error and f"{type(error).__name__}: {error}", **positions})
         self._rope.send(b".")
         if self._thread is not threading.current_thread():
             self._thread.join(1)
@@ -186,7 +186,7 @@ class Watch:
                 with self._lock:
                     for peer in self._peers.values():
                         if not peer.ended:
-                            peer.send({"kind": "beat", **self._places()})
+                            peer.send({"kind": "beat", **self._positions()})
                 next_beat = now + beat_s
             ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
             now, before, looked = time.monotonic(), looked, time.monotonic()
@@ -206,13 +206,14 @@ class Watch:
             if message["kind"] == "lost":
                 self._learn(peer, message)
                 continue
-            peer.places = [
-                Place(number, what, numel, inside, now - age) for number, what, numel, inside, age in message["places"]
+            peer.positions = [
+                Position(number, what, numel, inside, now - age)
+                for number, what, numel, inside, age in message["positions"]
             ]
             if message["kind"] == "end":
                 peer.ended = True
                 if message["error"]:
-                    doing = describe(peer.places, now)
+                    doing = describe(peer.positions, now)
                     self._lose(peer.rank, f"Rank {peer.rank} ended with: {message['error']} (it was {doing})")
         if not stands:
             self._selector.unregister(peer.connection)
@@ -236,15 +237,15 @@ class Watch:
         for row, here in enumerate(self._look()):
             self._compare(row, here, now)
 
-    def _compare(self, row: int, here: Place, now: float) -> None:
+    def _compare(self, row: int, here: Position, now: float) -> None:
         """Compare where this rank is in a row of exchanges with where the others are."""
         stall_s = self._times.stall_s
         waited = now - here.since if here.inside else 0.0
         for peer in self._peers.values():
-            there = peer.places[row]
+            there = peer.positions[row]
             if peer.ended:
                 if waited and there.number < here.number:
-                    ended = max(peer.places, key=lambda place: place.since).what
+                    ended = max(peer.positions, key=lambda position: position.since).what
                     self._lose(peer.rank, f"Rank {peer.rank} ended cleanly, after {ended or 'no exchange'}")
             elif there.number == here.number and (there.what, there.numel) != (here.what, here.numel):
                 other = f"{there.what} ({there.numel} elements)"
@@ -252,20 +253,20 @@ class Watch:
                 self._lose(peer.rank, f"Ranks went different ways: rank {peer.rank} is at {other}, {mine}")
         present = [peer for peer in self._peers.values() if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
-            last = min(present, key=lambda peer: peer.places[row].number)
+            last = min(present, key=lambda peer: peer.positions[row].number)
             missing = f"others have waited for it for {stall_s:g} s, though it is alive"
-            if last.places[row].number == here.number:
+            if last.positions[row].number == here.number:
                 missing = f"all ranks have been in {here.what} for {stall_s:g} s"
             self._lose(last.rank, self._describe(last, missing))
 
     def _describe(self, peer: _Peer, why: str) -> str:
         now = time.monotonic()
-        doing = describe(peer.places, peer.heard)
+        doing = describe(peer.positions, peer.heard)
         return f"Rank {peer.rank} is lost: {why}. When last heard, {now - peer.heard:.1f} s ago, it was {doing}"
 
-    def _places(self) -> dict[str, Any]:
+    def _positions(self) -> dict[str, Any]:
         now = time.monotonic()
-        return {"places": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
+        return {"positions": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
 
     # -- the end of a rank that lost another -----------------------------------------------------------------
 
@@ -363,17 +364,17 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def describe(places: Sequence[Place], now: float | None = None) -> str:
+def describe(positions: Sequence[Position], now: float | None = None) -> str:
     """Return what a rank is doing: what it has waited for longest, or what it has done last."""
-    waits = [place for place in places if place.inside]
-    return (min(waits, key=lambda p: p.since) if waits else max(places, key=lambda p: p.since)).describe(now)
+    waits = [position for position in positions if position.inside]
+    return (min(waits, key=lambda p: p.since) if waits else max(positions, key=lambda p: p.since)).describe(now)
 
 
-def moved(place: Place, what: str, numel: int) -> Place:
-    """Return the place of a rank that begins its next exchange."""
-    return Place(place.number + 1, what, numel, inside=True)
+def moved(position: Position, what: str, numel: int) -> Position:
+    """Return the position of a rank that begins its next exchange."""
+    return Position(position.number + 1, what, numel, inside=True)
 
 
-def left(place: Place) -> Place:
-    """Return the place of a rank whose exchange is over."""
-    return replace(place, inside=False, since=time.monotonic())
+def left(position: Position) -> Position:
+    """Return the position of a rank whose exchange is over."""
+    return replace(position, inside=False, since=time.monotonic())

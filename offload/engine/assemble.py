@@ -21,13 +21,7 @@ from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
 
-def assemble(
-    model: nn.Module,
-    settings: Settings,
-    counters: Counters,
-    fill: Fill | None,
-    comm: Comm,
-) -> EngineState:
+def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
     """Find the units, plan, check the budgets, and only then allocate. Collective."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # Units recompute already; the second name is what transformers called it before 5.23.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.reader import Reader
-from offload.distributed.comm import Alone, Comm
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one
 from offload.engine.assemble import assemble
@@ -73,7 +73,7 @@ class Engine:
         refuse_held(model)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm() if comm is None else None
-        self.comm = comm or self._owned_comm or Alone()
+        self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_size)
         settings = replace(settings, placement=settings.placement.share(self.comm.local_size))
         self.comm.claim(self)

@@ -25,13 +25,7 @@ class SpareMemory:
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        device: Device,
-        slots: Slots,
-        gradients: GradientFlow,
-        plan: Plan,
-        moved: Callable[[], None],
+        self, comm: Comm, device: Device, slots: Slots, gradients: GradientFlow, plan: Plan, moved: Callable[[], None]
     ) -> None:
         """`moved` is called when weights have no place any more."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients

@@ -106,14 +106,7 @@ class EngineState:
             debug=debug,
         )
         self.gradients = GradientFlow(
-            self.store,
-            infos,
-            self.device,
-            self.lanes,
-            counters,
-            plan,
-            settings,
-            self._stage(self._staged),
+            self.store, infos, self.device, self.lanes, counters, plan, settings, self._stage(self._staged)
         )
         # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
         stays = plan.tiers[0] == "device" or plan.limited
@@ -123,22 +116,8 @@ class EngineState:
             None if stays else 1 + plan.ahead,
             lands_late=self.gradients.lasts,
         )
-        self.updates = Updates(
-            self.store,
-            infos,
-            self.gradients,
-            self.slots,
-            self.lanes,
-            settings,
-        )
-        self.spare_memory = SpareMemory(
-            comm,
-            self.device,
-            self.slots,
-            self.gradients,
-            plan,
-            self._forget_places,
-        )
+        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings)
+        self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
         self.undo = Undo()
         self.runner = UnitRunner(
             self.device,

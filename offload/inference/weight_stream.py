@@ -43,7 +43,7 @@ class ReadFromOutside(Exception):
 
 
 @dataclass(eq=False)
-class Bundle:
+class Cargo:
     """Parameters that the same units use (tied weights, or a unit's own): they come and go together.
 
     users: calls of units that are under way. ticket: of its reading; None where it is not in memory.
@@ -65,13 +65,13 @@ class StreamedUnit:
     name: str
     module: nn.Module
     places: list[Place]
-    bundles: list[Bundle]
+    cargoes: list[Cargo]
     depth: int = 0
     is_settled: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(bundle.num_bytes for bundle in self.bundles)
+        return sum(cargo.num_bytes for cargo in self.cargoes)
 
 
 class WeightStream:
@@ -102,30 +102,30 @@ class WeightStream:
         for number, candidate in enumerate(candidates):
             for index in candidate.parameters:
                 users[index] = (*users.get(index, ()), number)
-        bundles: dict[tuple[int, ...], Bundle] = {}
+        cargoes: dict[tuple[int, ...], Cargo] = {}
         for together in dict.fromkeys(users.values()):
             parameters = tuple(index for index, its in users.items() if its == together)
             stays = any(candidates[number].resident for number in together)
-            bundles[together] = Bundle(parameters, sum(named[index][1].nbytes for index in parameters), stays)
-        self._bundles = list(bundles.values())
+            cargoes[together] = Cargo(parameters, sum(named[index][1].nbytes for index in parameters), stays)
+        self._cargoes = list(cargoes.values())
         self._units = [
             StreamedUnit(
                 number,
                 candidate.name,
                 candidate.module,
                 candidate.places,
-                [bundle for together, bundle in bundles.items() if number in together],
+                [cargo for together, cargo in cargoes.items() if number in together],
             )
             for number, candidate in enumerate(candidates)
         ]
-        self.total_bytes = sum(bundle.num_bytes for bundle in self._bundles)
+        self.total_bytes = sum(cargo.num_bytes for cargo in self._cargoes)
         self.bytes_read = 0
-        streamed = [unit for unit in self._units if not all(bundle.stays for bundle in unit.bundles)]
+        streamed = [unit for unit in self._units if not all(cargo.stays for cargo in unit.cargoes)]
         self._spare_bytes = 2 * max((unit.num_bytes for unit in streamed), default=0)
         self._storages = {self._resting[p.parameter].data_ptr(): unit for unit in streamed for p in unit.places}
         self._last = (-1, -1)
         self._followed: dict[tuple[int, int], int] = {}  # the unit that came after two others
-        self._held: set[Bundle] = set()  # in memory, or on the way, for what comes next
+        self._held: set[Cargo] = set()  # in memory, or on the way, for what comes next
         self._lock = threading.Lock()
         self._lane = ThreadLane("read", self._lock, Link("read", Timeline(["read"])))
         for unit in self._units:
@@ -148,8 +148,8 @@ class WeightStream:
         """Have a unit's weights in memory from now on, whatever the budget. All weights are read anew: what read these
         from outside may have changed some of them in place (rwkv divides them, once), and will do so again.
         """
-        for bundle in self._bundles:
-            self._drop(bundle)
+        for cargo in self._cargoes:
+            self._drop(cargo)
         for each in self._units:
             self._put(each, self._resting)
             each.is_settled = False
@@ -179,31 +179,31 @@ class WeightStream:
     def _enter(self, unit: StreamedUnit) -> None:
         """Bring a unit's weights, and have those of the next one that lacks some on their way."""
         unit.depth += 1
-        for bundle in unit.bundles:
-            bundle.users += 1
-            self._begin(bundle)
+        for cargo in unit.cargoes:
+            cargo.users += 1
+            self._begin(cargo)
         self._followed[self._last] = unit.number
         self._last = (self._last[1], unit.number)
         self._held = set()
         for following in islice(self._upcoming(), len(self._units)):
-            self._held.update(following.bundles)
-            if not all(bundle.stays or bundle.users for bundle in following.bundles):
+            self._held.update(following.cargoes)
+            if not all(cargo.stays or cargo.users for cargo in following.cargoes):
                 break  # one unit ahead, however far off; what is in use now may be needed again before it
-        for bundle in self._bundles:
-            self._let_go(bundle)
-        for bundle in self._held:
-            self._begin(bundle)
+        for cargo in self._cargoes:
+            self._let_go(cargo)
+        for cargo in self._held:
+            self._begin(cargo)
         if not unit.is_settled:
             self._install(unit)
 
     def _leave(self, unit: StreamedUnit) -> None:
         unit.depth -= 1
-        for bundle in unit.bundles:
-            bundle.users -= 1
+        for cargo in unit.cargoes:
+            cargo.users -= 1
         if not unit.depth and not unit.is_settled:
             self._put(unit, self._resting)
-            for bundle in unit.bundles:
-                self._let_go(bundle)
+            for cargo in unit.cargoes:
+                self._let_go(cargo)
 
     def _upcoming(self) -> Iterator[StreamedUnit]:
         """Yield the units that come next: what came the last time, else in the order of the modules."""
@@ -215,54 +215,54 @@ class WeightStream:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def _begin(self, bundle: Bundle) -> None:
-        """Have a bundle read, if it is not there."""
-        if bundle.ticket is None:
-            bundle.stays = bundle.stays or self._may_stay(bundle)
-            bundle.ticket = self._lane.submit(partial(self._read, bundle))
+    def _begin(self, cargo: Cargo) -> None:
+        """Have a cargo read, if it is not there."""
+        if cargo.ticket is None:
+            cargo.stays = cargo.stays or self._may_stay(cargo)
+            cargo.ticket = self._lane.submit(partial(self._read, cargo))
 
-    def _may_stay(self, bundle: Bundle) -> bool:
+    def _may_stay(self, cargo: Cargo) -> bool:
         if self._memory_bytes is None or self.total_bytes <= self._memory_bytes:
             return True
-        staying = sum(each.num_bytes for each in self._bundles if each.stays)
-        return staying + bundle.num_bytes + self._spare_bytes <= self._memory_bytes
+        staying = sum(each.num_bytes for each in self._cargoes if each.stays)
+        return staying + cargo.num_bytes + self._spare_bytes <= self._memory_bytes
 
-    def _read(self, bundle: Bundle) -> None:
-        """Read a bundle; on the lane."""
-        for index in bundle.parameters:
+    def _read(self, cargo: Cargo) -> None:
+        """Read a cargo; on the lane."""
+        for index in cargo.parameters:
             source = self._source(self._names[index])
             assert source is not None, self._names[index]
             value = source.read(0, math.prod(source.shape)).view(source.shape)
-            bundle.values[index] = nn.Parameter(value.to(self._device), requires_grad=False)
+            cargo.values[index] = nn.Parameter(value.to(self._device), requires_grad=False)
             self.bytes_read += value.nbytes
 
     def _fill(self, units: list[StreamedUnit]) -> None:
         """Put weights in place for good."""
         for unit in units:
-            for bundle in unit.bundles:
-                bundle.stays = True
-                self._begin(bundle)
+            for cargo in unit.cargoes:
+                cargo.stays = True
+                self._begin(cargo)
             self._install(unit)
 
     def _install(self, unit: StreamedUnit) -> None:
         """Wait for a unit's weights and put them in place."""
-        tickets = [bundle.ticket for bundle in unit.bundles if bundle.ticket is not None]
+        tickets = [cargo.ticket for cargo in unit.cargoes if cargo.ticket is not None]
         wait_until_done(self._lock, tickets)
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
-        self._put(unit, {index: value for bundle in unit.bundles for index, value in bundle.values.items()})
-        unit.is_settled = all(bundle.stays for bundle in unit.bundles)
+        self._put(unit, {index: value for cargo in unit.cargoes for index, value in cargo.values.items()})
+        unit.is_settled = all(cargo.stays for cargo in unit.cargoes)
 
-    def _let_go(self, bundle: Bundle) -> None:
-        """Free a bundle that nothing needs now or next."""
-        if not (bundle.stays or bundle.users or bundle in self._held):
-            self._drop(bundle)
+    def _let_go(self, cargo: Cargo) -> None:
+        """Free a cargo that nothing needs now or next."""
+        if not (cargo.stays or cargo.users or cargo in self._held):
+            self._drop(cargo)
 
-    def _drop(self, bundle: Bundle) -> None:
-        if bundle.ticket is not None:
-            wait_until_done(self._lock, [bundle.ticket])
-            bundle.ticket, bundle.values = None, {}
+    def _drop(self, cargo: Cargo) -> None:
+        if cargo.ticket is not None:
+            wait_until_done(self._lock, [cargo.ticket])
+            cargo.ticket, cargo.values = None, {}
             trim_heap()  # malloc would keep most of it
 
     def _put(self, unit: StreamedUnit, parameters: Any) -> None:

@@ -25,7 +25,7 @@ _MOST_STRETCHES = 1 << 13
 """Before what is over is shown in the midst of a pass, for which compute is waited for."""
 
 
-class Place(Ticket):
+class StreamTicket(Ticket):
     """A place in a stream, by an event that goes back to its pool with the last who knows it. Whoever had to wait for
     the event has, by then, put the wait into a stream, and the stream holds what the event stood for at that moment.
     """
@@ -55,8 +55,8 @@ class _Stretch:
 
     lane: str
     name: str
-    begin: Place
-    end: Place
+    begin: StreamTicket
+    end: StreamTicket
     is_wait: bool = False
 
 
@@ -69,7 +69,7 @@ class StreamLane(ThreadLane):
         super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), name == "h2d", lanes.enter)
 
     def _ticket(self) -> Ticket:
-        return self._lanes.place(self.name)
+        return self._lanes.new_ticket(self.name)
 
     def _order(self, ticket: Ticket) -> None:
         if ticket.event is not None:
@@ -84,8 +84,8 @@ class StreamLane(ThreadLane):
         self._stream.synchronize()  # the memory of what is still in it is about to go
 
     def _start(self, work: Work) -> None:
-        begin = self._lanes.place(self.name)
-        assert isinstance(work.ticket, Place)
+        begin = self._lanes.new_ticket(self.name)
+        assert isinstance(work.ticket, StreamTicket)
         with self._module.device(self._device), self._module.stream(self._stream):
             begin.record(self._stream)
             work.run()
@@ -114,12 +114,12 @@ class StreamLanes(Lanes):
     def enter(self) -> None:
         self.accelerator.enter()
 
-    def place(self, lane: str) -> Place:
+    def new_ticket(self, lane: str) -> StreamTicket:
         """Return a ticket for a place that is not recorded yet."""
-        return Place(lane, self.accelerator, self._pool)
+        return StreamTicket(lane, self.accelerator, self._pool)
 
-    def now(self) -> Place:
-        found = self.place("compute")
+    def now(self) -> StreamTicket:
+        found = self.new_ticket("compute")
         found.record(self.accelerator.current_stream())
         found.is_done = True
         return found
@@ -127,7 +127,7 @@ class StreamLanes(Lanes):
     def mark(self) -> Sequence[Ticket]:
         return (self.now(),)
 
-    def computed(self, name: str, begin: Place) -> None:
+    def computed(self, name: str, begin: StreamTicket) -> None:
         self.timed.append(_Stretch("compute", name, begin, self.now()))
         if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
             self._show()

@@ -198,11 +198,7 @@ def lion(
 
 
 def split(
-    master: A,
-    out: tuple[A, A] | None = None,
-    *,
-    threads: int | None = None,
-    isa: str | None = None,
+    master: A, out: tuple[A, A] | None = None, *, threads: int | None = None, isa: str | None = None
 ) -> tuple[A, A]:
     """Split float32 into (hi: bfloat16, lo: int16), new or `out`: a bijection, `join` gives every bit back.
 

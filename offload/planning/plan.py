@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.accelerators import own_accelerator
-from offload.distributed.comm import Alone, Comm
+from offload.distributed.comm import Comm
 from offload.errors import format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
@@ -87,7 +87,7 @@ def make_plan(
     settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
 ) -> Plan:
     """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold. Collective."""
-    comm = comm or Alone()
+    comm = comm or Comm()
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm)
     placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
     # Whoever reads from a disk has to wait, and does it beside compute.
@@ -177,12 +177,7 @@ def _choose_layout(
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
     return lay_out(
-        regions,
-        tiers,
-        keeps_gradients=keeps_gradients,
-        staging_bytes=staging,
-        host_bytes=host_bytes,
-        sharding=sharding,
+        regions, tiers, keeps_gradients=keeps_gradients, staging_bytes=staging, host_bytes=host_bytes, sharding=sharding
     )
 
 

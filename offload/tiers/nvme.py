@@ -101,11 +101,7 @@ class Channel:
         """Fill a stretch from a file."""
         num_bytes = stretch.flat.nbytes
         ticket = self._reads.submit(
-            lambda: file.read(offset, stretch.flat),
-            reads=reads,
-            fills=stretch.fills,
-            name=name,
-            num_bytes=num_bytes,
+            lambda: file.read(offset, stretch.flat), reads=reads, fills=stretch.fills, name=name, num_bytes=num_bytes
         )
         stretch.fence.fill(ticket)
         self._counters.count("nvme_read_bytes", num_bytes, is_ahead)

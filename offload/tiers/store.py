@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from offload.distributed.comm import Alone, Comm
+from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import MASTER
@@ -174,7 +174,7 @@ class Store:
             for position, parameter in enumerate(region.parameters)
         }
         self._infos, self._layout, self._nvme = infos, layout or DiskLayout(), nvme
-        self.comm, self.sharding = comm or Alone(), self._layout.sharding
+        self.comm, self.sharding = comm or Comm(), self._layout.sharding
         self._counters = counters or Counters()
         here = (lanes.here,) * 3  # of what is on the device: nothing but compute would have to wait for it there
         lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here

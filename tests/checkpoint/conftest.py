@@ -1,12 +1,3 @@
-"""Small pieces, so that small models are read and written in many."""
+"""Checkpoints are made into folders of Hugging Face as well: these in small pieces."""
 
-import pytest
-
-from offload.hf import safetensors_file as tensor_file
-from offload.hf import sources as hf_source
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_source, "_BLOCK_NUMEL", 1000)
-    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 4096)
+from tests.hf.conftest import small_pieces  # noqa: F401

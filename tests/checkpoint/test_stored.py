@@ -15,10 +15,10 @@ from offload.checkpoint import stored
 from offload.checkpoint.stored import export_stored, read_stored
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.folders import same
-from tests.checkpoint.test_hf_write import contents
 from tests.checkpoint.trained import flip, tensors_of, train
 from tests.disks import mounted
 from tests.engine.families import t5, tokens
+from tests.hf.test_write import contents
 from tests.zoo.families import families
 
 FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import forks
-from tests.partition.ranks import ROOT, Rank, free_port
+from tests.distributed.ranks import ROOT, Rank, free_port
 
 TIMEOUT_S = 120
 """For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""

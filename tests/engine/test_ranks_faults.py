@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.ranks import Rank
 from tests.engine.ranks import processes, run
 from tests.engine.ranks_child import OTHER_BATCHES, OTHER_SETTINGS, frozen_later, refused, two_engines
-from tests.partition.ranks import Rank
 
 IN_A_UNIT = r"[a-z][a-z -]+ of (unit )?[\w.]*(embed_tokens|layers\.\d|norm|lm_head)"
 """The operation and the unit of an exchange, as they are named."""

@@ -17,9 +17,9 @@ from typing import Any
 from offload.config.command_line import parse_config
 from offload.config.config import Config, all_keys
 from offload.errors import ConfigError
+from tests.distributed.ranks import ROOT
 from tests.fuzz.cases import Case
 from tests.fuzz.oracles import Wrong
-from tests.partition.ranks import ROOT
 
 _YAML = "YAML "
 """What a line of the file begins with; the other words are of the command line. A tab parts a key from its value."""

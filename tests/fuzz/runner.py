@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.distributed.comm import Alone, Comm
+from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
 from offload.engine.loss.loss import find_loss
 from offload.errors import (
@@ -222,7 +222,7 @@ class Player:
         saved, other = self._saved, self.folder / "checkpoints" / f"{op['seed']}-alone"
         assert saved is not None
         if self.comm.rank == 0:
-            engine = open_engine(models.build(self.case.model), self.case.settings, {}, self.folder, Alone(), {})
+            engine = open_engine(models.build(self.case.model), self.case.settings, {}, self.folder, Comm(), {})
             engine.load_checkpoint(saved)
             problem = same(dict(engine.named_parameters()), wanted)
             engine.save_checkpoint(other)
@@ -282,7 +282,7 @@ def agreed(comm: Comm, problem: str) -> str:
 
 def run_case(case: Case, comm: Comm | None = None) -> Outcome:
     """Run a case of engines; return what became of it."""
-    comm, outcome = comm or Alone(), Outcome()
+    comm, outcome = comm or Comm(), Outcome()
     with tempfile.TemporaryDirectory(prefix="offload-fuzz-") as name:
         folder = Path(comm.gather_objects(name, "folder of a case")[0])
         try:
@@ -666,7 +666,7 @@ def _compare_one(case: Case, world: int, folder: Path, ops: list[Op], seen: list
     settings = {
         key: value for key, value in case.settings.items() if key not in ("micro_batch_size", "head_chunk_bytes")
     }
-    engine = open_engine(models.build(case.model), settings, twin_layout(case), folder, Alone(), {})
+    engine = open_engine(models.build(case.model), settings, twin_layout(case), folder, Comm(), {})
     problem = ""
     try:
         for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.partition.ranks import ROOT, free_port
+from tests.distributed.ranks import ROOT, free_port
 
 CASE_S = 90.0
 """A case that takes longer hangs. (On a busy machine one of several ranks with delays takes a few seconds.)"""

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from offload.checkpoint.folder import Checkpoints
 from tests import forks
+from tests.distributed.ranks import free_port
 from tests.forks import PATIENCE_S, ROOT
-from tests.partition.ranks import free_port
 
 # Some 3 million parameters with dropout: 38 MB of states, which take long enough to save to be hit on the way.
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 64}

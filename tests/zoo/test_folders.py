@@ -13,7 +13,7 @@ from offload import Engine
 from offload.config.sections import ModelSection
 from offload.hf.models import build_model
 from tests.checkpoint.folders import read, same
-from tests.checkpoint.test_hf_write import logits, tensors
+from tests.hf.test_write import logits, tensors
 from tests.zoo.families import UNBUILDABLE, families
 
 pytestmark = pytest.mark.slow

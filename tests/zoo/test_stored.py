@@ -15,7 +15,7 @@ from offload.checkpoint.stored import export_stored, rebuild_model
 from offload.config.sections import ModelSection
 from offload.hf.models import build_model
 from tests.checkpoint.folders import same
-from tests.checkpoint.test_hf_write import tensors
+from tests.hf.test_write import tensors
 from tests.zoo.families import UNBUILDABLE, families
 
 pytestmark = pytest.mark.slow

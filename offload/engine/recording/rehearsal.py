@@ -12,15 +12,7 @@ import torch
 
 from offload.distributed.agreement import digest
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.loss import (
-    Batch,
-    LossFunction,
-    LossRule,
-    check_batch,
-    probe_loss,
-    run_loss,
-    select_inputs,
-)
+from offload.engine.loss.loss import Batch, LossFunction, LossRule, check_batch, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.state import EngineState
 from offload.engine.units.condition import Moment, buffer_places

@@ -79,7 +79,7 @@ class _Extent(_Buffer):
 _B = TypeVar("_B", bound=_Buffer)
 
 
-class _Place(Protocol[_B]):
+class _Tier(Protocol[_B]):
     """Where buffers are."""
 
     def make(self, num_bytes: int) -> _B:
@@ -95,7 +95,7 @@ class _Place(Protocol[_B]):
 class ActivationOffload(Generic[_B]):
     """A pool of buffers, grown to what a step needs and used again by every step after it."""
 
-    def __init__(self, place: _Place[_B], device: Device, counters: Counters) -> None:
+    def __init__(self, place: _Tier[_B], device: Device, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
         self._free: dict[int, list[_B]] = {}
         self._taken: dict[int, _B] = {}

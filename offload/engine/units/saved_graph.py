@@ -15,7 +15,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
 
-_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+_Packed = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 """dtype, bytes into the cargo, shape, stride"""
 
 
@@ -50,7 +50,7 @@ class SavedGraph:
         slots = runner.slots
         cargo = slots.cargo_of(unit.regions)
 
-        def pack(tensor: torch.Tensor) -> _Place | torch.Tensor:
+        def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
             distance = slots.within(cargo, tensor.data_ptr())
             if distance >= 0:
                 return tensor.dtype, distance, tensor.shape, tensor.stride()
@@ -62,7 +62,7 @@ class SavedGraph:
                 runner.saved.hold(tensor, "unit inputs" if is_input else "kept tensors", claim)
             return tensor
 
-        def unpack(packed: _Place | torch.Tensor) -> torch.Tensor:
+        def unpack(packed: _Packed | torch.Tensor) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
             return slots.view(cargo, *packed)

@@ -1,4 +1,4 @@
-"""One rank of a test: python -m tests.partition.ranks_child MODE [ARGUMENTS], with torchrun's variables."""
+"""One rank of a test: python -m tests.distributed.ranks_child MODE [ARGUMENTS], with torchrun's variables."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from offload.hf.names import CannotStream, conversions_used, use_conversions
 from offload.hf.write import write_model
 from tests.checkpoint.folders import fill_by_parts, llama, read
-from tests.checkpoint.test_hf_write import contents, rest
+from tests.hf.test_write import contents, rest
 from tests.zoo.families import families
 
 

@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Iterator[list[Rank]]:
-    """Start `python -m tests.partition.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
+    """Start `python -m tests.distributed.ranks_child ARGUMENTS` in `size` ranks; none of them stays behind."""
     common = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -64,7 +64,7 @@ def ranks(folder: Path, size: int, *arguments: str, **environment: str) -> Itera
             path = folder / f"rank-{rank}"
             with path.open("wb") as file:
                 process = forks.start(
-                    ["-u", "-m", "tests.partition.ranks_child", *arguments],
+                    ["-u", "-m", "tests.distributed.ranks_child", *arguments],
                     env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=file,
                     stderr=subprocess.STDOUT,

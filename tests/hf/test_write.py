@@ -22,7 +22,7 @@ from offload.errors import ConfigError, DiskError, OffloadError
 from offload.hf.names import CannotStream
 from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, read, same
-from tests.checkpoint.test_hf_read import make_large
+from tests.hf.test_read import make_large
 from tests.zoo.families import families
 
 

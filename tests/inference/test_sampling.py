@@ -139,7 +139,7 @@ class Counted:
         return self.weights.source(name)
 
     def look(self) -> None:
-        held = sum(bundle.num_bytes for bundle in self.stream._bundles if bundle.ticket is not None)
+        held = sum(cargo.num_bytes for cargo in self.stream._cargoes if cargo.ticket is not None)
         self.peak = max(self.peak, held)
 
     def run(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
-from tests.trainer.conftest import SHAPES
+from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from tests import forks
+from tests.distributed.ranks import free_port
 from tests.forks import ROOT
-from tests.partition.ranks import free_port
 
 
 @dataclass
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, request: pytest.FixtureRequest) -> Run:
-    """Run `python -m tests.trainer.ranks_child WAY WORDS` in two ranks with the variables of torchrun; `more` words of
+    """Run `python -m tests.training.ranks_child WAY WORDS` in two ranks with the variables of torchrun; `more` words of
     each rank can be added. Return how they ended.
     """
 
@@ -61,7 +61,7 @@ def run(folder: Path, request: pytest.FixtureRequest) -> Run:
         ]
         processes = [
             forks.start(
-                ["-m", "tests.trainer.ranks_child", way, *settings, *more[rank]],
+                ["-m", "tests.training.ranks_child", way, *settings, *more[rank]],
                 cwd=folder,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 rank=rank,

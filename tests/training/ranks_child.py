@@ -1,4 +1,4 @@
-"""One rank of a test: python -m tests.trainer.ranks_child WAY WORDS runs `offload.train WORDS`, in which something
+"""One rank of a test: python -m tests.training.ranks_child WAY WORDS runs `offload.train WORDS`, in which something
 happens to one of the ranks at the third step, or at the start.
 """
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.agreement import difference, digest
-from offload.distributed.comm import Alone, _Chunks
+from offload.distributed.comm import Comm, _Chunks
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from tests.partition.ranks import ranks
+from tests.distributed.ranks import ranks
 
 DIFFERENCES = """\
 the configuration must be the same on all ranks, and differs from that of ranks 0, 1 on rank 2: train.seed 0 \
@@ -91,7 +91,7 @@ def test_variables_that_are_missing_or_wrong_are_named(change: dict[str, str | N
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_one_rank_copies_nothing_where_shard_and_full_are_one(environ: dict[str, str]):
     with open_comm(environ=environ) as comm:
-        assert isinstance(comm, Alone)
+        assert type(comm) is Comm
         assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (0, 1, 0, 1)
         full = torch.arange(4.0)
         version = full._version

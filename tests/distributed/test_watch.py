@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.distributed.watch import CLEANUP_S, Place, Times, Watch
+from offload.distributed.watch import CLEANUP_S, Position, Times, Watch
+from tests.distributed.ranks import Rank, ranks
 from tests.forks import PATIENCE_S
-from tests.partition.ranks import Rank, ranks
 
 
 def lost(rank: Rank) -> str:
@@ -108,9 +108,13 @@ def test_a_rank_that_does_not_come_back_from_its_own_work_is_ended_by_force(tmp_
 
 
 def test_a_place_is_described_in_words():
-    assert Place(since=1).describe(3) == "computing, 2.0 s after its start"
-    assert Place(1, "all-gather of unit a", 4, True, since=1).describe(4) == "waiting in all-gather of unit a for 3.0 s"
-    assert Place(1, "all-gather", 4, False, since=1).describe(4) == "computing since the end of all-gather 3.0 s before"
+    assert Position(since=1).describe(3) == "computing, 2.0 s after its start"
+    assert (
+        Position(1, "all-gather of unit a", 4, True, since=1).describe(4) == "waiting in all-gather of unit a for 3.0 s"
+    )
+    assert (
+        Position(1, "all-gather", 4, False, since=1).describe(4) == "computing since the end of all-gather 3.0 s before"
+    )
 
 
 def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch: pytest.MonkeyPatch):
@@ -121,9 +125,9 @@ def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch
     def note(what: str) -> None:
         calls.append((threading.current_thread().name, what))
 
-    def look() -> list[Place]:
+    def look() -> list[Position]:
         note("look")
-        return [Place(), Place()]
+        return [Position(), Position()]
 
     monkeypatch.setattr("offload.distributed.watch._clean_up", lambda: note("clean up"))
     monkeypatch.setattr("os._exit", lambda _code: ended.set())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.distributed.comm import Alone, Comm
+from offload.distributed.comm import Comm
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
@@ -28,7 +28,7 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=120)
 
 
-class Threads(Alone):
+class Threads(Comm):
     """A rank that is a thread."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -92,7 +92,7 @@ def test_what_fails_on_one_rank_fails_on_all(failure: Exception, kind: type[Exce
 
 def test_what_fails_on_the_only_rank_is_raised_as_it_is() -> None:
     failure = RuntimeError("no")
-    with pytest.raises(RuntimeError) as caught, as_one(Alone(), "work"):
+    with pytest.raises(RuntimeError) as caught, as_one(Comm(), "work"):
         raise failure
     assert caught.value is failure
 
@@ -111,7 +111,7 @@ def test_rank_0_makes_it_before_the_others_and_may_take_its_time() -> None:
 
     assert on_ranks(3, work) == [0, 1, 2]
     assert order[0] == 0
-    assert rank_0_first(Alone(), "data", lambda alive: (alive(), 7)) == (True, 7)
+    assert rank_0_first(Comm(), "data", lambda alive: (alive(), 7)) == (True, 7)
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -154,7 +154,7 @@ def test_a_note_of_all_ranks_is_shown_once() -> None:
     assert on_ranks(3, work) == [["note: of all"], ["[rank 1] note: of 1 and 2"], ["[rank 2] note: of 2"]]
 
 
-class Leaving(Alone):
+class Leaving(Comm):
     """A rank of four on two machines; `hear` is what its comm finds out."""
 
     def __init__(self, rank: int, hear: RankLostError | None = None) -> None:
