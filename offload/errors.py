@@ -81,7 +81,19 @@ class InterruptedRun(OffloadError):
     exit_code = 130
 
 
+_COMMON = "all ranks have this error"
 _TOLD = "another rank prints this"
+
+
+def common(error: OffloadError) -> OffloadError:
+    """Note on an error that every rank has it, by now or in a moment."""
+    error.add_note(_COMMON)
+    return error
+
+
+def is_common(error: BaseException) -> bool:
+    """Tell whether every rank has this error."""
+    return _COMMON in getattr(error, "__notes__", ())
 
 
 def leave_to_another_rank(error: BaseException) -> None:

@@ -61,7 +61,10 @@ class Options:
             "for a tenth, at least 1 GiB",
         ),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], tyro.conf.arg(help="auto: the GPU if there is one")] = "auto"
+    device: Annotated[
+        str,
+        tyro.conf.arg(metavar="{auto,cpu,...}", help="a kind of device, such as cuda; auto: the GPU if there is one"),
+    ] = "auto"
     chat: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="put the prompt into the tokenizer's chat template")
     ] = False
@@ -88,7 +91,8 @@ def main(words: list[str]) -> int:
     quiet_transformers()
     own = None if options.device == "cpu" else own_accelerator()
     if options.device not in ("auto", "cpu", own and own.device.type):
-        raise ConfigError("--device is cuda, and torch finds no GPU; give --device cpu.")
+        there = "no GPU" if own is None else f"only {own.device.type}"
+        raise ConfigError(f"--device is {options.device}, and torch finds {there}; give --device cpu.")
     device = torch.device("cpu") if own is None else own.device
     path = chosen_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:

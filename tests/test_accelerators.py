@@ -13,6 +13,7 @@ import torch
 
 import offload
 from offload.accelerators import Accelerator, CudaAccelerator, accelerators, open_accelerator, own_accelerator
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.planning.plan import find_free
@@ -156,7 +157,7 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
     device.set_random_state(device.random_state())
     assert states == [(5, own)]
-    assert find_free(offload.distributed.comm.Alone()).device_bytes == 60
+    assert find_free(Comm()).device_bytes == 60
     assert set(asked) == {own}
 
 

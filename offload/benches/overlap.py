@@ -97,7 +97,9 @@ def run(
     arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace], Any], batches: Sequence[Any], threads: int
 ) -> list[Result]:
     """Measure on batches of token ids, and return one result per ratio and clip mode."""
-    from offload import AdamW, Engine, Placement
+    from offload.engine.engine import Engine
+    from offload.optim.adamw import AdamW
+    from offload.tiers.placement import Placement
 
     precision = arguments.precision[0]
 

@@ -172,7 +172,9 @@ def engine(
     """Make the engine: parameters and optimizer states on the cpu tier, units streamed through one slot, unless
     `placement` says something else.
     """
-    from offload import AdamW, Engine, Placement
+    from offload.engine.engine import Engine
+    from offload.optim.adamw import AdamW
+    from offload.tiers.placement import Placement
 
     made = Engine(
         _model(arguments),

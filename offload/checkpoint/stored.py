@@ -1,4 +1,4 @@
-"""Weights from a checkpoint, for the model that it is of: what `hf_read.py` is for a Hugging Face folder."""
+"""Weights from a checkpoint, for the model that it is of: what `hf/read.py` is for a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -201,6 +201,11 @@ class Config(BaseModel):
             raise ConfigError(
                 f"optimizer.eps is {eps}, and lion has no such setting; leave it out, or set --optimizer.name adamw."
             )
+        if self.optimizer.name == "lion" and self.train.clip == "speculative":
+            raise ConfigError(
+                "train.clip is speculative, which corrects updates once the norm is known, and lion has no correction: "
+                "set --train.clip deferred or auto."
+            )
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(
                 f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "

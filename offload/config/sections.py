@@ -251,7 +251,7 @@ class TrainSection(Section):
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
-        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 with CUDA, else fp32.",
+        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, else fp32.",
     )
     recompute: Literal["auto", "always", "never"] = Field(
         default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from offload.distributed.agreement import difference, digest
 from offload.distributed.watch import Position, Times, Watch, connect, left, moved
-from offload.errors import ConfigError, RankLostError
+from offload.errors import ConfigError, RankLostError, common
 
 LOOK_S = 0.2
 """How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
@@ -276,7 +276,7 @@ class Ranks(Comm):
         digests = self._collect(own, f"comparison of {name}").flatten().tolist()
         if len(set(digests)) > 1:
             values = self.gather_objects(value, f"values of {name}")
-            raise ConfigError(difference(name, digests, values))
+            raise common(ConfigError(difference(name, digests, values)))
 
     def any(self, flag: bool, what: str) -> bool:
         return bool(self._collect(torch.tensor([flag]), what).any())

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from offload.distributed.comm import Comm
-from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError
+from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError, common
 
 _Made = TypeVar("_Made")
 
 
 def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> list[_Made]:
-    """Return what every rank made; or raise on all ranks the failure of the lowest rank that has one. Collective.
+    """Return what every rank made; or raise on all ranks, as one that is `common`, the failure of the lowest rank that
+    has one. Collective.
 
     Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other; the text is the same
     on all ranks.
@@ -22,7 +23,7 @@ def outcome(comm: Comm, made: _Made, failure: Exception | None, what: str) -> li
     for rank, (_, found) in enumerate(told):
         if found is not None:
             kind, text, *rest = found
-            raise kind(f"[rank {rank}] {text}" if rank else text, *rest) from failure
+            raise common(kind(f"[rank {rank}] {text}" if rank else text, *rest)) from failure
     return [its for its, _ in told]
 
 

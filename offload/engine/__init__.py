@@ -22,8 +22,8 @@ To read one step, from the call to the updated weights, in order:
     lanes/ticket.py                   what waits for what
     lanes/lane.py                     queues of work beside compute
     engine/gradients/flow.py          a gradient from autograd to where it waits
-    engine/gradients/norms.py         what is known of all of them
     engine/gradients/landing.py       and on its way down
+    engine/gradients/norms.py         what is known of all of them
     engine/gradients/updates.py       clipping, and the update of every tile
     optim/update.py                   runs of parameters that are updated alike
     native/kernels.py                 the kernels

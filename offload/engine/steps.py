@@ -172,8 +172,7 @@ class Steps:
         state = self._state
         if state.updates.clip == "auto":
             sharding, throttles = state.plan.layout.sharding, state.throttles
-            # On disk a correction is a second pass over the states, which costs more than the first one hides.
-            hides = not state.lanes.overlap or bool(state.plan.layout.planes)
+            hides = not state.lanes.overlap or not state.plan.corrects_cheaply
             if not hides:
                 device, num_units = state.device.torch_device, len(state.units)
                 forward_s = forward_seconds(state.infos, state.regions, num_units, tokens, sharding, throttles, device)

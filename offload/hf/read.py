@@ -1,7 +1,7 @@
 """Weights from a Hugging Face folder, a module at a time: a model larger than memory can be taken over.
 
-The model is built with parameters that are not filled (`deferred.py`). Each then gets its values from the ranges of the
-safetensors files that it needs, renamed and fused by transformers' own rules (`hf_names.py`); what no file has is
+The model is built with parameters that are not filled (`deferred_init.py`). Each then gets its values from the ranges
+of the safetensors files that it needs, renamed and fused by transformers' own rules (`names.py`); what no file has is
 initialised as for a model from random weights.
 """
 

@@ -1,6 +1,6 @@
 """A model as a Hugging Face folder, written a parameter at a time: one larger than memory can be exported.
 
-Names, shapes and values are those of `save_pretrained`; transformers' rules are undone group by group (`hf_names.py`).
+Names, shapes and values are those of `save_pretrained`; transformers' rules are undone group by group (`names.py`).
 A folder appears whole under its name, or not at all.
 """
 

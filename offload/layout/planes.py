@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.errors import ConfigError
+
 MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
@@ -45,9 +47,17 @@ def table(compute: str, moments: Sequence[Plane]) -> tuple[Plane, ...]:
     what waits for the norm of one backward pass.
     """
     travels = torch.bfloat16 if compute == "bf16" else torch.float32
-    return (
+    made = (
         Plane("weights", travels, "parameters"),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", travels, "gradients"),
     )
+    names = [plane.name for plane in made]
+    wrong = [plane.name for plane in moments if plane.width < 2 or names.count(plane.name) > 1]
+    if wrong:
+        raise ConfigError(
+            f"the update rule has a plane {wrong[0]}, which cannot be: each has a name of its own, beside weights, low "
+            "and gradients, and at least 2 bytes an element."
+        )
+    return made

@@ -1,4 +1,4 @@
-"""Checks the arrays that `native` and `native_io` are given, of torch or of numpy, and finds where they lie."""
+"""Checks the arrays that the kernels and the I/O engines are given, of torch or of numpy, and finds where they lie."""
 
 from __future__ import annotations
 

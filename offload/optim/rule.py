@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,19 +46,16 @@ class UpdateRule(ABC):
     """True where there is a `correct`, which speculative clipping needs."""
 
     lr: float
-    betas: tuple[float, float]
     weight_decay: float
     decay_1d: bool
     groups: tuple[tuple[str, Mapping[str, float]], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas is {self.betas}; each of the two lies in [0, 1).")
         for key in ("lr", "eps", "weight_decay"):
-            if not getattr(self, key, 0.0) >= 0.0:
-                raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it cannot be negative.")
+            value = getattr(self, key, 0.0)
+            if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+                raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and not negative.")
         for pattern, values in self.groups:
             try:
                 re.compile(pattern)
@@ -68,6 +66,11 @@ class UpdateRule(ABC):
                     raise ConfigError(
                         f"optimizer.groups[{pattern!r}]: unknown key {key!r}{nearest(key, _GROUP_KEYS)}; allowed: "
                         f"lr_scale, weight_decay."
+                    )
+                if not isinstance(values[key], int | float) or not 0.0 <= values[key] < math.inf:
+                    raise ConfigError(
+                        f"optimizer.groups[{pattern!r}]: {key} is {values[key]!r}; it must be a number, finite and not "
+                        "negative."
                     )
 
     def settings(self, name: str, num_dimensions: int) -> tuple[float, float]:
@@ -91,6 +94,17 @@ class UpdateRule(ABC):
         returns.
         """
         raise NotImplementedError
+
+
+def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
+    """Return both decay rates of moments as a pair. Raises ConfigError."""
+    try:
+        first, second = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        first = second = math.nan
+    if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
+        raise ConfigError(f"optimizer.betas is {betas}; it must be two numbers, each in [0, 1).")
+    return first, second
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

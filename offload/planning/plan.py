@@ -47,6 +47,11 @@ class Plan:
     allocations: list[Allocation]
     most: list[Allocation]
 
+    @property
+    def corrects_cheaply(self) -> bool:
+        """False where a correction is a second pass over states on disk, which costs more than the first one hides."""
+        return not self.layout.planes
+
     def of(self, tier: str, name: str) -> Allocation:
         """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
         return _find(self.allocations, tier, name)
@@ -124,7 +129,7 @@ def make_plan(
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
     elif overlap and not limited:
         ahead, buffers = AUTO_LOOKAHEAD, 2
-    defers = settings.keeps_gradients and settings.clip != "speculative"
+    defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any("gradients" in layout.of(region) for region in regions):
         planned = sum(a.num_bytes for a in plan_for(*tiers, ahead, buffers) if a.tier == "cpu")
         # What an own loop will take in place of the gradients that are planned.

@@ -23,38 +23,50 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Settings:
     """What an engine is told; each field is a keyword of `Engine` as well. Raises ConfigError, which names the key that
     the field has in a configuration.
+
+    optimizer: the update rule.
+    placement: which states live on which tier, and the budgets.
+    precision: in what the device computes: fp32, or bf16 with fp32 masters.
+    max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping.
+    clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
+    on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
+    micro_batch_size: rows that a unit computes at a time; None for all of a batch.
+    recompute: whether a unit's forward is computed again in its backward: always, never, or auto (where memory is
+        short).
+    prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
+    zero_stage: what ranks share out, 0 to 3 (arXiv:1910.02054).
+    throttle: links that are played slower than they are, by name.
+    seed: of what a step draws in micro-batches.
+    debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
+    head_chunk_bytes: logits that may exist at once; None for all.
     """
 
     optimizer: UpdateRule = field(default_factory=AdamW)
-    """The update rule."""
     placement: Placement = field(default_factory=Placement)
-    """Which states live on which tier, and the budgets."""
     precision: str = "fp32"
-    """In what the device computes: fp32, or bf16 with fp32 masters."""
     max_grad_norm: float | None = 1.0
-    """The norm to which gradients are clipped; None or 0 for no clipping."""
     clip: str = "auto"
-    """When clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto."""
     on_nonfinite: str = "stop"
-    """What becomes of a step whose gradients are not finite: stop (an error), or skip."""
     micro_batch_size: int | None = None
-    """Rows that a unit computes at a time; None for all of a batch."""
     recompute: str = "always"
-    """Whether a unit's forward is computed again in its backward: always, never, or auto (where memory is short)."""
     prefetch: str | int = "auto"
-    """How many units are fetched before they are needed."""
     zero_stage: int = 3
-    """What ranks share out, 0 to 3 (arXiv:1910.02054)."""
     throttle: Mapping[str, Any] | None = None
-    """Links that are played slower than they are, by name."""
     seed: int = 0
-    """Of what a step draws."""
     debug: bool | int = False
-    """Poison memory that is given back; a number also lets lanes wait at random, by that seed."""
     head_chunk_bytes: int | str | None = "256MiB"
-    """Logits that may exist at once; None for all."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, UpdateRule):
+            raise ConfigError(
+                f"the optimizer is {self.optimizer!r}; it must be an update rule, such as AdamW(lr=1e-4). (Settings as "
+                "a whole are given by name: settings=...)"
+            )
+        if not isinstance(self.placement, Placement):
+            raise ConfigError(f"the placement is {self.placement!r}; it must be a Placement, such as Placement().")
+        for key in ("seed", "debug"):
+            if not isinstance(getattr(self, key), int):
+                raise ConfigError(f"run.{key} is {getattr(self, key)!r}; it must be a whole number.")
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         if self.clip == "speculative" and not self.optimizer.can_correct:
@@ -72,12 +84,17 @@ class Settings:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
         if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
-        put = object.__setattr__
-        put(self, "max_grad_norm", norm or None)
-        corrects = self.optimizer.can_correct and norm and not self.skips
-        put(self, "clip", self.clip if corrects else "deferred")
+        object.__setattr__(self, "max_grad_norm", norm or None)
         parse_throttle(self.throttle)
         parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
+
+    @property
+    def resolved_clip(self) -> str:
+        """When clipped updates are made, as far as that follows from the settings: deferred where there is nothing to
+        correct, or no way to.
+        """
+        corrects = self.optimizer.can_correct and self.max_grad_norm and not self.skips
+        return self.clip if corrects else "deferred"
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:
@@ -113,7 +130,7 @@ class Settings:
 
 
 def with_settings(function: _Function) -> _Function:
-    """Let a function that takes `**settings` show each of them to `help`."""
+    """Let a function that takes `**settings` show each of them to `help`, and what it means."""
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     known = {each.name for each in own}
@@ -122,6 +139,8 @@ def with_settings(function: _Function) -> _Function:
         for each in dataclasses.fields(Settings)
         if each.name not in known
     ]
+    fields_of = inspect.getdoc(Settings) or ""
+    function.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{fields_of.split(chr(10) * 2)[1]}".strip()
     function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
     return function
 

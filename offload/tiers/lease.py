@@ -13,8 +13,8 @@ from offload.lanes.ticket import Ticket
 @dataclass(frozen=True)
 class Lease:
     """Planes of a tile of a region, lent for one piece of work: they can be read once `reads` is over, and changed once
-    `fills` is over as well. Call `done_reading` or `done_writing` with
-    the ticket of that work before the next lease is taken.
+    `fills` is over as well. Call `done_reading` or `done_writing` with the ticket of that work before the next lease is
+    taken.
     """
 
     planes: dict[str, torch.Tensor]

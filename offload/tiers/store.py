@@ -124,18 +124,24 @@ class RegionState:
     @property
     def keeps_gradients(self) -> bool:
         """True where the region's gradients wait for the norm."""
-        return self.gradients is not None or self.lands_on_disk
-
-    @property
-    def lands_on_disk(self) -> bool:
-        """True where the region's gradients wait on disk."""
-        return self.gradients is None and self.has_room_on_disk
+        return self.gradients is not None or self.has_room_on_disk
 
     @property
     def has_room_on_disk(self) -> bool:
-        """True where the region's record has a place for gradients."""
+        """True where the region's record has a place for gradients, which is used unless they wait in memory."""
         record = self.tiles[0].record
         return record is not None and "gradients" in record.planes
+
+    def land(self) -> Iterator[tuple[slice, Lease]]:
+        """Yield where gradients wait: of what this rank updates which elements, and memory for these. One lease is to
+        be given back before the next one is taken.
+        """
+        if self.gradients is not None:
+            planes, fence = {"gradients": self.gradients}, self.landing
+            yield slice(0, len(self.gradients)), Lease(planes, (), fence.before_fill(), fence.read, fence.fill)
+        elif self.has_room_on_disk:
+            for tile in self.tiles:
+                yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
 
     def count(self, touched: Sequence[bool]) -> None:
         """Note that the parameters that received a gradient were updated."""
@@ -209,6 +215,11 @@ class Store:
                     mine[name] = flat[begin - start : end - start]
             tiles.append(Tile(begin, end, mine, record))
         return tiles
+
+    @property
+    def lends_early(self) -> bool:
+        """True where states can be lent before the gradients are there: none wait in the same records."""
+        return not any(state.has_room_on_disk for state in self.states)
 
     def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
         """Make a gradient plane for every trained region: in the dtype of its weights, or in fp32 where several

@@ -18,8 +18,9 @@ from offload.config.sections import ModelSection
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, OffloadError, RankLostError, format_bytes
+from offload.errors import CheckpointError, common, format_bytes
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -33,7 +34,7 @@ from offload.hf.models import (
 )
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
-from offload.training.ranks import agree, as_one, common, rank_0_first
+from offload.training.ranks import rank_0_first
 from offload.training.resume import ResumePoint, none_is_whole
 from offload.training.run_folder import LONG_BYTES
 
@@ -78,7 +79,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         return build_data(config, kind, vocabulary, stages(say, alive))
 
     data = rank_0_first(comm, "preparation of the data", build)
-    agree(comm, "the training data", data.state_dict())
+    comm.agree("the training data", data.state_dict())
     if first:
         with as_one(comm, "comparison of the data"):
             data.check_state(start.data)
@@ -140,10 +141,6 @@ def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | 
             if len(start.folders) > 1:
                 say(f"note: a checkpoint is skipped: {error}")
             reasons.append(str(error))
-        except RankLostError:
-            raise
-        except OffloadError as error:
-            raise common(error)  # noqa: B904 - as it is
         else:
             say(f"resumed at step {meta['step']} from {folder}")
             return meta

@@ -12,10 +12,10 @@ from typing import Any
 from offload.checkpoint.folder import Checkpoints
 from offload.config.sections import CheckpointSection
 from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving
 from offload.engine.engine import Engine
 from offload.errors import DiskError, format_bytes
-from offload.training.ranks import as_one
 from offload.training.run_folder import LONG_BYTES
 
 

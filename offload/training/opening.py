@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from offload.checkpoint.folder import Checkpoints
 from offload.config.config import Config
 from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
 from offload.files.directories import check_dirs
 from offload.hf.write import check_place
 from offload.lanes.throttle import parse_throttle
 from offload.training.parts import placement, update_rule
-from offload.training.ranks import as_one, shared
 from offload.training.resume import ResumePoint, find_start
 from offload.training.run_folder import RunFolder
 
@@ -24,18 +25,18 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
     folder = None
     try:
         with as_one(comm, "look for a checkpoint"):
-            found = None
+            found: Any = None
             if comm.rank == 0:  # in the folder that is this process's alone by then
                 folder = RunFolder.open(config)
                 found = _find(config, folder, say)
-        start: ResumePoint = shared(comm, found, "start of the run")
+        start: ResumePoint = comm.gather_objects(found, "start of the run")[0]
         with as_one(comm, "check of the settings"):
             start.config.check_ranks(comm.size)
             if dirs := placement(start.config).dirs:
                 check_dirs(dirs)
             parse_throttle(start.config.offload.throttle)
             update_rule(start.config)
-        path = shared(comm, folder and folder.path, "run folder")
+        path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
     except BaseException:
         if folder is not None:
             folder.close()

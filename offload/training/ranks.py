@@ -7,66 +7,27 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from offload.distributed import outcome
 from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
     InterruptedRun,
     OffloadError,
     RankLostError,
+    is_common,
     leave_to_another_rank,
 )
 
 HEAR_S = 0.5
 """How long a rank that fails waits to hear that rank 0 failed with the same error, and prints it."""
 
-_COMMON = "all ranks have this error"
 _ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<kind>\w+): ")  # how the comm tells of another rank's error
 _CAUSES: dict[str, type[OffloadError]] = {kind.__name__: kind for kind in (ConfigError, DoesNotFitError)}
 _Made = TypeVar("_Made")
-
-
-@contextmanager
-def as_one(comm: Comm, what: str) -> Iterator[None]:
-    """As `outcome.as_one`; the error is noted as one that all ranks have."""
-    with _noted(), outcome.as_one(comm, what):
-        yield
-
-
-def raise_first(comm: Comm, failure: Exception | None, what: str) -> None:
-    """Raise on all ranks the failure of the lowest rank that has one, as `outcome` does; return where none has."""
-    with _noted():
-        outcome.outcome(comm, None, failure, what)
-
-
-@contextmanager
-def _noted() -> Iterator[None]:
-    try:
-        yield
-    except RankLostError:
-        raise
-    except OffloadError as error:
-        common(error)
-        raise
-
-
-def agree(comm: Comm, name: str, value: Any) -> None:
-    """Raise ConfigError on all ranks where `value` (see Comm.agree) is not the same on all of them."""
-    try:
-        comm.agree(name, value)
-    except ConfigError as error:
-        raise common(error) from None
-
-
-def common(error: OffloadError) -> OffloadError:
-    """Note on an error that every rank has it, by now or in a moment. Not collective."""
-    error.add_note(_COMMON)
-    return error
 
 
 def rank_0_first(comm: Comm, what: str, make: Callable[[Callable[[], object]], _Made]) -> _Made:
@@ -184,13 +145,3 @@ class Parting:
         if comm.local_rank:  # lower ranks go first: one that had the same error has said so by now
             self._heard.wait(HEAR_S * (1 + comm.local_rank / 4))
         return comm.local_rank == 0 or f" ended with: {type(error).__name__}: {error} (it was " not in self._loss
-
-
-def is_common(error: BaseException) -> bool:
-    """Tell whether every rank has this error, as `common` notes it. Not collective."""
-    return _COMMON in getattr(error, "__notes__", ())
-
-
-def shared(comm: Comm, value: Any, what: str) -> Any:
-    """Return rank 0's value."""
-    return comm.gather_objects(value, what)[0]

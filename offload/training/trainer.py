@@ -14,10 +14,11 @@ from pathlib import Path
 
 from offload.config.config import Config
 from offload.distributed.joining import open_comm
+from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.gradients.updates import COARSE_RATIO
 from offload.engine.steps import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError
+from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.optim.lr import learning_rate
@@ -29,7 +30,7 @@ from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.opening import open_run
 from offload.training.parts import with_decisions
-from offload.training.ranks import Notes, Parting, agree, as_one, common, is_common, raise_first, tally
+from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
 from offload.training.standing import Standing
@@ -93,7 +94,7 @@ class Trainer:
 
     def _run(self) -> TrainResult:
         comm = self._comm
-        agree(comm, "the configuration", dict(self.config.items()))
+        comm.agree("the configuration", dict(self.config.items()))
         if text := untested():
             self._say(f"note: {text}")
         self._folder, start = open_run(self.config, comm, self._say)
@@ -214,7 +215,7 @@ class Trainer:
         if votes["notes"]:
             self._notes.exchange()
         if votes["failed"]:
-            raise_first(comm, failure, "making of a batch")
+            outcome(comm, None, failure, "making of a batch")
         if votes["saved"] == comm.size:
             self._saves.settle()
         if votes["save"] and not votes["stop"] and step > self._stands.first_step and self._saves.newest_step != step:

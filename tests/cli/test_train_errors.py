@@ -39,6 +39,10 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
         (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adamw' or 'lion'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
+        (
+            ["--optimizer.name", "lion", "--train.clip", "speculative"],
+            ["train.clip is speculative", "lion", "deferred"],
+        ),
         (["--train.clip", "sometimes"], ["train.clip", "'sometimes'", "'deferred'"]),
         (["--offload.throttle", "fast"], ["offload.throttle", "'fast'", "{h2d: 100MiB}"]),
         (["--offload.throttle", "{h2d: [}"], ["offload.throttle", "not YAML"]),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pydoc
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine
+from offload import AdamW, Engine, Lion, Settings
 from offload.errors import ConfigError, OffloadError
 from tests.engine.compare import train_both, weights
 from tests.engine.families import CAUSAL, batches, bert, build, gemma2, gpt2, gpt_neox, llama, mamba, opt, t5, tokens
@@ -237,6 +239,14 @@ SETTINGS = {
     "micro_batch_size": 0,
     "recompute": "perhaps",
     "zero_stage": 4,
+    "prefetch": -1,
+    "throttle": {"nowhere": 1},
+    "head_chunk_bytes": "many",
+    "seed": "x",
+    "debug": "x",
+    "optimizer": "lion",
+    "placement": {"parameters": "cpu"},
+    "max_grad_norm": -1.0,
 }
 
 
@@ -244,3 +254,20 @@ SETTINGS = {
 def test_a_setting_that_is_not_allowed_is_refused_by_its_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         Engine(build(Stack), **{key: value})
+
+
+def test_settings_are_the_same_object_as_keywords() -> None:
+    """Also where some are given by name beside a whole."""
+    settings = Settings(max_grad_norm=None, optimizer=Lion(), precision="bf16")
+    assert (settings.clip, settings.resolved_clip) == ("auto", "deferred")
+    clips = replace(settings, optimizer=AdamW(), max_grad_norm=1.0)
+    assert clips.resolved_clip == "auto"
+    assert Engine(build(Stack), settings=settings, max_grad_norm=1.0, optimizer=AdamW()).clip == "auto"
+    with pytest.raises(ConfigError, match="settings="):
+        Engine(build(Stack), settings)  # type: ignore[arg-type]
+
+
+def test_help_says_what_each_setting_is() -> None:
+    shown = pydoc.plain(pydoc.render_doc(Engine.__init__))
+    for field in fields(Settings):
+        assert f"{field.name}: " in shown.partition("\n")[2], field.name

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Engine, Lion, Placement
+from offload import AdamW, Engine, Lion, Placement
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
@@ -91,6 +91,35 @@ def test_a_rule_without_a_correction_is_deferred() -> None:
     assert engine.resolve_clip(1) == "deferred"
     assert engine.step(tokens()).corrected == 0
     assert Engine(build(llama), throttle={"update": 1e3}).resolve_clip(1) == "speculative", "the throttle says so"
+
+
+@pytest.mark.parametrize(
+    "plane", [Plane("low", torch.float32), Plane("weights", torch.float32), Plane("q", torch.int8)]
+)
+def test_a_plane_that_cannot_be_is_refused(plane: Plane) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Counting):
+        moments = (Plane("times", torch.int16), plane)
+
+    with pytest.raises(ConfigError, match=f"plane {plane.name}, which cannot be"):
+        Engine(build(llama), optimizer=Wrong())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": float("inf")},
+        {"lr": "x"},
+        {"betas": None},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": -1.0},
+        {"groups": (("a", {"lr_scale": "x"}),)},
+    ],
+)
+@pytest.mark.parametrize("kind", [AdamW, Lion])
+def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.{next(iter(wrong))}"):
+        kind(**wrong)
 
 
 # -- Lion --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import offload
 from offload import bench
 from offload.benches import overlap, step
 from offload.benches.ideal import Unit, Use, Work, ideal, serial_seconds
@@ -304,7 +303,7 @@ def test_the_command(shop, monkeypatch):
         models.append(model)
         return shop.make(**settings)
 
-    monkeypatch.setattr(offload, "Engine", make)
+    monkeypatch.setattr("offload.engine.engine.Engine", make)
     monkeypatch.setattr(step, "_model", lambda given: (given.hidden, given.layers, given.vocabulary))
     monkeypatch.setattr(overlap.Bench.__init__, "__defaults__", (shop.clock,))
     results = step.run(arguments)

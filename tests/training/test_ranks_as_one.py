@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
     InterruptedRun,
     OffloadError,
     RankLostError,
+    common,
     is_left_to_another_rank,
 )
-from offload.training.ranks import Notes, Parting, as_one, common, rank_0_first, tally
+from offload.training.ranks import Notes, Parting, rank_0_first, tally
 
 
 class Meeting:

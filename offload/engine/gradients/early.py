@@ -16,8 +16,7 @@ class EarlyReads:
         self._store = store
         self._order: list[Region] = []
         self._leases: dict[Tile, Lease] = {}
-        # Gradients that wait in the same records are not there yet.
-        self.are_possible = not any(state.has_room_on_disk for state in store.states)
+        self.are_possible = store.lends_early
 
     def begin(self) -> None:
         """The backward begins, in which the disk has little to do: read what was updated first last time, as far as the

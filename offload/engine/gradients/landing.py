@@ -147,26 +147,18 @@ class Landing:
             self._note(self._measures.measure(region, flat))
         flat, source, reads = self._summed(region, flat, source)
         state = self._store[region]
-        if state.lands_on_disk:
-            for tile in state.tiles:
-                lease = tile.land("gradients")
-                piece = flat[tile.begin - state.begin : tile.end - state.begin]
-                lease.done_writing(
-                    self._bring_down(region, lease.planes["gradients"], piece, source, reads, lease.fills)
-                )
+        if state.keeps_gradients:
+            for its, lease in state.land():
+                target = lease.planes["gradients"]
+                lease.done_writing(self._bring_down(region, target, flat[its], source, reads, lease.fills))
             if self.landed is not None:
-                self.landed(region, None, Fence("gradients on disk"))
+                self.landed(region, state.gradients, state.landing)
             return
-        target, fence, stretch = state.gradients, state.landing, None
-        fills = fence.before_fill()
-        if target is None:
-            target, stretch = self._staged(flat, region.plane("gradients").dtype)
-            fence, fills = stretch.fence, stretch.fills
-        fence.fill(self._bring_down(region, target, flat, source, reads, fills))
+        staged, stretch = self._staged(flat, region.plane("gradients").dtype)
+        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
         if self.landed is not None:
-            self.landed(region, target, fence)
-        if stretch is not None:
-            stretch.is_open = False
+            self.landed(region, staged, stretch.fence)
+        stretch.is_open = False
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to its fp32 plane."""

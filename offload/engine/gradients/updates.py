@@ -73,9 +73,8 @@ class Updates:
         self._rule, self._max_norm = settings.optimizer, settings.max_grad_norm
         self._skips, self._debug = settings.skips, bool(settings.debug)
         self._lane: Lane = store.updating
-        self.clip = (
-            "deferred" if self._lane is lanes.here else settings.clip
-        )  # on the device nothing hides behind anything
+        # Compute itself hides nothing.
+        self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
         self._updated: list[Landed] = []
         self.lr = self._rule.lr
         self._so_far = [0.0]

@@ -45,6 +45,7 @@ class Unit:
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
         self._original: Callable[..., Any] | None = None
+        self._own: Callable[..., Any] | None = None  # what hung in the module itself before
 
     def learn(self, structure: Hashable) -> UnitTraits:
         """Open the page for uses with arguments of this structure, empty or with what earlier passes wrote."""
