@@ -548,9 +548,16 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
     player.may_copy = False
     try:
         for op in ops:
-            if op["do"] not in ("reopen", "world"):
+            if op["do"] in ("reopen", "world"):
+                continue
+            of = op["of"] if op["do"] == "fail" else op
+            with suppress(Refused):
+                player.do(of)
+            if op["do"] == "fail":  # it may be done again after a load: recorded anew, units may keep other graphs
+                player.engine.save_checkpoint(folder / "probe")
+                player.engine.load_checkpoint(folder / "probe")
                 with suppress(Refused):
-                    player.do(op["of"] if op["do"] == "fail" else op)
+                    player.do(of)
         parts = player.engine._state
         peaks = comm.gather_objects((parts.device.ledger.peak_bytes, parts.host.peak_bytes), "peaks")
     finally:
