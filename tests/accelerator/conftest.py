@@ -1,0 +1,33 @@
+"""Two simulated devices for the whole run, each test from the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import accelerator
+from tests.accelerator.build import CannotBuildError
+
+if TYPE_CHECKING:
+    from tests.accelerator.control import Control
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Control:
+    try:
+        return accelerator.load(num_devices=2)
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sim(loaded: Control) -> Iterator[Control]:
+    """The simulation, with counters at zero and device 0 current."""
+    import torch
+
+    loaded.reset()
+    torch.accelerator.set_device_index(0)
+    yield loaded
+    loaded.reset()

@@ -1,0 +1,145 @@
+"""torch takes it for a GPU."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from tests.accelerator.build import build
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
+
+
+def test_torch_accelerator(sim):
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator() == torch.device("sim")
+    assert torch.accelerator.device_count() == torch.sim.device_count() == 2
+    assert torch.get_device_module("sim") is torch.sim
+    assert torch.get_device_module() is torch.sim
+    with torch.accelerator.device_index(1):
+        assert torch.empty(1, device="sim").device.index == 1
+    with torch.sim.device("sim:1"):
+        assert torch.sim.current_device() == 1
+    assert torch.sim.current_device() == 0
+    assert torch.sim.get_device_properties(0).total_memory == torch.accelerator.get_memory_info()[1]
+    with pytest.raises(RuntimeError, match="invalid device ordinal: 7"):
+        torch.accelerator.set_device_index(7)
+
+
+def test_streams_and_events_of_the_module(sim):
+    stream = torch.sim.Stream()
+    with torch.sim.stream(stream):
+        assert torch.sim.current_stream() == stream
+        event = torch.sim.Event(enable_timing=True, blocking=True)
+        event.record()
+        event.wait(torch.sim.default_stream())
+    event.synchronize()
+    later = torch.sim.Event(enable_timing=True)
+    later.record()
+    torch.sim.synchronize()
+    assert event.query()
+    assert event.elapsed_time(later) >= 0
+    assert torch.sim.current_stream() == torch.sim.default_stream()
+    assert torch.sim.Stream("sim:1").device == torch.device("sim:1")
+
+
+def test_moving_modules_and_tensors(sim):
+    layer = torch.nn.Linear(3, 2)
+    weight = layer.weight.detach().clone()
+    moved = copy.deepcopy(layer).to("sim")
+    assert moved.weight.device == torch.device("sim:0")
+    assert moved.weight.is_sim
+    assert copy.deepcopy(moved).weight.device == torch.device("sim:0")
+    assert torch.equal(moved.cpu().weight, weight)
+    with torch.device("sim"):
+        assert torch.nn.Linear(2, 2).bias.device.type == "sim"
+
+
+def test_saving_and_loading(sim):
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(4.0, device="sim:1")}, file)
+    for where, expected in ((None, "sim:1"), ("sim:0", "sim:0"), ("cpu", "cpu")):
+        file.seek(0)
+        found = torch.load(file, map_location=where)["a"]
+        assert (str(found.device), found.tolist()) == (expected, [0, 1, 2, 3])
+
+
+def test_random_numbers_follow_the_state_alone(sim):
+    torch.manual_seed(5)
+    state = torch.sim.get_rng_state()
+    first = torch.randn(100, device="sim"), torch.rand(3, device="sim"), torch.randint(9, (5,), device="sim")
+    later = torch.sim.get_rng_state()
+    assert not torch.equal(state, later)
+    sim.set_jitter(2000, seed=1)
+    torch.sim.set_rng_state(state)
+    other = torch.Stream("sim:0")
+    again = [torch.randn(100, device="sim")]
+    with other:
+        again += [torch.rand(3, device="sim"), torch.randint(9, (5,), device="sim")]
+    torch.accelerator.synchronize()
+    for left, right in zip(first, again, strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(torch.sim.get_rng_state(), later)
+    assert abs(first[0].mean().item()) < 0.5
+    assert not torch.equal(torch.randn(100, device="sim"), first[0])
+
+
+def test_generators_of_ones_own_and_of_each_device(sim):
+    torch.manual_seed(5)
+    assert torch.equal(torch.randn(4, device="sim:0").cpu(), torch.randn(4, device="sim:1").cpu())
+    untouched = torch.sim.get_rng_state()
+    generator = torch.Generator("sim").manual_seed(9)
+    first = torch.randn(4, device="sim", generator=generator)
+    state = generator.get_state()
+    second = torch.randn(4, device="sim", generator=generator)
+    generator.set_state(state)
+    assert torch.equal(torch.randn(4, device="sim", generator=generator), second)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.sim.get_rng_state(), untouched)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(4, device="sim", generator=torch.Generator())
+
+
+def test_dropout_and_checkpointing_draw_the_same_again(sim):
+    x = torch.ones(1000, device="sim", requires_grad=True)
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        torch.manual_seed(1)
+        kept = torch.utils.checkpoint.checkpoint(torch.nn.functional.dropout, x, 0.5, use_reentrant=False)
+        kept.sum().backward()
+    assert torch.equal(x.grad, kept.detach())
+    assert set(kept.tolist()) == {0.0, 2.0}
+    assert 350 < (kept != 0).sum().item() < 650
+
+
+def test_autocast(sim):
+    x, weight = torch.randn(4, 4, device="sim"), torch.randn(4, 4, device="sim", requires_grad=True)
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        low = torch.nn.functional.linear(x, weight)
+        assert (x @ weight).dtype == torch.nn.functional.linear(x, weight).dtype == torch.bfloat16
+        assert torch.softmax(low, -1).dtype == torch.float32
+        assert torch.nn.functional.layer_norm(low, (4,)).dtype == torch.float32
+        assert low.sum().dtype == torch.float32
+        assert torch.addcmul(low, x, x).dtype == torch.float32
+        assert torch.nn.functional.conv1d(x.view(1, 4, 4), weight.view(4, 4, 1)).dtype == torch.bfloat16
+    low.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+    on_cpu = x.cpu().bfloat16() @ weight.detach().cpu().bfloat16().t()
+    assert torch.equal(low.cpu(), on_cpu)
+    assert (x @ x).dtype == torch.float32
+
+
+def test_gradient_scaling(sim):
+    scaler = torch.amp.GradScaler("sim", init_scale=8.0)
+    weight = torch.nn.Parameter(torch.ones(2, device="sim"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [0, 0]
+
+
+def test_nothing_is_built_twice(sim):
+    library = build()
+    before = library.stat().st_mtime_ns
+    assert build().stat().st_mtime_ns == before

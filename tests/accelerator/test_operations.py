@@ -1,0 +1,296 @@
+"""Operations have the bits of torch on a CPU with one thread, forward and backward, in whatever order streams run."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*sizes, dtype=torch.float32, seed=0):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(op_name, dtype):
+    """The floating point inputs of an operation below."""
+    sizes = SIZES.get(op_name, [(6, 8)])
+    return [numbers(*size, dtype=dtype, seed=number) for number, size in enumerate(sizes)]
+
+
+def index(x, values):
+    return torch.tensor(values, device=x.device)
+
+
+OPS = {
+    "add": lambda x, y: x + y * 2 - 0.5,
+    "divide": lambda x, y: x / (y.abs() + 1),
+    "broadcast": lambda x, y: x + y,
+    "in_place": lambda x: x.clone().mul_(2).add_(1).relu_(),
+    "where": lambda x: torch.where(x > 0, x, x * 0.1),
+    "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "powers": lambda x: x.pow(2) + x.abs().sqrt() + x.abs().add(1).log(),
+    "exponentials": lambda x: torch.exp(x) + torch.tanh(x) + torch.sigmoid(x),
+    "gelu": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x) + F.softplus(x),
+    "sin": lambda x: x.sin() * x.cos(),
+    "sum": lambda x: x.sum(-1) + x.mean(-1),
+    "variance": lambda x: x.var(-1) + x.std(-1),
+    "norm": lambda x: x.norm() + torch.linalg.vector_norm(x, dim=-1),
+    "maximum": lambda x: x.max(-1).values + x.amax(-1) + x.min(-1).values,
+    "cumulative": lambda x: x.cumsum(-1) + x.cumprod(0),
+    "sort": lambda x: x.sort(-1).values + x.topk(8, -1).values,
+    "softmax": lambda x: torch.softmax(x, -1) + torch.log_softmax(x, 0),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "matmul": lambda x, y: x @ y,
+    "batched": lambda x, y: torch.bmm(x, y),
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "linear_3d": lambda x, w, b: F.linear(x, w, b),
+    "einsum": lambda x, y: torch.einsum("bij,bjk->bik", x, y),
+    "outer": lambda x, y: torch.outer(x, y),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (8,), w, b),
+    "rms_norm": lambda x, w: F.rms_norm(x, (8,), w),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "attention": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+    "masked": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.bool, device=q.device).tril()
+    ),
+    "conv1d": lambda x, w, b: F.conv1d(x, w, b, padding=2, groups=2),
+    "conv2d": lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+    "conv_transpose": lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
+    "max_pool": lambda x: F.max_pool2d(x, 2),
+    "average_pool": lambda x: F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 3),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "pad": lambda x: F.pad(x, (1, 2, 0, 1)) + F.pad(x, (1, 2, 0, 1), value=1.0),
+    "embedding": lambda w: F.embedding(index(w, [[0, 3], [5, 0]]), w),
+    "embedding_padded": lambda w: F.embedding(index(w, [1, 2, 1]), w, padding_idx=1),
+    "cross_entropy": lambda x: F.cross_entropy(x, index(x, [0, 1, -100, 3, 4, 5])),
+    "cross_entropy_sum": lambda x: F.cross_entropy(
+        x, index(x, [0, 1, 2, 3, 4, 5]), reduction="sum", label_smoothing=0.1
+    ),
+    "mse": lambda x, y: F.mse_loss(x, y) + F.l1_loss(x, y) + F.smooth_l1_loss(x, y),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "kl": lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "gather": lambda x: x.gather(1, index(x, [[0, 1], [2, 3]])),
+    "scatter": lambda x, y: x.scatter(1, index(x, [[0, 1], [2, 3]]), y[:2, :2]),
+    "scatter_add": lambda x, y: x.scatter_add(0, index(x, [[0, 1], [0, 1]]), y),
+    "index_select": lambda x: x.index_select(0, index(x, [0, 2, 2])),
+    "index": lambda x: x[index(x, [0, 2, 2])] + x[:3][:, index(x, [1, 1, 0, 2, 3, 4, 5, 6])],
+    "index_put": lambda x, y: x.clone().index_put_((index(x, [0, 2]),), y[:2]),
+    "index_add": lambda x, y: x.clone().index_add_(0, index(x, [1, 1]), y[:2]),
+    "mask_index": lambda x: x[x > 0],
+    "mask_assign": lambda x, y: x.clone().masked_scatter_(x > 0, y),
+    "views": lambda x: x.view(2, 3, 8).transpose(0, 1)[:, :, ::2].reshape(-1).unfold(0, 4, 2).permute(1, 0).flatten(),
+    "cat": lambda x, y: torch.cat([x, y, x], 1) + torch.stack([y, x, y], 1).flatten(1),
+    "split": lambda x: torch.cat(list(x.split([2, 6], 1))[::-1], 1) + torch.cat(x.chunk(4, 1), 1),
+    "repeat": lambda x: x.repeat(2, 2) + x.expand(1, 6, 8).repeat_interleave(2, 1).repeat(1, 1, 2)[0],
+    "flip": lambda x: x.flip(0).roll(2, 1).tril().triu(-3),
+    "casts": lambda x: x.to(torch.float64).mul(3).to(torch.bfloat16).float() + x.half().float(),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.float().view(6, 4, 2)) * (1 + 2j)),
+    "arange": lambda x: x * torch.arange(8, device=x.device) + torch.linspace(0, 1, 8, device=x.device).to(x.dtype),
+    "solve": lambda x, y: torch.linalg.solve(x.float() + 10 * torch.eye(6, device=x.device), y.float()),
+    "glu": lambda x: F.glu(x) * F.leaky_relu(x[:, :4], 0.2),
+    "distance": lambda x, y: torch.cdist(x.float(), y.float()) + F.cosine_similarity(x, y).float(),
+}
+ATTENTION = [(2, 4, 6, 8)] * 3
+SIZES = {
+    "add": [(6, 8)] * 2, "divide": [(6, 8)] * 2, "broadcast": [(6, 1), (1, 8)], "matmul": [(6, 8), (8, 5)],
+    "batched": [(3, 4, 5), (3, 5, 6)], "linear": [(6, 8), (5, 8), (5,)], "linear_3d": [(2, 3, 8), (5, 8), (5,)],
+    "einsum": [(3, 4, 5), (3, 5, 6)], "outer": [(5,), (6,)], "layer_norm": [(6, 8), (8,), (8,)],
+    "rms_norm": [(6, 8), (8,)], "group_norm": [(3, 4, 5), (4,), (4,)], "batch_norm": [(6, 4, 5), (4,), (4,)],
+    "attention": ATTENTION, "causal": ATTENTION, "masked": ATTENTION,
+    "grouped": [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "conv1d": [(2, 4, 9), (6, 2, 3), (6,)],
+    "conv2d": [(2, 3, 8, 8), (4, 3, 3, 3), (4,)], "conv_transpose": [(2, 4, 5), (4, 3, 3), (3,)],
+    "max_pool": [(2, 3, 6, 6)], "average_pool": [(2, 3, 6, 6)], "interpolate": [(1, 2, 3, 3)],
+    "mse": [(6, 8)] * 2, "bce": [(6, 8)] * 2, "kl": [(6, 8)] * 2, "scatter": [(6, 8)] * 2,
+    "scatter_add": [(6, 8), (2, 2)], "index_put": [(6, 8)] * 2, "index_add": [(6, 8)] * 2,
+    "mask_assign": [(6, 8)] * 2, "cat": [(6, 8)] * 2, "solve": [(6, 6), (6, 2)], "distance": [(6, 8)] * 2,
+}  # fmt: skip
+
+
+def run(op, given, device):
+    leaves = [each.to(device, copy=True).requires_grad_() for each in given]
+    result = op(*leaves)
+    weights = numbers(*result.shape, seed=77).to(device)
+    (result.float() * weights).sum().backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPS)
+def test_bits(sim, name, dtype):
+    if name == "average_pool" and dtype == torch.bfloat16:
+        name = "max_pool"  # 2 by 2 and 3 by 3 are one size only in this shape, and one is enough
+    given = inputs(name, dtype)
+    expected = run(OPS[name], given, "cpu")
+    sim.set_jitter(200, seed=1)
+    for found, want in zip(run(OPS[name], given, "sim"), expected, strict=True):
+        assert found.dtype == want.dtype
+        assert torch.equal(found.cpu(), want), name
+
+
+def test_operations_do_not_wait(sim):
+    """But for those whose result the host has to know."""
+    x = numbers(6, 8).to("sim").requires_grad_()
+    waiting = {"mask_index", "mask_assign", "solve", "index", "gather", "scatter", "scatter_add", "index_select"}
+    waiting |= {"cumulative"}  # cumprod's backward looks for zeros
+    waiting |= {"index_put", "index_add", "embedding", "embedding_padded", "cross_entropy", "cross_entropy_sum"}
+    torch.accelerator.synchronize()
+    for name in sorted(set(OPS) - waiting):
+        leaves = [each.to("sim").requires_grad_() for each in inputs(name, torch.float32)]
+        torch.sim.set_sync_debug_mode("error")
+        OPS[name](*leaves).sum().backward()
+        torch.sim.set_sync_debug_mode("default")
+    sim.reset_counters()
+    torch.ones(3, device="sim").masked_fill_(torch.ones(3, dtype=torch.bool, device="sim"), 2.0)
+    assert sim.counters()["waits"] == 0
+    for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0], lambda: torch.unique(x.detach())):
+        sim.reset_counters()
+        wait()
+        assert sim.counters()["operation_waits"] >= 1
+    sim.reset_counters()
+    assert torch.equal(x, x)
+    assert sim.counters()["operation_waits"] >= 1
+
+
+def test_views_copy_nothing(sim):
+    x = torch.zeros(4, 6, device="sim")
+    sim.reset_counters()
+    views = [x.view(2, 12), x[1:], x.t(), x.unfold(1, 2, 2), x[None], x.expand(2, 4, 6), x.diagonal(), x.detach()]
+    views += [
+        x.view(torch.int32),
+        x.chunk(2)[0],
+        *x.unbind(0),
+        x.as_strided((2, 2), (1, 2)),
+        x.squeeze(),
+        x.narrow(1, 2, 2),
+    ]
+    assert sim.counters()["launches"] == 0
+    assert {view.untyped_storage().data_ptr() for view in views} == {x.data_ptr()}
+    views[2].fill_(1)
+    assert x.sum().item() == 24
+
+
+def test_out_and_resize(sim):
+    x, out = numbers(4, 4).to("sim"), torch.empty(0, device="sim")
+    assert torch.add(x, 1, out=out) is out
+    assert torch.equal(out.cpu(), x.cpu() + 1)
+    out.resize_(2, 3)
+    assert out.shape == (2, 3)
+    values, order = torch.empty(0, device="sim"), torch.empty(0, dtype=torch.long, device="sim")
+    torch.sort(x, out=(values, order))
+    assert torch.equal(order.cpu(), x.cpu().sort().indices)
+
+
+def test_numbers_in_host_tensors_go_along(sim):
+    x, number = torch.ones(3, device="sim"), torch.tensor(2.0)
+    with sim.held(torch.accelerator.current_stream()):
+        y = x * number
+        number.fill_(5)
+    assert y.tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="same device"):
+        x * torch.ones(3)
+
+
+def test_a_host_tensor_as_index(sim):
+    x = numbers(6, 8).to("sim")
+    order = torch.tensor([2, 0, 1])
+    sim.reset_counters()
+    found = x[order]
+    assert sim.counters()["operation_waits"] >= 1
+    assert torch.equal(found.cpu(), x.cpu()[order])
+
+
+@pytest.mark.parametrize("foreach", [False, True, "fused"])
+@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers(sim, algorithm, foreach):
+    def steps(device):
+        weights = [numbers(5, 3, seed=number).to(device).requires_grad_() for number in range(3)]
+        kind = {"fused": True} if foreach == "fused" else {"foreach": foreach}
+        optimizer = algorithm(weights, lr=0.1, weight_decay=0.1, **kind)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = numbers(5, 3, seed=10 * step + number).to(device)
+            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=bool(foreach))
+            optimizer.step()
+        return [norm.cpu(), *(weight.detach().cpu() for weight in weights)]
+
+    for found, want in zip(steps("sim"), steps("cpu"), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_a_fused_update_is_one_launch(sim):
+    tensors = [[torch.ones(1000, device="sim") for _ in range(8)] for _ in range(4)]
+    counts = [torch.tensor(1.0, device="sim") for _ in range(8)]
+    sim.reset_counters()
+    torch._fused_adamw_(
+        *tensors, [], counts, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False
+    )
+    assert sim.counters()["launches"] == 1
+    assert sim.counters()["waits"] == 0
+
+
+def test_what_the_cpu_has_no_kernel_for_is_refused(sim):
+    layer = torch.nn.LSTM(4, 5).to("sim")  # on a device torch fuses its cells
+    with pytest.raises(NotImplementedError, match="CPU kernels, and there is none for aten::_thnn_fused_lstm_cell"):
+        layer(numbers(2, 3, 4).to("sim"))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_llama_trains_bit_by_bit(sim, dtype, attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, attn_implementation=attention,
+    )  # fmt: skip
+    batches = [torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+
+    def train(device):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(dtype).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        losses = []
+        for batch in batches:
+            loss = model(input_ids=batch.to(device), labels=batch.to(device)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, [weight.detach().cpu() for weight in model.parameters()]
+
+    expected = train("cpu")
+    sim.set_jitter(300, seed=2)
+    found = train("sim")
+    assert found[0] == expected[0]
+    assert all(torch.equal(left, right) for left, right in zip(found[1], expected[1], strict=True))
+
+
+def test_checkpointed_activations_under_autocast(sim):
+    weight = numbers(8, 8).to("sim").requires_grad_()
+
+    def block(x):
+        return F.dropout(x @ weight, 0.5).relu()
+
+    def grads(checkpointed):
+        torch.manual_seed(3)
+        weight.grad = None
+        x = numbers(4, 8).to("sim")
+        with torch.autocast("sim", dtype=torch.bfloat16):
+            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        y.float().sum().backward()
+        return weight.grad.cpu()
+
+    assert torch.equal(grads(True), grads(False))
