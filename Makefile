@@ -18,7 +18,8 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo soak fuzz lint type bench sanitize check clean
+.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator soak fuzz lint type bench sanitize
+.PHONY: check clean
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -26,6 +27,7 @@ help:
 	@echo "make test      pytest, about five minutes    (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
+	@echo "make test-accelerator  the tests that need a GPU's driver, on one that is simulated on the CPU; a minute"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
@@ -74,10 +76,22 @@ test: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(WORKERS) -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not soak and not accelerator" $(ARGS)
 
 test-zoo: $(READY)
 	$(BIN)/python -m pytest $(WORKERS:loadfile=load) -m slow tests/zoo $(ARGS)
+
+accelerator: build/accelerator/libaccelerator.so
+
+# Compiles what has changed, and what another torch needs.
+build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/*) tests/accelerator/build.py
+	@$(BIN)/python -m tests.accelerator.build
+	@touch $@
+
+# In processes of its own: to torch the simulated accelerator is there for good, and all tests would find one. They compile
+# it where it is missing, and are skipped where that cannot be.
+test-accelerator: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m accelerator tests/accelerator $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)
