@@ -10,7 +10,7 @@ import torch
 
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep, checked_betas, master
+from offload.optim.rule import UpdateRule, UpdateStep, master
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class AdamW(UpdateRule):
 
     moments: ClassVar[tuple[Plane, ...]] = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
     can_correct: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "betas", checked_betas(self.betas))
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.adamw(

@@ -52,6 +52,8 @@ class UpdateRule(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
+        if hasattr(self, "betas"):
+            object.__setattr__(self, "betas", _checked_betas(self.betas))
         for key in ("lr", "eps", "weight_decay"):
             value = getattr(self, key, 0.0)
             if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
@@ -96,7 +98,7 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
 
-def checked_betas(betas: Sequence[float]) -> tuple[float, float]:
+def _checked_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return both decay rates of moments as a pair. Raises ConfigError."""
     try:
         first, second = (float(beta) for beta in betas)
