@@ -11,6 +11,9 @@ KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
 # in their order, so that none of the long ones with few tests is left for the end.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Those that show something on a device, and have no part that is about the CPU's own.
+ON_DEVICE := $(patsubst %,tests/engine/test_%.py,families against_torch batches budgets clipping condition departures \
+  early exporting interrupts kept layouts leftover loss_rule overlap parameters)
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
@@ -88,10 +91,12 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 	@$(BIN)/python -m tests.accelerator.build
 	@touch $@
 
-# In processes of its own: to torch the simulated accelerator is there for good, and all tests would find one. They compile
-# it where it is missing, and are skipped where that cannot be.
+# In processes of their own: to torch the simulated accelerator is there for good, and all tests would find one. They
+# compile it where it is missing, and are skipped where that cannot be. First what it does itself and races on it, then
+# tests of the engine with it for their device.
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m accelerator tests/accelerator $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)

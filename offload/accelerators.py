@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.errors import ConfigError
+
 
 def accelerators() -> list[Accelerator]:
     """Return the accelerators that this process may use, in torch's order; none where the CPU is all there is."""
@@ -20,15 +22,44 @@ def accelerators() -> list[Accelerator]:
     return [open_accelerator(torch.device(kind.type, index)) for index in range(count)]
 
 
-def own_accelerator(environ: Mapping[str, str] = os.environ) -> Accelerator | None:
-    """Return this process's accelerator, by its LOCAL_RANK, or None without any."""
-    found = accelerators()
-    return found[int(environ.get("LOCAL_RANK") or 0) % len(found)] if found else None
+def parse_device(name: str | None) -> torch.device | None:
+    """Read what `own_accelerator` takes, whatever there is. Raises ConfigError."""
+    try:
+        return None if name is None else torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"offload.device is {name!r}, which torch takes for no device; give cpu, cuda, cuda:1, ..., or none for "
+            f"the accelerator that there is."
+        ) from error
+
+
+def own_accelerator(name: str | None = None, environ: Mapping[str, str] = os.environ) -> Accelerator | None:
+    """Return the accelerator that is called so, as torch names devices; None for the CPU. Without a name, or an index,
+    it is the one that the thread has chosen (`set_device`), else that of LOCAL_RANK, else the first.
+
+    Raises ConfigError where there is no such device.
+    """
+    asked, found = parse_device(name), accelerators()
+    if not found if asked is None else asked.type == "cpu":
+        return None
+    if asked is not None and asked.type not in {each.device.type for each in found}:
+        there = f"{found[0].device.type} alone" if found else "nothing but the CPU"
+        raise ConfigError(f"offload.device is {name}, and torch finds {there}: give --offload.device cpu, or none.")
+    index = None if asked is None else asked.index
+    if index is None:  # a process begins with device 0, which therefore is no choice
+        index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(found)
+    if index >= len(found):
+        raise ConfigError(
+            f"offload.device is {name}, and torch finds {len(found)} of this kind: give {found[0].device.type}:0 "
+            f"to {found[-1].device}."
+        )
+    return found[index]
 
 
 def open_accelerator(device: torch.device) -> Accelerator:
     """Return the accelerator of a device that is not the CPU."""
-    return (CudaAccelerator if device.type == "cuda" else Accelerator)(device, torch.get_device_module(device))
+    module = torch.get_device_module(device)
+    return (CudaAccelerator if hasattr(module, "cudart") else Accelerator)(device, module)
 
 
 class Accelerator:
@@ -92,8 +123,8 @@ class Accelerator:
 
 
 class CudaAccelerator(Accelerator):
-    """A GPU of CUDA, or of ROCm, which torch calls by the same name. The runtime is called with it as the thread's
-    device: a finalizer runs in any thread, where a call would make a context on GPU 0.
+    """A GPU of CUDA, of ROCm, which torch calls by the same name, or of whatever else has CUDA's runtime. It is called
+    with this as the thread's device: a finalizer runs in any thread, where a call would make a context on GPU 0.
     """
 
     can_register = True

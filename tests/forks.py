@@ -31,6 +31,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests import accelerator
+
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
 """For what should take a second: it ends a test that hangs, and nothing else depends on it."""
@@ -303,6 +305,7 @@ def _become(words: list[str], env: dict[str, str], cwd: str, session: bool, stre
     os.environ.clear()
     os.environ.update(env)
     _show_environment()
+    accelerator.load_if_told()
     if words[0] == "-u":
         words = words[1:]
         for out in (sys.stdout, sys.stderr):

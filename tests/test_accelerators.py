@@ -54,6 +54,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def has(kind: str, count: int) -> SimpleNamespace:
         module = SimpleNamespace(device_count=lambda: count)
+        if kind == "cuda":
+            module.cudart = lambda: None
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         return module
@@ -67,18 +70,54 @@ def test_a_process_has_the_one_of_its_local_rank(
 ) -> None:
     machine("cuda", 3)
     environ = {} if rank is None else {"LOCAL_RANK": rank}
-    found = own_accelerator(environ)
+    found = own_accelerator(environ=environ)
     assert isinstance(found, CudaAccelerator)
     assert found.device == torch.device("cuda", index)
     assert [each.device.index for each in accelerators()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "current", "rank", "wanted"),
+    [
+        ("cpu", 1, "2", None),
+        ("cuda", 0, None, 0),
+        ("cuda", 0, "2", 2),
+        ("cuda:1", 0, "2", 1),
+        ("cuda:0", 2, "1", 0),
+        (None, 2, None, 2),
+        (None, 2, "1", 2),
+    ],
+)
+def test_a_device_may_be_named_or_be_the_one_that_the_thread_has_chosen(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, name: str | None, current: int, rank: str | None, wanted: int | None
+) -> None:
+    machine("cuda", 3)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    found = own_accelerator(name, {} if rank is None else {"LOCAL_RANK": rank})
+    assert (None if found is None else found.device.index) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "match"),
+    [
+        ("gpu", 1, "offload.device is 'gpu', which torch takes for no device"),
+        ("cuda:3", 3, r"finds 3 of this kind: give cuda:0 to cuda:2"),
+        ("xpu", 1, "finds cuda alone"),
+        ("cuda", 0, "nothing but the CPU: give --offload.device cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(machine: Any, name: str, count: int, match: str) -> None:
+    machine("cuda", count)
+    with pytest.raises(ConfigError, match=match):
+        own_accelerator(name)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("mps", 1), ("cuda", 0)])
 def test_what_has_no_streams_or_is_not_there_is_none(machine: Any, kind: str, count: int) -> None:
     machine(kind, count)
     assert accelerators() == []
-    assert own_accelerator({"LOCAL_RANK": "1"}) is None
-    assert isinstance(open_device(Ledger("device"), False), CpuDevice)
+    assert own_accelerator(environ={"LOCAL_RANK": "1"}) is None
+    assert isinstance(open_device(None, Ledger("device"), False), CpuDevice)
 
 
 def test_more_ranks_than_accelerators_are_refused(machine: Any) -> None:
@@ -132,7 +171,7 @@ def test_memory_is_registered_with_the_device_as_the_threads() -> None:
 def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own, asked = torch.device("xpu", 1), []
     module = machine("xpu", 2)
-    module.peak = 70
+    module.peak = 80
 
     def answers(name: str, answer: Any) -> None:
         def ask(device: torch.device) -> Any:
@@ -150,14 +189,17 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     states = []
     module.set_rng_state = lambda state, device: states.append((state.item(), device))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    device = open_device(Ledger("device"), True)
+    accelerator = own_accelerator()
+    device = open_device(accelerator, Ledger("device"), True)
+    assert device.peak_bytes == 0, "what others held before"
+    module.peak = 70
     assert isinstance(device, AcceleratorDevice)
     assert device.pinning is None, "torch registers memory for CUDA alone"
     assert device.budget_bytes == 90
     assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
     device.set_random_state(device.random_state())
     assert states == [(5, own)]
-    assert find_free(Comm()).device_bytes == 60
+    assert find_free(Comm(), accelerator).device_bytes == 60
     assert set(asked) == {own}
 
 

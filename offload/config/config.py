@@ -50,7 +50,8 @@ _OF_LION = {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1}
 """Its defaults. By the paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times smaller than AdamW's, and
 its weight decay as many times larger.
 """
-_TIMING = ("prefetch", "zero_stage", "throttle")  # of the offload section: what says nothing about where states are
+_TIMING = ("prefetch", "zero_stage", "throttle", "device")
+"""Of the offload section: what says nothing about where states are."""
 
 
 class Config(BaseModel):

@@ -358,6 +358,11 @@ class OffloadSection(Section):
         description="Slow lanes down on purpose, to play a link: {LANE: bytes per second} or {LANE: {bandwidth, "
         "latency_seconds}} as YAML. Lanes: h2d, d2h, nvme_read, nvme_write, update. none: as fast as they are.",
     )
+    device: str | None = Field(
+        default=None,
+        description="What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU "
+        "where there is none.",
+    )
 
 
 class CheckpointSection(Section):

@@ -17,17 +17,20 @@ import torch.distributed as dist
 from offload.accelerators import accelerators, own_accelerator
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks
+from offload.distributed.staged_ranks import StagedRanks
 from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 
 
 def open_comm(
+    device: str | None = None,
     *,
     times: Times = Times(),  # noqa: B008 (frozen)
     environ: Mapping[str, str] | None = None,
 ) -> Comm:
     """Return this process's comm: of the process group that there is, or else of RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. Collective.
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. `device`: what its
+    engines compute on, as `Settings.device`. Collective.
 
     A group that the caller made is never destroyed; in any case exchanges have groups of their own.
 
@@ -43,28 +46,28 @@ def open_comm(
     if not dist.is_available():
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    own = own_accelerator(device, environ)
     number, num_devices = local[0] if local else 0, len(accelerators())
-    if num_devices and number >= num_devices:
+    if own is not None and number >= num_devices:
         raise ConfigError(
             f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
             f"most {num_devices} with --nproc-per-node."
         )
-    own = own_accelerator(environ)
-    device, backend = (torch.device("cpu"), None) if own is None else (own.device, own.backend)
-    kind = DeviceRanks if backend else Ranks
+    where, backend = (torch.device("cpu"), None) if own is None else (own.device, own.backend)
+    kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
     begun = time.monotonic()
     try:
         if not exists:
             _make_group(None if backend else "gloo", environ, timedelta(seconds=times.start_s))
-        comm = kind(device, times, owns_default=not exists)
+        comm = kind(where, times, owns_default=not exists)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
-        where = "over the process group that there is"
+        place = "over the process group that there is"
         if not exists:
-            where = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+            place = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
         after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
-        raise RankLostError(f"The {size} ranks did not meet {where}, {after}: {error}", None) from error
+        raise RankLostError(f"The {size} ranks did not meet {place}, {after}: {error}", None) from error
     if local:
         comm.local_rank, comm.local_size = local
     return comm

@@ -72,7 +72,7 @@ class Engine:
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
-        self._owned_comm = open_comm() if comm is None else None
+        self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_size)
         settings = replace(settings, placement=settings.placement.share(self.comm.local_size))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.flow import GradientFlow
@@ -67,9 +68,10 @@ class EngineState:
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
-        self.device = open_device(device_ledger, copies_aside=plan.overlap)
+        accelerator = own_accelerator(settings.device)
+        self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
-        self.lanes = open_lanes(settings.throttles, delay_seed, plan.overlap, has_peers=comm.size > 1)
+        self.lanes = open_lanes(accelerator, settings.throttles, delay_seed, plan.overlap, has_peers=comm.size > 1)
         self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
         if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
             self.lanes.collective.on_failure = comm.close
@@ -116,7 +118,7 @@ class EngineState:
             None if stays else 1 + plan.ahead,
             lands_late=self.gradients.lasts,
         )
-        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings)
+        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, self.device)
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
         self.undo = Undo()
         self.runner = UnitRunner(
@@ -143,7 +145,7 @@ class EngineState:
             self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         self.hold = Hold(model, infos, self.units, self.device.torch_device)
-        self.snapshot = Snapshot(model, infos, self.units, self.hold)
+        self.snapshot = Snapshot(model, infos, self.units, self.hold, self.device)
 
     def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload[Any] | None:
         """Return where unit inputs wait for their backward; None for the device."""
@@ -292,6 +294,8 @@ class EngineState:
         self.slots.free()
         self.gradients.free()
         self.store.close()
+        if self.device.pinning is not None:
+            self.device.pinning.close()
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()

@@ -124,7 +124,7 @@ class Steps:
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
             state.executor.expect(*self._expected)
-            return self._sum(total)
+            return self._sum(state.device.bring_down(total)())
 
     def begin(self, kind: Hashable, waits: bool = False) -> None:
         """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards."""
@@ -153,8 +153,9 @@ class Steps:
             state.executor.expect(*self._expected)
 
         self._expected = kind, state.updates.is_immediate
+        brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
         applied = state.updates.apply(rank, go_on)
-        loss = self._sum(loss)
+        loss = self._sum(brought_loss())
         seconds, lanes, self.spans = state.lanes.end_step()
         return StepResult(
             loss,
@@ -201,11 +202,12 @@ class Steps:
 
     def _bring(self, batch: Batch) -> Batch:
         normal = {key: value.clone() if value.is_inference() else value for key, value in batch.items()}
-        return {key: value.to(self._state.device.torch_device) for key, value in normal.items()}
+        self.losses.know(normal.get("labels"))
+        return {key: self._state.device.bring_up(value) for key, value in normal.items()}
 
     def _sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of what each rank has of a loss, on the CPU."""
-        comm, loss = self._state.comm, loss.cpu()
+        comm = self._state.comm
         if comm.size > 1:
             loss = torch.tensor(comm.sum_in_order([float(loss)], "loss")[0], dtype=torch.float32)
         return loss

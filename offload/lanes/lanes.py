@@ -20,6 +20,8 @@ class Lanes:
     """The lanes beside compute, which is the thread that calls:
 
     - `h2d`, `d2h`, `update`, each with a link of its own;
+    - `returning`, over the link of h2d, by which activations come back past fetches that wait for their slots (on a CPU
+      that is h2d itself, which overtakes);
     - `collective`, which alone exchanges with other ranks what does not rest on the device, in the order in which all
       ranks submit it;
     - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
@@ -40,18 +42,23 @@ class Lanes:
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
         self.h2d, self.d2h, self.collective, self.update = map(self._open, ("h2d", "d2h", "collective", "update"))
+        self.returning = self._open_returning()
         reads = ("fetch_read", "update_read", "activation_read")
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
         self.here = self._inline("compute")
         self._updating = (self.update_read, self.update, self.update_write)  # the way of a failure
-        copying = (self.fetch_read, self.activation_read, self.h2d, self.d2h, self.collective, self.activation_write)
+        up = dict.fromkeys((self.h2d, self.returning))
+        copying = (self.fetch_read, self.activation_read, *up, self.d2h, self.collective, self.activation_write)
         self._all = (*copying, *self._updating)
         self._settled = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:
         return self._thread(name, name) if self.overlap else self._inline(name)
+
+    def _open_returning(self) -> Lane:
+        return self.h2d
 
     def _thread(self, name: str, link: str) -> Lane:
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter)

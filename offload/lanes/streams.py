@@ -63,13 +63,13 @@ class _Stretch:
 class StreamLane(ThreadLane):
     """A lane whose work is to put copies into a stream of its own."""
 
-    def __init__(self, name: str, lanes: StreamLanes) -> None:
+    def __init__(self, name: str, lanes: StreamLanes, link: str) -> None:
         self._lanes, self._device, self._module = lanes, lanes.accelerator.device, lanes.accelerator.module
         self._stream = self._module.Stream(self._device)
-        super().__init__(name, lanes.lock, lanes.links[name], lanes.delays(name), name == "h2d", lanes.enter)
+        super().__init__(name, lanes.lock, lanes.links[link], lanes.delays(name), link == "h2d", lanes.enter)
 
     def _ticket(self) -> Ticket:
-        return self._lanes.new_ticket(self.name)
+        return self._lanes.new_ticket(self._link.name)
 
     def _order(self, ticket: Ticket) -> None:
         if ticket.event is not None:
@@ -84,20 +84,20 @@ class StreamLane(ThreadLane):
         self._stream.synchronize()  # the memory of what is still in it is about to go
 
     def _start(self, work: Work) -> None:
-        begin = self._lanes.new_ticket(self.name)
+        begin = self._lanes.new_ticket(self._link.name)
         assert isinstance(work.ticket, StreamTicket)
         with self._module.device(self._device), self._module.stream(self._stream):
             begin.record(self._stream)
             work.run()
             work.ticket.record(self._stream)
-        self._lanes.timed.append(_Stretch(self.name, work.name, begin, work.ticket))
+        self._lanes.timed.append(_Stretch(self._link.name, work.name, begin, work.ticket))
         if self._link.throttle is not None:  # a played link begins to count when its copy does
             work.ticket.event.synchronize()
 
 
 class StreamLanes(Lanes):
-    """h2d, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits for the
-    events of what they read or overwrite.
+    """h2d, returning, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits
+    for the events of what they read or overwrite.
     """
 
     def __init__(
@@ -106,10 +106,15 @@ class StreamLanes(Lanes):
         self.accelerator = accelerator
         self.timed: deque[_Stretch] = deque()
         self._pool: list[torch.Event] = []
+        self._shown_until: dict[str, float] = {}
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
 
     def _open(self, name: str) -> Lane:
-        return super()._open(name) if name == "update" else StreamLane(name, self)
+        return super()._open(name) if name == "update" else StreamLane(name, self, name)
+
+    def _open_returning(self) -> Lane:
+        # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.
+        return StreamLane("returning", self, "h2d")
 
     def enter(self) -> None:
         self.accelerator.enter()
@@ -168,5 +173,8 @@ class StreamLanes(Lanes):
             begin, end = (now_s - place.event.elapsed_time(now.event) / 1e3 for place in (stretch.begin, stretch.end))
             if stretch.is_wait:
                 self.timeline.expose(stretch.lane, end - begin)
-            else:
+                continue
+            begin = max(begin, self._shown_until.get(stretch.lane, begin))  # two streams may share a link
+            if begin <= end:
                 self.timeline.add(stretch.lane, stretch.name, begin, end)
+                self._shown_until[stretch.lane] = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -11,6 +12,10 @@ from offload.accelerators import open_accelerator
 from offload.layout.planes import Plane
 
 _NUM_ELEMENTS = 1 << 21
+_SIZES = (512, 4096)
+"""Of matrices. A GPU shows by a large one what it can; a CPU is busy with it for seconds."""
+_LONG_S = 0.05
+"""A product that would take longer is not made."""
 
 
 def update_bytes_per_second(
@@ -25,16 +30,21 @@ def update_bytes_per_second(
 
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating point operations of a large matrix product in a second."""
-    size = 512 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    """Return the floating point operations of a matrix product in a second, of a large one where that takes no time."""
+    found = 0.0
+    for size in _SIZES:
+        num_operations = 2 * size**3
+        if found and num_operations / found > _LONG_S:
+            break
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        found = num_operations / _best_seconds(partial(_multiply, matrix))
+    return found
 
-    def multiply() -> None:
-        torch.mm(matrix, matrix)
-        if not matrix.is_cpu:
-            open_accelerator(device).wait()
 
-    return 2 * size**3 / _best_seconds(multiply)
+def _multiply(matrix: torch.Tensor) -> None:
+    torch.mm(matrix, matrix)
+    if not matrix.is_cpu:
+        open_accelerator(matrix.device).wait()
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

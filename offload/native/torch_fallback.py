@@ -6,10 +6,16 @@ spelled in torch operations that round alike on every device; on the CPU the res
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 18  # elements at a time: temporaries stay in the cache, and small
+_CHUNK = 1 << 18  # elements at a time on the CPU: temporaries stay in the cache, and small
+SCRATCH_BYTES = 128 << 20
+"""The most that an update takes for temporaries on another device. Pieces are as large as that allows: each takes 16 to
+30 launches, which on a GPU cost more than small pieces do."""
+_BYTES_AN_ELEMENT = 32  # at most, of temporaries
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
 
 
@@ -37,16 +43,19 @@ def adamw(
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
     # CUDA divides by a Python number through its reciprocal; by a tensor it divides.
     correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
-    for begin in range(0, master.numel(), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
+    for part in _parts(master):
         m, v = exp_avg[part], exp_avg_sq[part]
-        weight = master[part] if lo is None else join(master[part], lo[part])
         scaled = grad[part].float() * grad_scale
         m.lerp_(scaled, lerp_weight)
         v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
+        del scaled
         denom = _sqrt(v).div_(correction).add_(eps)
-        weight.mul_(decay).add_((m * neg_step_size).div_(denom))  # addcdiv_, whose order differs between CPU and CUDA
-        num_nonfinite += weight.isfinite().logical_not_().sum()
+        change = (m * neg_step_size).div_(denom)  # addcdiv_, whose order differs between CPU and CUDA
+        del denom
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        weight.mul_(decay).add_(change)
+        del change
+        num_nonfinite += _count_nonfinite(weight)
         if lo is not None:
             split(weight, master[part], lo[part])
     return num_nonfinite
@@ -79,13 +88,13 @@ def correct_adamw(
     def change(m: Tensor, v: Tensor) -> Tensor:
         return (m * neg_step_size).div_(_sqrt(v).div_(correction).add_(eps))
 
-    for begin in range(0, master.numel(), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
+    for part in _parts(master):
         m, v = exp_avg[part], exp_avg_sq[part]
         weight = master[part] if lo is None else join(master[part], lo[part])
         if applied_scale != grad_scale:
             raw = grad[part].float()
             applied, scaled = raw * applied_scale, raw * grad_scale
+            del raw
             old_change = change(m, v)
             nothing_else = m == applied * lerp_weight
             m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
@@ -96,9 +105,10 @@ def correct_adamw(
             m.addcmul_(scaled, weight1)
             v.addcmul_(scaled * one_minus_beta2, scaled)
             weight.add_(change(m, v).sub_(old_change))
+            del applied, scaled, old_change, factor, nothing_else
             if lo is not None:
                 split(weight, master[part], lo[part])
-        num_nonfinite += weight.isfinite().logical_not_().sum()
+        num_nonfinite += _count_nonfinite(weight)
     return num_nonfinite
 
 
@@ -121,18 +131,29 @@ def lion(
     weight1, weight2 = (
         torch.full((), value, dtype=torch.float32, device=master.device) for value in (one_minus_beta1, one_minus_beta2)
     )
-    for begin in range(0, master.numel(), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
+    for part in _parts(master):
         m = exp_avg[part]
         weight = master[part] if lo is None else join(master[part], lo[part])
         scaled = grad[part].float() * grad_scale
         mix = (m * beta1).addcmul_(scaled, weight1)  # without value: one fma
         m.mul_(beta2).addcmul_(scaled, weight2)
         weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))
-        num_nonfinite += weight.isfinite().logical_not_().sum()
+        num_nonfinite += _count_nonfinite(weight)
         if lo is not None:
             split(weight, master[part], lo[part])
     return num_nonfinite
+
+
+def _parts(master: Tensor) -> Iterator[slice]:
+    """Cut an array in pieces, by the memory that their temporaries take."""
+    size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // _BYTES_AN_ELEMENT
+    for begin in range(0, master.numel(), size):
+        yield slice(begin, begin + size)
+
+
+def _count_nonfinite(weight: Tensor) -> Tensor:
+    """Return how many are not finite, 0-dim int64: less from itself is 0, or NaN. (isfinite alone is four launches.)"""
+    return (weight - weight).isnan().sum()
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -143,13 +164,13 @@ def _sqrt(x: Tensor) -> Tensor:
 def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Split float32 [n] into bfloat16 [n] and int16 [n]: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16)."""
     bits = master.view(torch.int32)
-    hi.view(torch.int16).copy_((bits + 0x8000) >> 16)  # the sum may wrap around, as it does in C++
+    hi.view(torch.int16).copy_((bits + 0x8000).bitwise_right_shift_(16))  # the sum may wrap around, as it does in C++
     lo.copy_(bits)  # conversion keeps the low 16 bits
 
 
 def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the float32 [n], new or `out`, whose halves are bfloat16 [n] and int16 [n]."""
-    joined = ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+    joined = hi.view(torch.int16).int().bitwise_left_shift_(16).add_(lo).view(torch.float32)
     return joined if out is None else out.copy_(joined)
 
 

@@ -24,23 +24,23 @@ def update_tile(
     lr: float,
     scale: float,
     applied_scale: float | None = None,
-) -> int:
+) -> int | torch.Tensor:
     """Update the parameters of a tile of a region that received a gradient; return how many weights are no longer
-    finite.
+    finite: of an accelerator, as a 0-dim int64 tensor there, for which nobody has waited.
 
     `planes` and `gradients` (fp32, or bf16) are flat over the tile; `scale` multiplies the gradients (the clipping
     coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch. With
     `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
     have brought it.
     """
-    num_wrong = 0
+    num_wrong: int | torch.Tensor = 0
     for span, (steps, lr_scale, weight_decay) in _runs(state, tile, touched, infos):
         states = {name: flat[span] for name, flat in planes.items()}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if applied_scale is None:
-            num_wrong += int(rule.update(states, gradients[span], by))
+            num_wrong += rule.update(states, gradients[span], by)
         else:
-            num_wrong += int(rule.correct(states, gradients[span], by, applied_scale))
+            num_wrong += rule.correct(states, gradients[span], by, applied_scale)
     return num_wrong
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.accelerators import own_accelerator
+from offload.accelerators import Accelerator, own_accelerator
 from offload.distributed.comm import Comm
 from offload.errors import format_bytes
 from offload.lanes.opening import overlaps
@@ -78,9 +78,8 @@ class Free:
     host_bytes: int
 
 
-def find_free(comm: Comm) -> Free:
+def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
     """Look what is free now, on all ranks."""
-    accelerator = own_accelerator()
     device = -1 if accelerator is None else accelerator.free_bytes
     host = memory()["available_bytes"] // comm.local_size
     found = comm.gather_objects((device, host), "free memory")
@@ -93,10 +92,11 @@ def make_plan(
 ) -> Plan:
     """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold. Collective."""
     comm = comm or Comm()
-    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm)
+    accelerator = own_accelerator(settings.device)
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
     placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
     # Whoever reads from a disk has to wait, and does it beside compute.
-    overlap = overlaps(settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
+    overlap = overlaps(accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
 
     def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
@@ -122,7 +122,7 @@ def make_plan(
         layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
         rings |= ring_bytes(layout, regions)
     if not rings:
-        overlap = overlaps(settings.throttles, settings.delay_seed)
+        overlap = overlaps(accelerator, settings.throttles, settings.delay_seed)
     limited = placement.device_memory is not None or free.device_bytes is not None
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from offload.accelerators import parse_device
 from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
@@ -39,6 +40,8 @@ class Settings:
     seed: of what a step draws in micro-batches.
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
     head_chunk_bytes: logits that may exist at once; None for all.
+    device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
+        chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none.
     """
 
     optimizer: UpdateRule = field(default_factory=AdamW)
@@ -55,6 +58,7 @@ class Settings:
     seed: int = 0
     debug: bool | int = False
     head_chunk_bytes: int | str | None = "256MiB"
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, UpdateRule):
@@ -85,6 +89,7 @@ class Settings:
         if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
         object.__setattr__(self, "max_grad_norm", norm or None)
+        parse_device(self.device)
         parse_throttle(self.throttle)
         parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
 

@@ -7,14 +7,17 @@ refusals.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
-from offload.accelerators import Accelerator, own_accelerator
+from offload.accelerators import Accelerator
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 
+_MOST_STAGED_BYTES = 16 << 20
+"""Of one tensor of a batch: what is larger is copied from where it is, for which compute waits."""
 _SHARE_OF_FREE_MEMORY = 0.9
 """The rest is for the allocator's fragments and the libraries' workspaces."""
 
@@ -41,6 +44,18 @@ class CpuDevice:
         else:
             target.data.copy_(source)
 
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a few elements of the host, flat, which the device copies from and to without staging."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a batch on the device. The host does not wait, and may write to what it gave."""
+        return tensor
+
+    def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy a few values to the host behind what compute was given so far. Return what waits for them."""
+        return lambda: values
+
     @property
     def budget_bytes(self) -> int | None:
         """The most that may be held at once; None for no limit."""
@@ -64,6 +79,30 @@ class CpuDevice:
         torch.set_rng_state(state[0])
 
 
+class _Staging:
+    """Pinned memory for what is small, kept and used again: torch's allocator takes a lock, and would be asked in
+    every step.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event]]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return contiguous memory in the shape and dtype of a tensor, of which no copy is under way."""
+        size = 1 << (like.nbytes - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        over = next((number for number, (_, event) in enumerate(free) if event.query()), None)
+        memory = (
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if over is None else free.pop(over)[0]
+        )
+        return memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give_back(self, staged: torch.Tensor, event: torch.Event) -> None:
+        """Let it be taken again after an event."""
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(staged.untyped_storage())
+        self._free[memory.nbytes].append((memory, event))
+
+
 class AcceleratorDevice:
     """An accelerator, with what CpuDevice has. Work goes into the caller's stream, which on a lane is the lane's."""
 
@@ -71,8 +110,10 @@ class AcceleratorDevice:
         self.ledger, self._accelerator = ledger, accelerator
         self.torch_device, self._module = accelerator.device, accelerator.module
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
+        self._staging = _Staging()
         accelerator.enter()
         self._peak_bytes = 0
+        self._module.reset_peak_memory_stats(self.torch_device)  # what others held before is not this one's
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         self.ledger.reserve(name, num_bytes, fix)
@@ -86,6 +127,37 @@ class AcceleratorDevice:
         for tensor in (target, source):
             if not tensor.is_cpu:  # freed memory must not be handed out again before this stream is done with it
                 tensor.record_stream(self._accelerator.current_stream())
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cpu or not 0 < tensor.nbytes <= _MOST_STAGED_BYTES:
+            return tensor.to(self.torch_device)
+        staged = self._staging.take(tensor)
+        staged.copy_(tensor)
+        up = staged.to(self.torch_device, non_blocking=True)
+        self._staging.give_back(staged, self._present())
+        return up
+
+    def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        staged = self._staging.take(values)
+        staged.copy_(values.detach(), non_blocking=True)
+        event = self._present()
+
+        def wait() -> torch.Tensor:
+            event.synchronize()
+            found = staged.clone()
+            self._staging.give_back(staged, event)
+            return found
+
+        return wait
+
+    def _present(self) -> torch.Event:
+        """Return an event for all that this thread's stream was given."""
+        event = self._accelerator.event(sleeps=True)
+        event.record(self._accelerator.current_stream())
+        return event
 
     @property
     def budget_bytes(self) -> int | None:
@@ -118,7 +190,6 @@ class AcceleratorDevice:
 Device = CpuDevice | AcceleratorDevice
 
 
-def open_device(ledger: Ledger, copies_aside: bool) -> Device:
-    """Return this process's accelerator, or else the CPU in its part. `copies_aside`: on threads of their own."""
-    accelerator = own_accelerator()
+def open_device(accelerator: Accelerator | None, ledger: Ledger, copies_aside: bool) -> Device:
+    """Return an accelerator, or the CPU in its part. `copies_aside`: on threads of their own."""
     return CpuDevice(ledger, copies_aside) if accelerator is None else AcceleratorDevice(ledger, accelerator)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import WeakSet
 
 from offload.accelerators import Accelerator
 from offload.errors import format_bytes
@@ -24,6 +25,16 @@ class Pinning:
     def __init__(self, driver: Accelerator, largest_bytes: int = LARGEST_BYTES) -> None:
         """`largest_bytes`: of one registration, where it need not be larger."""
         self.largest_bytes, self._driver, self._has_warned = largest_bytes, driver, False
+        self._mappings: WeakSet[HostMapping] = WeakSet()
+
+    def holds(self, mapping: HostMapping) -> None:
+        """Note a mapping of which something is going to be registered."""
+        self._mappings.add(mapping)
+
+    def close(self) -> None:
+        """Take back what is registered, also where somebody still holds the memory."""
+        for mapping in list(self._mappings):
+            mapping.unpin()
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Register a range; False where the driver refused it."""
@@ -77,6 +88,7 @@ class HostMapping(mmap.mmap):
     def pin(self, pinning: Pinning, pieces: Sequence[tuple[int, int]]) -> None:
         """Register all of the pieces, given by address and size, or none of them."""
         self._pinning, self._process = pinning, os.getpid()
+        pinning.holds(self)
         for piece in pieces:
             if not pinning.register(*piece):
                 self.unpin()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.accelerators import accelerators
+from offload.accelerators import own_accelerator
 from offload.checkpoint.stored import rebuild_model
 from offload.config.config import Config
 from offload.config.sections import ModelSection
@@ -70,7 +70,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         torch.manual_seed(start.config.run.seed)
         architecture = load_model_config(begins_at)
         kind = model_kind(architecture)
-        config = start.config.resolve(has_accelerator=bool(accelerators()), max_positions=max_positions(architecture))
+        has_accelerator = own_accelerator(start.config.offload.device) is not None
+        config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         grows = first is None and grow_vocabulary(config, architecture)
     vocabulary = vocab_size(architecture)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from transformers import PreTrainedConfig
 
-from offload.accelerators import accelerators
+from offload.accelerators import own_accelerator
 from offload.config.config import Config
 from offload.data.dataset import Dataset, build_dataset
 from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_folder
@@ -51,7 +51,7 @@ def with_decisions(config: Config, engine: Engine) -> Config:
     decided = config.with_resolved(train__clip=engine.clip)
     if config.offload.prefetch != "auto":
         return decided
-    has_budget = config.offload.device_memory is not None or bool(accelerators())
+    has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
     if engine.overlaps and has_budget:  # as a number it would be all there is
         return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
     return decided.with_resolved(offload__prefetch=engine.prefetch)

@@ -64,7 +64,7 @@ class Trainer:
 
     def run(self) -> TrainResult:
         self.config.check()
-        self._comm = comm = open_comm()
+        self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
         self._is_first = comm.rank == 0
         self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()

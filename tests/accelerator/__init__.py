@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.accelerator.control import Control
 
+LOADS = "SIM_LOAD"
+"""The variable by which processes that tests fork are told to load it as well."""
 _loaded: Control | None = None
 
 
@@ -54,6 +56,12 @@ def load(
     _loaded = Control(driver)
     atexit.register(_end, _loaded)
     return _loaded
+
+
+def load_if_told() -> None:
+    """Load it where this process's environment says so, and let its first device be this thread's."""
+    if os.environ.get(LOADS):
+        load().enter(0)
 
 
 def _end(control: Control) -> None:

@@ -25,9 +25,7 @@ def loaded() -> Control:
 @pytest.fixture
 def sim(loaded: Control) -> Iterator[Control]:
     """The simulation, with counters at zero and device 0 current."""
-    import torch
-
     loaded.reset()
-    torch.accelerator.set_device_index(0)
+    loaded.enter(0)
     yield loaded
     loaded.reset()

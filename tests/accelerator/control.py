@@ -87,6 +87,10 @@ class Control:
             self.set_memory_limit(2**62, index)
         self.reset_counters()
 
+    def enter(self, device: int) -> None:
+        """Be this thread's device."""
+        torch.accelerator.set_device_index(device)
+
     def has_context(self, device: int = 0) -> bool:
         """True once something has used a device, or was called in a thread that had it as its current one."""
         return bool(self._driver.has_context(device))

@@ -238,7 +238,16 @@ def _pinning(driver: Driver) -> Iterable[Callable[..., Any]]:
         """cudaGetLastError: the error that a refused call of this thread has left, which is forgotten."""
         return driver.take_error()
 
-    return host_register, host_unregister, take_last_error
+    runtime = types.SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, flags: host_register(address, num_bytes),
+        cudaHostUnregister=host_unregister,
+    )
+
+    def cudart() -> types.SimpleNamespace:
+        """What torch.cuda has under this name, as far as host memory goes."""
+        return runtime
+
+    return host_register, host_unregister, take_last_error, cudart
 
 
 def _debugging(driver: Driver) -> Iterable[Callable[..., Any]]:

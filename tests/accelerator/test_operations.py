@@ -98,6 +98,10 @@ OPS = {
     "flip": lambda x: x.flip(0).roll(2, 1).tril().triu(-3),
     "casts": lambda x: x.to(torch.float64).mul(3).to(torch.bfloat16).float() + x.half().float(),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.float().view(6, 4, 2)) * (1 + 2j)),
+    "conjugate": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.float().view(6, 4, 2)).conj().transpose(0, 1) * (1 + 2j)
+    ).contiguous(),
+    "shifts": lambda x: x * ((index(x, [8, 9]) << 2) >> 3).sum() + x * index(x, [1]).bitwise_left_shift(2),
     "arange": lambda x: x * torch.arange(8, device=x.device) + torch.linspace(0, 1, 8, device=x.device).to(x.dtype),
     "solve": lambda x, y: torch.linalg.solve(x.float() + 10 * torch.eye(6, device=x.device), y.float()),
     "glu": lambda x: F.glu(x) * F.leaky_relu(x[:, :4], 0.2),
@@ -144,7 +148,7 @@ def test_operations_do_not_wait(sim):
     """But for those whose result the host has to know."""
     x = numbers(6, 8).to("sim").requires_grad_()
     waiting = {"mask_index", "mask_assign", "solve", "index", "gather", "scatter", "scatter_add", "index_select"}
-    waiting |= {"cumulative"}  # cumprod's backward looks for zeros
+    waiting |= {"shifts", "cumulative"}  # cumprod's backward looks for zeros
     waiting |= {"index_put", "index_add", "embedding", "embedding_padded", "cross_entropy", "cross_entropy_sum"}
     torch.accelerator.synchronize()
     for name in sorted(set(OPS) - waiting):
@@ -201,6 +205,12 @@ def test_numbers_in_host_tensors_go_along(sim):
     assert y.tolist() == [2, 2, 2]
     with pytest.raises(RuntimeError, match="same device"):
         x * torch.ones(3)
+
+
+def test_integers_are_counted_as_by_cuda(sim):
+    found = torch.histc(torch.tensor([0, 3, 3, 2], dtype=torch.int32, device="sim"), bins=4, min=0, max=3)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [1, 0, 1, 2]
 
 
 def test_a_host_tensor_as_index(sim):
@@ -294,3 +304,12 @@ def test_checkpointed_activations_under_autocast(sim):
         return weight.grad.cpu()
 
     assert torch.equal(grads(True), grads(False))
+
+
+def test_operators_whose_names_end_as_those_in_place_do():
+    bits = torch.arange(-3, 5, dtype=torch.int32)
+    on_device = bits.to("sim")
+    assert torch.equal((on_device << 3).cpu(), bits << 3)
+    assert torch.equal((on_device >> 1).cpu(), bits >> 1)
+    on_device <<= 2
+    assert torch.equal(on_device.cpu(), bits << 2)

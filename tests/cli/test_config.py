@@ -24,7 +24,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "on_nonfinite eval_every log_every head_chunk_bytes",
         "optimizer": "name lr betas eps weight_decay decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
-        "zero_stage throttle",
+        "zero_stage throttle device",
         "checkpoint": "every keep resume on_error export",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]

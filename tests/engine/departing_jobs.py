@@ -39,7 +39,7 @@ class Sometimes(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
-        extra = (torch.linspace(0.5, 1.5, len(x)),) if x[-1, 0] == RARE else ()
+        extra = (torch.linspace(0.5, 1.5, len(x), device=x.device),) if x[-1, 0] == RARE else ()
         for block in self.blocks:
             h = block(h, *extra)
         return self.head(h)

@@ -9,6 +9,8 @@ import torch
 import transformers as t
 from torch import nn
 
+from tests.engine.device import own_device
+
 VOCABULARY = 64
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -96,12 +98,14 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def tokens(seed: int = 0, rows: int = 4, length: int = 10) -> dict[str, torch.Tensor]:
-    """Return random tokens; the labels are those tokens, with another number of ignored ones in each of four rows."""
+    """Return random tokens, where engines compute; the labels are those tokens, with another number of ignored ones in
+    each of four rows.
+    """
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(rows):
         labels[row, : row % 4] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(own_device()), "labels": labels.to(own_device())}
 
 
 def batches(count: int, rows: int = 4) -> list[dict[str, torch.Tensor]]:

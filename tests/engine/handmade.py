@@ -9,6 +9,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.engine.device import own_device
+
 WIDTH, WORDS = 16, 32
 
 
@@ -236,7 +238,7 @@ class TreesOfTensors(Stack):
         for block in self.blocks:
             out = block(h, state, gain=0.5)
             h, state, words = sum(out["pair"]), out["state"], words + out["words"] * out["depth"]
-            h = h / (1.0 + float(out["scale"].float().numpy()))  # numpy refuses what requires a gradient
+            h = h / (1.0 + float(out["scale"].float().cpu().numpy()))  # numpy refuses what requires a gradient
         return {"logits": self.head(h) + words.unsqueeze(-1) * 0.01}
 
 
@@ -468,11 +470,11 @@ class Shifting(Stack):
 
 
 def words(seed: int = 0, rows: int = 4, length: int = 6) -> dict[str, Tensor]:
-    """Return a batch of tokens and the labels to predict, some of them ignored."""
+    """Return a batch of tokens, where engines compute, and the labels to predict, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     batch = {key: torch.randint(0, WORDS, (rows, length), generator=generator) for key in ("x", "labels")}
     batch["labels"][0, :2] = -100
-    return batch
+    return {key: value.to(own_device()) for key, value in batch.items()}
 
 
 def cross_entropy(outputs: Tensor | dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:

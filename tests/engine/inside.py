@@ -75,6 +75,12 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return kept
 
 
+def lane_threads(engine: Engine) -> list[threading.Thread]:
+    """Return the threads that the lanes of an engine have begun."""
+    found = [getattr(lane, "_thread", None) for lane in engine._state.lanes._all]
+    return [thread for thread in found if thread is not None]
+
+
 def num_threads() -> int:
     """Return how many threads of lanes there are."""
     return sum(thread.name.startswith("offload ") for thread in threading.enumerate())

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from tests import forks
+from tests import accelerator, forks
 from tests.distributed.ranks import ROOT, Rank, free_port
 
 TIMEOUT_S = 120
@@ -155,6 +155,7 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         os.environ.update(variables)
+        accelerator.load_if_told()
         try:
             reply = job(**arguments), None
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from offload import AdamW, Engine
 from tests.engine.compare import weights
+from tests.engine.device import twin
 from tests.engine.families import build, gemma2, gpt_neox, llama, mixtral, tokens
 
 RULE = AdamW(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -37,7 +37,7 @@ def test_each_step_is_torchs_to_two_ulp(make: Callable[[], nn.Module]) -> None:
     is not, two more roundings may follow from it, to be seen where the weight is too small to hide the update.
     """
     model = build(make)
-    plain = copy.deepcopy(model)
+    plain = twin(model)
     plain.config.use_cache = False
     optimizer = torch_optimizer(plain, RULE)
     engine = Engine(model, RULE, max_grad_norm=None)
@@ -54,8 +54,8 @@ def test_each_step_is_torchs_to_two_ulp(make: Callable[[], nn.Module]) -> None:
         engine.step(tokens(seed))
         after = weights(engine)
         for name, parameter in plain.named_parameters():
-            wanted, found = parameter.detach(), after[name]
-            squares = optimizer.state[parameter]["exp_avg_sq"]
+            wanted, found = parameter.detach().cpu(), after[name]
+            squares = optimizer.state[parameter]["exp_avg_sq"].cpu()
             exact = squares.sqrt() == squares.double().sqrt().float()
             assert exact.double().mean() > 0.5, "the comparison compares nothing"
             assert torch.equal(found[exact], wanted[exact]), f"{name} in step {seed}"
@@ -72,7 +72,7 @@ def ulp(values: torch.Tensor) -> torch.Tensor:
 
 def test_clipping_is_that_of_torch() -> None:
     model = build(llama)
-    plain = copy.deepcopy(model)
+    plain = twin(model)
     optimizer = torch_optimizer(plain, RULE)
     engine = Engine(model, RULE, max_grad_norm=0.1)
     plain(**tokens()).loss.backward()
@@ -82,7 +82,7 @@ def test_clipping_is_that_of_torch() -> None:
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
     assert result.grad_norm > 1, "nothing was clipped"
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(weights(engine)[name], parameter.detach(), rtol=0, atol=2e-2 * RULE.lr)
+        torch.testing.assert_close(weights(engine)[name], parameter.detach().cpu(), rtol=0, atol=2e-2 * RULE.lr)
 
 
 def test_groups_and_decay_1d() -> None:

@@ -12,6 +12,7 @@ import torch
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from tests.engine.compare import train_both
+from tests.engine.device import LEDGER, own_device
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.sizes import elements, tier_bytes
@@ -68,7 +69,7 @@ def test_a_refusal_allocates_nothing_and_leaves_the_model_as_it_was(budget: dict
         assert (id(parameter), parameter.data_ptr()) == before[name][:2], name
         assert torch.equal(parameter, before[name][2]), name
     assert all("forward" not in module.__dict__ for module in model.modules())
-    cross_entropy(model(words()["x"]), words()).backward()
+    cross_entropy(model(words()["x"].cpu()).to(own_device()), words()).backward()
     engine = Engine(model)
     engine.step(words(), loss_fn=cross_entropy)
 
@@ -78,9 +79,10 @@ def test_a_refused_transformers_model_keeps_its_cache() -> None:
     with pytest.raises(DoesNotFitError):
         Engine(model, placement=Placement(host_memory=1))
     assert model.config.use_cache is True
-    assert model(input_ids=tokens()["input_ids"]).past_key_values is not None
+    assert model(input_ids=tokens()["input_ids"].cpu()).past_key_values is not None
 
 
+@LEDGER
 def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on() -> None:
     free = Engine(build(llama))
     device_memory = sum(tier_bytes(free, "device").values()) + (24 << 10)
@@ -107,6 +109,7 @@ def test_a_tight_budget_trains_bit_equal() -> None:
     )
 
 
+@LEDGER
 def test_kept_graphs_give_way_to_the_budget() -> None:
     """What recomputing everything needs is enough for `auto`, also where it had kept graphs in the steps before."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch import nn
 from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.departing_jobs import Sometimes, rare
+from tests.engine.device import own_device
 from tests.engine.families import build
 from tests.engine.handmade import cross_entropy
 from tests.engine.reference import Reference, count_labels
@@ -37,7 +36,7 @@ def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str,
             mask[2, -padding:] = 0
             mask[3, -padding - 3 :] = 0
         batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    return batch
+    return {key: value.to(own_device()) for key, value in batch.items()}
 
 
 def llama() -> nn.Module:
@@ -68,7 +67,7 @@ def mixtral() -> nn.Module:
 )
 def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | None) -> None:
     model = make()
-    reference = Reference(copy.deepcopy(model), micro_batch_size=rows)
+    reference = Reference(model, micro_batch_size=rows)
     engine = Engine(model, micro_batch_size=rows)
     for batch in batches:
         wanted, norm = reference.step(batch)
@@ -82,7 +81,7 @@ def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | No
 def test_what_no_few_rows_show_is_called_on_one_micro_batch_after_another() -> None:
     """The blocks are called in another way where the batch's last row begins with a rare word."""
     model = build(Sometimes)
-    reference = Reference(copy.deepcopy(model), micro_batch_size=1)
+    reference = Reference(model, micro_batch_size=1)
     engine = Engine(model, micro_batch_size=1)
     for seed in range(3):
         batch = rare(seed, rank=0)

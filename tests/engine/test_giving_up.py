@@ -25,7 +25,7 @@ from offload.optim import adamw
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, tokens
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
-from tests.engine.inside import num_threads
+from tests.engine.inside import lane_threads, num_threads
 from tests.engine.test_overlap import deep
 from tests.matrix import matrix
 
@@ -91,17 +91,17 @@ def ends_soon() -> Iterator[None]:
     assert time.monotonic() - begin < SOON_S
 
 
-def assert_no_threads(engine: Engine, before: int) -> None:
+def assert_no_threads(engine: Engine) -> None:
+    threads = lane_threads(engine)
     with ends_soon():
         engine.close()
-    assert num_threads() <= before
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str, Any]) -> None:
-    before = num_threads()
     undisturbed, engine = breaking(**mode), breaking(**mode, **LANES[lanes])
     for seed in range(3):
         assert step(engine, seed) == step(undisturbed, seed)
@@ -115,13 +115,12 @@ def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str
         for seed in range(3, 6):
             assert step(engine, seed) == step(undisturbed, seed)
         assert_same(weights(engine), weights(undisturbed))
-    assert_no_threads(engine, before)
+    assert_no_threads(engine)
 
 
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "update"])
 def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = num_threads()
     undisturbed, engine = Engine(build(deep), **mode), Engine(build(deep), debug=4, **mode)
     for seed in range(2):
         engine.step(tokens(seed))
@@ -162,13 +161,12 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
         for seed in range(3, 5):
             assert engine.step(tokens(seed)).loss.item() == undisturbed.step(tokens(seed)).loss.item()
         assert_same(weights(engine), weights(undisturbed))
-    assert_no_threads(engine, before)
+    assert_no_threads(engine)
 
 
 @pytest.mark.parametrize("delay_s", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
 def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> None:
-    before = num_threads()
     engine = breaking(throttle=GLACIAL, **mode)
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     begin = time.monotonic()
@@ -177,7 +175,7 @@ def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> N
         steps(engine)
     assert time.monotonic() - begin < SOON_S
     timer.join()
-    assert_no_threads(engine, before)
+    assert_no_threads(engine)
 
 
 def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from offload import Engine, Placement
 from offload.errors import OffloadError
 from tests.engine.compare import train_both
+from tests.engine.device import NO_LSTM, cpu_only
 from tests.engine.families import build
 from tests.engine.handmade import (
     MODELS,
@@ -63,6 +64,7 @@ def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bo
     train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
 
 
+@NO_LSTM
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_lstm(precision: str, recompute: str) -> None:
@@ -115,7 +117,12 @@ class SparseEmbedding(Stack):
         self.embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
 
 
-@pytest.mark.parametrize(("model", "name"), [(ChangesAView, r"blocks\.0"), (SparseEmbedding, "embedding")])
+NO_SPARSE = pytest.param(
+    SparseEmbedding, "embedding", marks=cpu_only("the simulated accelerator has no sparse tensors")
+)
+
+
+@pytest.mark.parametrize(("model", "name"), [(ChangesAView, r"blocks\.0"), NO_SPARSE])
 def test_what_cannot_stream_is_refused_by_the_units_name(model: type[nn.Module], name: str) -> None:
     with pytest.raises(OffloadError, match=name):
         Engine(build(model)).step(words(), loss_fn=cross_entropy)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
 from tests.engine.compare import train_both
+from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, opt
 from tests.engine.handmade import WIDTH, Block, Normalised, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.sizes import tier_bytes
@@ -89,6 +90,7 @@ def calls_in_step(engine: Engine, seed: int = 1) -> list[int]:
     return [len(block.runs) for block in engine.model.blocks]
 
 
+@LEDGER
 def test_what_is_kept_is_accounted_to_the_byte() -> None:
     """It is what plain PyTorch saves beside the weights, each storage once; the loss is not a unit."""
     model = build(Stack)
@@ -125,6 +127,7 @@ def budgets(precision: str = "fp32") -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
+@LEDGER
 def test_never_beyond_the_budget_says_which_key_to_change() -> None:
     always, never = budgets()
     engine = Engine(build(Stack), recompute="never", placement=Placement(device_memory=(always + never) // 2))
@@ -147,6 +150,7 @@ def blocks_run(engine: Engine) -> int:
     return sum(len(block.runs) for block in engine.model.blocks)
 
 
+@LEDGER
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_auto_keeps_what_fits(precision: str) -> None:
     always, never = budgets(precision)
@@ -290,6 +294,7 @@ class Growing(Block):
         return h
 
 
+@LEDGER
 @pytest.mark.parametrize("depths", [[1, 1, 6, 1, 8], [1, 1, 2, 1, 2]], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_graph_that_outgrows_its_room_is_given_up(precision: str, depths: list[int]) -> None:
@@ -315,6 +320,7 @@ def test_a_graph_that_outgrows_its_room_is_given_up(precision: str, depths: list
         assert torch.equal(found, same), name
 
 
+@LEDGER
 def test_other_lengths_later_are_bit_equal_and_within_the_budget() -> None:
     always, never = budgets()
     device_memory = (always + never) // 2

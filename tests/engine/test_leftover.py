@@ -10,6 +10,7 @@ from torch import nn
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
 from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_overlap import deep
@@ -54,6 +55,7 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
     engine.close()
 
 
+@LEDGER
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_part_of_a_model_stays(share: float, lanes: str) -> None:
@@ -71,6 +73,7 @@ def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     engine.close()
 
 
+@LEDGER
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
     """It needs nearly the whole budget for its inputs, and it is the same step as without any room to give."""

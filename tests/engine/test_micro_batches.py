@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload import AdamW, Engine, Placement
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.device import TWO_KERNELS, own_device
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
@@ -183,7 +184,8 @@ def test_a_model_that_mixes_rows_is_called_for_every_micro_batch(rows: int, reco
     split = Engine(build(Stack), micro_batch_size=rows)
     for seed in range(2):
         split.step(words(seed), loss_fn=cross_entropy)
-    assert engine.counters.h2d_bytes > split.counters.h2d_bytes
+    if own_device().type == "cpu":  # with a budget, as an accelerator has, both keep their weights there
+        assert engine.counters.h2d_bytes > split.counters.h2d_bytes
 
 
 def with_idle_rows(seed: int) -> Batch:
@@ -277,7 +279,7 @@ def train(make: Maker, *, micro: int | None = 2, **settings: Any) -> tuple[list[
         {"debug": True},
         {"prefetch": 0},
         {"placement": Placement(activations="cpu")},
-        {"placement": Placement(parameters="device", optimizer="device")},
+        pytest.param({"placement": Placement(parameters="device", optimizer="device")}, marks=TWO_KERNELS),
     ],
     ids=str,
 )

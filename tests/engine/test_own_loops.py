@@ -18,6 +18,7 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
+from tests.engine.device import own_device
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import (
     Block,
@@ -405,7 +406,7 @@ def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
     model = build(llama)
     reference, engine = Reference(model), Engine(model, recompute=recompute)
     for step in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(own_device().type, dtype=torch.bfloat16):
             losses = [each.model(**tokens(step)).loss for each in (engine, reference)]
         assert losses[0].item() == losses[1].item()
         engine.backward(losses[0])

@@ -473,7 +473,7 @@ class SharesAnActivation(Stack):
         self.activation = ACTIVATION
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.activation(torch.zeros(()))
+        return super().forward(x) + self.activation(torch.zeros((), device=x.device))
 
 
 def test_modules_without_weights_may_be_shared_by_models() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
+from tests.engine.device import twin
 from tests.engine.families import batches, build, gemma2, llama, t5, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import states
@@ -307,7 +307,7 @@ def test_a_family_that_keeps_modules_in_fp32_exports_them_so() -> None:
 
 def test_a_bf16_model_under_fp32_becomes_wide() -> None:
     model = build(llama).bfloat16()
-    wide = copy.deepcopy(model).float()
+    wide = twin(model).float()
     train_both(model, batches(2), plain=wide)
 
 

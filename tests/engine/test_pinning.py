@@ -46,6 +46,7 @@ def test_an_engine_leaves_nothing_registered(driver: PlayedDriver, kind: str, en
     assert 0 < held <= sum(driver.ranges.values())
     if ends == "closed":
         engine.close()
+        assert not driver.ranges, "although the engine is still there"
     del engine
     assert eventually(lambda: gc.collect() >= 0 and not driver.ranges), "lanes that nobody closed end by themselves"
     driver.launch()

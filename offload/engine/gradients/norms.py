@@ -14,6 +14,9 @@ from offload.native import kernels
 from offload.tiers.device import Device
 from offload.tiers.store import Store
 
+_PIECE = 1 << 22
+"""Elements, of which a copy in float64 takes 32 MiB."""
+
 
 class Measures:
     """`touched[region.index][position]` tells which parameters received a gradient; `squares[parameter]` is the fp64
@@ -30,6 +33,10 @@ class Measures:
         self.touched: dict[int, list[bool]] = {}
         self.squares: list[float] = []
         self._known: set[int] = set()  # parameters, measured as they came
+        counts = [2 * len(region.parameters) for region in self._regions]
+        rooms = device.host_memory(sum(counts), torch.float64).split(counts)
+        # Of each region, for its squares and flags: those of a step are all noted when it ends.
+        self._rooms = {region.index: room for region, room in zip(self._regions, rooms, strict=True)}
         self._pending: dict[int, torch.Tensor] = {}  # on their way from a GPU
         self._shares: dict[int, torch.Tensor] = {}  # of this rank, until the ranks agree
         self.begin_step()
@@ -66,21 +73,25 @@ class Measures:
         if squares.is_cpu:
             self._note(region, squares.tolist())
             return None
-        host = self._pending[region.index] = torch.empty(squares.shape, dtype=torch.float64, pin_memory=True)
+        host = self._pending[region.index] = self._rooms[region.index][: len(squares)]
         return self._lanes.d2h.submit(lambda: self._device.copy(host, squares), reads=self._lanes.mark(), name="norm")
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
         """Measure this rank's range of the sum over ranks, on the lane of exchanges. With `agrees` the others are told
         at once, else in `finish`.
         """
-        flags = torch.tensor(self.touched[region.index], dtype=torch.float64)
+        room, touched = self._rooms[region.index], self.touched[region.index]
+        flags = room[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
         squares = _squares(region, shard, self._store.sharding.shard(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
         if not agrees:
-            self._shares[region.index] = self._brought_down(share)
+            self._shares[region.index] = self._brought_down(share, room)
             return
-        total = self._brought_down(self._store.comm.sum_in_order(share, f"norm of the gradients of {region.name}"))
-        self._pending[region.index] = total
+        total = self._store.comm.sum_in_order(share, f"norm of the gradients of {region.name}")
+        if self._store.exchanges is self._lanes.here:  # compute's own, which has to know at once who is updated
+            self._pending[region.index] = total.cpu()
+        else:
+            self._pending[region.index] = self._brought_down(total, room)
         if share.is_cpu:
             self.measured(region)
 
@@ -88,6 +99,8 @@ class Measures:
         """All gradients have landed: let the ranks agree on what they have not yet, and note what came from a GPU."""
         regions = [region for region in self._regions if region.index in self._shares]
         if regions:
+            if self._store.exchanges is self._lanes.here:  # compute's own work has no tickets
+                self._lanes.wait(self._lanes.mark())
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
             # As values: tensors may be on their way for the next step.
             totals = torch.tensor(self._store.comm.sum_in_order(shares, "norm of the gradients"), dtype=torch.float64)
@@ -99,15 +112,9 @@ class Measures:
         for index in list(self._pending):
             self.measured(self._store.states[index].region)
 
-    def _brought_down(self, values: torch.Tensor) -> torch.Tensor:
+    def _brought_down(self, values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Return values on the host, there once the lane has done its present work."""
-        if values.is_cpu:
-            return values
-        if self._store.exchanges is self._lanes.here:  # they are compute's own work, for which nobody waits
-            return values.cpu()
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        return host
+        return values if values.is_cpu else room.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:
         """Note squares, and of several ranks on how many of them each parameter received a gradient."""
@@ -132,4 +139,10 @@ def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)
     parts = [flat[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+    return torch.stack([_norm(part) for part in parts]).square()
+
+
+def _norm(part: torch.Tensor) -> torch.Tensor:
+    """Return the norm in float64: for `dtype=torch.float64` a GPU would copy all that it is asked for."""
+    norms = [torch.linalg.vector_norm(piece.double()) for piece in part.split(_PIECE)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

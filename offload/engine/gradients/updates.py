@@ -20,6 +20,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
+from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store, Tile
 
@@ -67,7 +68,9 @@ class Updates:
         slots: Slots,
         lanes: Lanes,
         settings: Settings,
+        device: Device,
     ) -> None:
+        self._device = device
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
         self._rule, self._max_norm = settings.optimizer, settings.max_grad_norm
@@ -76,6 +79,9 @@ class Updates:
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
         self._updated: list[Landed] = []
+        self._counts: list[
+            tuple[Region, torch.Tensor]
+        ] = []  # of weights that are not finite, known to the device alone
         self.lr = self._rule.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
@@ -103,7 +109,7 @@ class Updates:
         self.lr = lr
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
-        self._updated = []
+        self._updated, self._counts = [], []
         self._flow.opens = self._early.begin if self.waits and not waits and self._early.are_possible else None
         self._flow.landing.landed = None if waits or self.waits else self._update_at_once
 
@@ -121,6 +127,7 @@ class Updates:
             self._slots.refresh()
             go_on()
             self._submit_due()
+        self._check_weights()
         self._lanes.settle()  # what is on its way belongs to a step that is over
         self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
@@ -158,6 +165,15 @@ class Updates:
                 self._submit(self._due.pop(region), self._measures.touched[region.index])
                 if region is last:
                     break
+
+    def _check_weights(self) -> None:
+        """Ask an accelerator once for what it has counted in its updates."""
+        if self._counts:
+            regions, counts = zip(*self._counts, strict=True)
+            self._counts = []
+            for region, num_wrong in zip(regions, self._device.bring_down(torch.stack(counts))().tolist(), strict=True):
+                if num_wrong:
+                    raise _overflow(region, num_wrong, self.lr)
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -222,7 +238,7 @@ class Updates:
         first, last = state.tiles[0], state.tiles[-1]
         may_correct = self._is_speculative and self._flow.landing.landed is not None
 
-        def update(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+        def update(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
             if tile is first:
                 prepare()
             if not landed.counts:
@@ -241,7 +257,7 @@ class Updates:
     def _submit_correction(self, landed: Landed, scale: float) -> None:
         state, touched, lr = self._store[landed.region], self._measures.touched[landed.region.index], self.lr
 
-        def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int:
+        def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
             scales = {"scale": scale, "applied_scale": landed.scale}  # which the update has found by now
             return update_tile(state, tile, planes, gradients, touched, self._rule, self._infos, lr=lr, **scales)
 
@@ -256,7 +272,7 @@ class Updates:
     def _enter(
         self,
         landed: Landed,
-        work: Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int],
+        work: Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor],
         verb: str,
         publishes: bool,
     ) -> None:
@@ -275,7 +291,9 @@ class Updates:
                 begin = self._store[region].begin
                 gradients = landed.gradients[tile.begin - begin : tile.end - begin]
             num_wrong = work(tile, planes, gradients)
-            if num_wrong:
+            if isinstance(num_wrong, torch.Tensor):
+                self._counts.append((region, num_wrong))
+            elif num_wrong:
                 raise _overflow(region, num_wrong, lr)
 
         for number, tile in enumerate(self._store[region].tiles):

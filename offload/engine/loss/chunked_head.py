@@ -61,14 +61,22 @@ class ChunkedHead:
         raise TypeError("the model did not call its base model")
 
     def losses(
-        self, output: Any, batch: Batch, num_chunks: int, tokens: int, skips: bool = True
+        self,
+        output: Any,
+        batch: Batch,
+        num_chunks: int,
+        tokens: int,
+        host_labels: torch.Tensor | None = None,
+        skips: bool = True,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """Yield each chunk's part of the loss, its leaf of hidden states [batch, columns, hidden], and its columns.
 
-        With `skips` only those with targets; else exactly `num_chunks`, of which some count for nothing.
+        `host_labels`: those of the batch on the host, where nobody waits who counts them. With `skips` only those with
+        targets; else exactly `num_chunks`, of which some count for nothing.
         """
         hidden = output["last_hidden_state"]
         shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        has_targets = ((batch["labels"] if host_labels is None else host_labels) != IGNORED).any(0).tolist()[1:]
         columns = -(-hidden.shape[1] // num_chunks)
         spans = [slice(start, start + columns) for start in range(0, hidden.shape[1], columns)]
         missing = 0 if skips else num_chunks - len(spans)
@@ -76,7 +84,7 @@ class ChunkedHead:
             labels = shifted[:, span].contiguous()
             if number < missing:
                 labels.fill_(IGNORED)
-            elif skips and bool((labels == IGNORED).all()):
+            elif skips and not any(has_targets[span]):
                 continue
             leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
             part = copy.copy(output)

@@ -23,6 +23,7 @@ class Losses:
     def __init__(self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None) -> None:
         self._model, self._state = state.model, state
         self._micro_rows, self._chunk_bytes = micro_rows, chunk_bytes
+        self._labels: torch.Tensor | None = None
         self.head: ChunkedHead | None = None
         self.is_plain = False
 
@@ -31,6 +32,10 @@ class Losses:
         """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
         pages = [page for unit in self._state.units if not unit.resident for page in unit.known.values()]
         return all(page.splits for page in pages if page.is_compared)
+
+    def know(self, labels: torch.Tensor | None) -> None:
+        """Note the labels of a batch on the host, where nobody waits who counts them."""
+        self._labels = None if labels is None else labels.cpu()
 
     def parts(
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
@@ -60,9 +65,11 @@ class Losses:
     ) -> Generator[torch.Tensor, None, None]:
         tokens = known.num_targets(rule)
         parts = list(split_rows(batch, self._micro_rows))
+        counted = batch if self._labels is None else {"labels": self._labels}
+        counts = [rule.targets(part) for part in split_rows(counted, self._micro_rows)]
         for number in range(known.num_parts):
-            part = parts[min(number, len(parts) - 1)]
-            share, extra = rule.targets(part) / max(1, tokens), {}
+            position = min(number, len(parts) - 1)
+            part, share, extra = parts[position], counts[position] / max(1, tokens), {}
             if number >= len(parts):
                 share = 0.0
             if not share:  # others may have what this one lacks
@@ -98,7 +105,7 @@ class Losses:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         skips = self._state.comm.size == 1  # else another rank may have targets where this one has none
         with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
-            for loss, leaf, span in self.head.losses(output, batch, num_chunks, tokens, skips=skips):
+            for loss, leaf, span in self.head.losses(output, batch, num_chunks, tokens, self._labels, skips=skips):
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     loss.backward()
                 if gradient is not None and leaf.grad is not None:

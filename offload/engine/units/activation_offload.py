@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +77,10 @@ class _Extent(_Buffer):
     offset: int = 0
 
 
+def _size(buffer: _Buffer) -> int:
+    return buffer.memory.nbytes
+
+
 _B = TypeVar("_B", bound=_Buffer)
 
 
@@ -85,6 +90,9 @@ class _Tier(Protocol[_B]):
     def make(self, num_bytes: int) -> _B:
         """Make one more."""
 
+    def drop(self, free: list[_B]) -> None:
+        """Let go of buffers that nobody uses; what cannot go stays in the list."""
+
     def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
         """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
 
@@ -93,11 +101,14 @@ class _Tier(Protocol[_B]):
 
 
 class ActivationOffload(Generic[_B]):
-    """A pool of buffers, grown to what a step needs and used again by every step after it."""
+    """A pool of buffers, grown to what a step needs and used again by every step after it: the smallest that is large
+    enough. Those that are too small go before a larger one is made, so that there are never more than were in use at
+    once, none larger than what was put.
+    """
 
     def __init__(self, place: _Tier[_B], device: Device, counters: Counters) -> None:
         self._place, self._device, self._counters = place, device, counters
-        self._free: dict[int, list[_B]] = {}
+        self._free: list[_B] = []  # by size
         self._taken: dict[int, _B] = {}
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,13 +116,17 @@ class ActivationOffload(Generic[_B]):
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
             return tensor
-        free = self._free.setdefault(num_bytes, [])
-        buffer = free[-1] if free else self._place.make(num_bytes)
-        self._taken[buffer.memory.data_ptr()] = buffer
-        if free:
-            free.pop()
+        number = bisect_left(self._free, num_bytes, key=_size)
+        if number == len(self._free):
+            self._place.drop(self._free)
+            buffer = self._place.make(num_bytes)
+            self._taken[buffer.memory.data_ptr()] = buffer
+        else:
+            buffer = self._free[number]
+            self._taken[buffer.memory.data_ptr()] = buffer
+            del self._free[number]
         buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
-        copy = buffer.memory.view(tensor.dtype).view(tensor.shape)
+        copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         buffer.fence.fill(*self._place.put(tensor, copy, buffer))
         self._counters.d2h_bytes += num_bytes
         return copy
@@ -135,9 +150,8 @@ class ActivationOffload(Generic[_B]):
         """Give a buffer back to the pool; False where it is none of the pool's."""
         buffer = self._taken.get(storage)
         if buffer is not None:
-            free = self._free[buffer.memory.nbytes]
-            if buffer not in free:
-                free.append(buffer)
+            if buffer not in self._free:
+                insort_left(self._free, buffer, key=_size)
             del self._taken[storage]
         return buffer is not None
 
@@ -148,7 +162,7 @@ class ActivationOffload(Generic[_B]):
 
 
 class OnHost:
-    """Buffers in host memory: copies go down on the d2h lane, and come back on the h2d lane."""
+    """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own."""
 
     def __init__(self, device: Device, lanes: Lanes, host: Ledger) -> None:
         self._device, self._lanes, self._host = device, lanes, host
@@ -157,6 +171,12 @@ class OnHost:
         """Take host memory."""
         self._host.reserve("activation checkpoints", num_bytes)
         return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
+
+    def drop(self, free: list[_Buffer]) -> None:
+        """Give host memory back, and unpin it. What a copy still needs goes with the copy."""
+        num_bytes = sum(map(_size, free))
+        free.clear()
+        self._host.release("activation checkpoints", num_bytes)
 
     def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         """Copy down."""
@@ -171,7 +191,7 @@ class OnHost:
 
     def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         """Copy up."""
-        ticket = self._lanes.h2d.submit(
+        ticket = self._lanes.returning.submit(
             partial(self._device.copy, copy, part),
             # The copy's memory may be what compute has just let go of.
             reads=(*buffer.fence.before_read(), *self._lanes.mark()),
@@ -194,6 +214,9 @@ class OnDisk:
         """Take room in a file."""
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
         return _Extent(Arena(num_bytes).take(num_bytes, torch.uint8), file=file, offset=offset)
+
+    def drop(self, free: list[_Extent]) -> None:
+        """A file takes no room back from its midst."""
 
     def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
         """Copy down and write, tile by tile."""
@@ -240,7 +263,7 @@ class OnDisk:
             size = num_rows * run_bytes
             offset = stretch.flat.storage_offset() + begin - first
             source = stretch.flat.as_strided((num_rows, run_bytes), (row_bytes, 1), offset)
-            up = self._lanes.h2d.submit(
+            up = self._lanes.returning.submit(
                 partial(self._device.copy, target[end : end + size].view(num_rows, run_bytes), source),
                 reads=(reading, *self._lanes.mark()),
                 name="activations",

@@ -14,6 +14,7 @@ from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
+from offload.tiers.device import Device
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ANEW = (
@@ -164,8 +165,10 @@ class Hold:
 class Snapshot:
     """The modules and parameters of a model as an engine took them over."""
 
-    def __init__(self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold) -> None:
-        self._infos, self._units, self._hold = infos, units, hold
+    def __init__(
+        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold, device: Device
+    ) -> None:
+        self._infos, self._units, self._hold, self._device = infos, units, hold, device
         self._names = {module: name for name, module in model.named_modules()}
         self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]
         self._num_trainable = sum(info.trainable for info in infos)
@@ -193,7 +196,7 @@ class Snapshot:
                 elif trains and found.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
         for dtype, nans in self._hold.nans.items():
-            if not nans.isnan().all():
+            if not self._device.bring_down(nans.isnan().all())():
                 written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
                 raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
         if len(frozen) == self._num_trainable:

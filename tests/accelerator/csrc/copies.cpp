@@ -31,14 +31,24 @@ void enqueue(Stream& stream, Engine engine, double seconds, std::function<void()
   stream.enqueue(std::move(work));
 }
 
-// A kernel, of any strides and dtypes.
+// The marks of a lazy conjugate or negative, which `Place` does not know.
+at::Tensor marked(at::Tensor tensor, bool is_conj, bool is_neg) {
+  tensor._set_conj(is_conj);
+  tensor._set_neg(is_neg);
+  return tensor;
+}
+
+// A kernel, of any strides, dtypes and marks.
 void copyWithin(const at::Tensor& source, const at::Tensor& target) {
   const c10::DeviceGuard guard(target.device());
   Device& here = device(-1);
   here.count(Counter::launches);
   enqueue(
       currentStream(-1), Engine::kCompute, memorySeconds(double(source.nbytes()) + double(target.nbytes())),
-      [from = Place::of(source), to = Place::of(target)] { to.tensor().copy_(from.tensor()); });
+      [from = Place::of(source), to = Place::of(target), from_conj = source.is_conj(), from_neg = source.is_neg(),
+       to_conj = target.is_conj(), to_neg = target.is_neg()] {
+        marked(to.tensor(), to_conj, to_neg).copy_(marked(from.tensor(), from_conj, from_neg));
+      });
   raiseLatchedError();
 }
 
@@ -129,7 +139,7 @@ at::Tensor copyFrom(const at::Tensor& given, const at::Tensor& target, bool non_
   }
   if (!isPlain(source, target)) {
     const at::Tensor plain_source = source.to(target.scalar_type()).contiguous().resolve_conj().resolve_neg();
-    const bool is_plain_target = target.is_contiguous();
+    const bool is_plain_target = target.is_contiguous() && !target.is_conj() && !target.is_neg();
     const at::Tensor plain_target = is_plain_target ? target : at::empty_like(target, at::MemoryFormat::Contiguous);
     copyFrom(plain_source, plain_target, non_blocking);
     if (!is_plain_target) {
@@ -168,5 +178,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copyFromAndResize);
   library.impl("_local_scalar_dense", readNumber);
 }
+
+// They are copied as they are; torch's fallback would make a copy without them first, by the same operation.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace sim

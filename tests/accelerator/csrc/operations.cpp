@@ -105,6 +105,15 @@ std::tuple<at::Tensor, at::Tensor> nativeDropout(const at::Tensor& input, double
   return {input.mul(mask).mul_(1 / (1 - p)), mask};
 }
 
+// CUDA's counts integers as well, and models ask for that on whatever is not a CPU.
+at::Tensor countHistogram(const at::Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  static const auto op = findOperator("aten::histc");
+  const auto dtype = at::isFloatingType(self.scalar_type()) ? self.scalar_type() : at::kFloat;
+  torch::jit::Stack stack{self.to(dtype), bins, least, most};
+  launch(op, &stack);
+  return stack[0].toTensor().to(self.scalar_type());
+}
+
 // As the CPU chooses, whose kernels run: from shapes, dtypes and strides alone.
 int64_t chooseAttention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
@@ -175,6 +184,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", setStorage);
   library.impl("record_stream", recordStream);
   library.impl("native_dropout", nativeDropout);
+  library.impl("histc", countHistogram);
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolutionBackward>());
 }

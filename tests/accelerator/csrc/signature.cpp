@@ -233,7 +233,12 @@ Signature findOut(
   return found;
 }
 
-bool isInPlace(const c10::OperatorHandle& op) { return op.schema().name().back() == '_'; }
+// By its name, and by what it writes: `__lshift__` makes a new tensor.
+bool isInPlace(const c10::OperatorHandle& op) {
+  const auto& parameters = op.schema().arguments();
+  const auto* alias = parameters.empty() ? nullptr : parameters[0].alias_info();
+  return op.schema().name().back() == '_' && alias && alias->isWrite();
+}
 
 // A number among the results, or shapes that torch marks as following from the data.
 bool mustWait(const c10::OperatorHandle& op) {

@@ -1,0 +1,361 @@
+"""Engines on the simulated accelerator: what a reading of their path on a GPU found, each finding with its test."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from offload import AdamW, Engine, Placement
+from offload.accelerators import own_accelerator
+from offload.distributed.comm import Comm
+from offload.engine.gradients import norms
+from offload.engine.units.activation_offload import ActivationOffload, OnHost
+from offload.errors import NonFiniteError, TornError
+from offload.lanes.opening import open_lanes
+from offload.lanes.waiting import wait_until_done
+from offload.native import kernels, torch_fallback
+from offload.telemetry.counters import Counters
+from offload.tiers.device import open_device
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+from offload.tiers.pinning import Pinning
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import WIDTH, Block, Stack
+from tests.lanes.patience import eventually
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
+
+RULE = AdamW(lr=1e-2)
+
+
+@pytest.fixture
+def engine(sim):
+    """Return what makes an engine on the simulated device; it is closed after the test."""
+    made = []
+
+    def make(model=llama, **settings):
+        made.append(Engine(build(model), RULE, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    made.clear()
+    gc.collect()
+
+
+# -- the update on the device --------------------------------------------------------------------------------
+
+MILLION = 1 << 20
+
+
+def arrays(split, device, numel=MILLION):
+    """Return what a kernel updates: master, two moments, gradients in the dtype that they have beside it."""
+    generator = torch.Generator().manual_seed(0)
+    weights, m, v, grad = (torch.randn(numel, generator=generator) for _ in range(4))
+    weights[7], weights[-1] = float("nan"), float("-inf")
+    master = kernels.split(weights) if split else (weights,)
+    grad = grad.bfloat16() if split else grad
+    return [part.to(device) for part in master], m.to(device), v.square_().to(device), grad.to(device)
+
+
+def update(kind, master, m, v, grad):
+    master = tuple(master) if len(master) == 2 else master[0]
+    how = {"lr": 1e-3, "betas": (0.9, 0.95)}
+    if kind == "lion":
+        return kernels.lion(master, m, grad, weight_decay=0.1, **how)
+    if kind == "adamw":
+        return kernels.adamw(master, m, v, grad, step=3, eps=1e-8, weight_decay=0.1, grad_scale=0.5, **how)
+    return kernels.correct_adamw(master, m, v, grad, step=3, eps=1e-8, applied_scale=0.5, grad_scale=0.25, **how)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("kind", "most"), [("adamw", 30), ("correct", 50), ("lion", 30)])
+def test_an_update_takes_few_launches_and_the_bits_of_the_host(sim, monkeypatch, kind, most, split):
+    # A GPU's is correctly rounded; that of torch's CPU kernels, with which the simulation computes, is not.
+    monkeypatch.setattr(torch_fallback, "_sqrt", lambda x: x.double().sqrt_().float())
+    on_device, on_host = (arrays(split, device) for device in ("sim", "cpu"))
+    update(kind, *arrays(split, "sim", 64))  # what torch does for the first time
+    sim.reset_counters()
+    count = update(kind, *on_device)
+    assert sim.counters()["operation_waits"] == 0
+    launches = sim.counters()["launches"]
+    assert launches <= most
+    assert int(count) == int(update(kind, *on_host)) == 2
+    for found, expected in zip((*on_device[0], *on_device[1:]), (*on_host[0], *on_host[1:]), strict=True):
+        assert torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "correct", "lion"])
+def test_an_update_stays_within_its_scratch_memory(sim, monkeypatch, kind, split):
+    scratch_bytes = 4 * MILLION
+    monkeypatch.setattr(torch_fallback, "SCRATCH_BYTES", scratch_bytes)
+    given = arrays(split, "sim", MILLION // 2)
+    torch.sim.empty_cache()
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    update(kind, *given)
+    peak = torch.sim.max_memory_allocated() - before
+    assert scratch_bytes // 4 < peak <= scratch_bytes
+
+
+# -- waits of the host -------------------------------------------------------------------------------------------
+
+ON_DEVICE = Placement("device", "device")
+NOT_OURS = ("masking_utils.py",)  # transformers asks the device whether rows are packed, also where nobody offloads
+
+
+def asking(run):
+    """Return where the host waited for the device within an operation, by file and line."""
+    torch.sim.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    torch.sim.set_sync_debug_mode("default")
+    return [f"{Path(found.filename).name}:{found.lineno}" for found in caught if "synchronizing" in str(found.message)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch_size": 2},
+        {"head_chunk_bytes": 64 * 4 * 4 * 3},
+        {"placement": ON_DEVICE},
+        {"max_grad_norm": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_waits_for_no_operation(engine, sim, precision, settings):
+    one = engine(precision=precision, **settings)
+    one.step(tokens())
+    one.step(tokens(1))
+    sim.reset_counters()
+    found = asking(lambda: one.step(tokens(2)))
+    assert not [place for place in found if not place.startswith(NOT_OURS)]
+    assert sim.counters()["pageable_copies"] == 0
+    assert sim.counters()["operation_waits"] == len(found)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_update_on_the_device_that_overflows_is_reported_by_its_step(engine, sim, clip):
+    one = engine(placement=ON_DEVICE, max_grad_norm=clip)
+    one.step(tokens())
+    one.lr = 3e38
+    with pytest.raises(NonFiniteError, match=r"\d+ weights of unit .* lr 3e\+38"):
+        one.step(tokens(1))
+    with pytest.raises(TornError):
+        one.step(tokens(2))
+
+
+def test_what_is_brought_up_is_there_whatever_the_host_does_next(engine, sim):
+    device = engine()._state.device
+    stream, given = torch.accelerator.current_stream(), torch.arange(6.0).view(2, 3).t()
+    with sim.held(stream):
+        found = []
+        for _ in range(3):
+            found.append(device.bring_up(given))
+            given += 10
+    assert [up.tolist() for up in found] == [(given - 10 * (3 - k)).tolist() for k in range(3)]
+    assert found[0].is_sim
+    torch.accelerator.synchronize()
+    sizes = {size: len(free) for size, free in device._staging._free.items()}
+    for _ in range(5):
+        device.bring_up(given)
+        torch.accelerator.synchronize()
+    assert {size: len(free) for size, free in device._staging._free.items()} == sizes, "pinned memory is used again"
+
+
+def test_what_is_brought_down_is_what_it_was_then(engine, sim):
+    device = engine()._state.device
+    value = torch.tensor(3.0, device="sim")
+    with sim.held(torch.accelerator.current_stream()):
+        first = device.bring_down(value)
+        value += 1
+        second = device.bring_down(value)
+        value += 1
+    assert (second().item(), first().item(), value.item()) == (4.0, 3.0, 5.0)
+
+
+# -- norms ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
+    piece = 1 << 14
+    monkeypatch.setattr(norms, "_PIECE", piece)
+    sizes = (20 * piece + 7, 3, 0, piece)
+    offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+    whole = slice(0, sum(sizes))
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).mul_(1e3).to(dtype)
+    flat[5] = 1e8
+    region = SimpleNamespace(offsets=offsets, sizes=sizes)
+    on_device = flat.to("sim")
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    found = norms._squares(region, on_device, whole)
+    peak = torch.sim.max_memory_allocated() - before
+    assert 8 * piece <= peak <= 3 * 8 * piece, "the copy in float64 is of a piece, and the engine's own"
+    exact = [math.fsum(x * x for x in flat[o : o + n].double().tolist()) for o, n in zip(offsets, sizes, strict=True)]
+    assert found.cpu().tolist() == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"placement": ON_DEVICE}, {"micro_batch_size": 2}], ids=str)
+def test_a_step_asks_for_no_pinned_memory(engine, sim, monkeypatch, settings):
+    """torch's allocator of it takes a lock, and rounds up to powers of two."""
+    one = engine(**settings)
+    one.step(tokens())
+    one.step(tokens(1))
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append(k) or empty(*a, **k))
+    one.step(tokens(2))
+    staged = sum(bool(how.get("pin_memory")) for how in asked)
+    assert staged <= 2 < len(one._state.regions), "none a region; of a batch's two tensors as many as were under way"
+
+
+def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim):
+    state = engine(placement=ON_DEVICE)._state
+    measures, region = state.gradients.measures, state.regions[1]
+    assert state.store.exchanges is state.lanes.here
+    measures.begin_step()
+    measures.touched[region.index] = [True] * len(region.parameters)
+    shard = torch.randn(region.numel, device="sim")
+    sim.reset_counters()
+    assert not asking(lambda: measures.measure_shard(region, shard, agrees=False))
+    assert sim.counters()["operation_waits"] == sim.counters()["pageable_copies"] == 0
+    measures.finish()
+    for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+        exact = shard[offset : offset + size].double().square().sum().item()
+        assert measures.squares[index] == pytest.approx(exact, rel=1e-12)
+
+
+# -- activations -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lanes(sim):
+    opened = open_lanes({}, None, overlap=True)
+    yield opened
+    opened.close()
+
+
+def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
+    device = open_device(Ledger("device"), copies_aside=True)
+    offload = ActivationOffload(OnHost(device, lanes, Ledger("cpu")), device, Counters())
+    given = torch.arange(1000.0, device="sim")
+    away = offload.put(given)
+    slot, weights = torch.empty(100, device="sim"), torch.ones(100, pin_memory=True)
+    reader = torch.sim.Stream()
+    with sim.held(reader):
+        with torch.sim.stream(reader):
+            reads = lanes.mark()  # of the slot, by something that is not over
+        fetch = lanes.h2d.submit(lambda: device.copy(slot, weights), fills=reads)
+        wait_until_done(lanes.lock, [fetch])
+        found, tickets, _ = offload.get(away)
+        assert eventually(lambda: all(ticket.is_over for ticket in tickets)), "they wait behind the fetch"
+        assert not fetch.is_over
+    lanes.compute_after(tickets)
+    assert torch.equal(found.cpu(), given.cpu())
+
+
+def test_an_engine_whose_activations_return_has_the_bits_of_one_whose_stay(engine, sim):
+    stays, returns = engine(), engine(placement=Placement(activations="cpu"))
+    for slow in ("compute", "copies"):
+        sim.set_jitter(300, 1, slow)
+        for seed in range(2):
+            assert returns.step(tokens(seed)).loss == stays.step(tokens(seed)).loss
+
+
+def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
+    one, host = engine(placement=Placement(activations="cpu")), []
+    ranges = []
+    for length in (8, 16, 9, 10, 11, 12, 13, 14, 15, 7, 16):
+        one.step(tokens(length, length=length))
+        ranges.append(sim.registered())
+        host.append(one._state.host.allocations["activation checkpoints"])
+    assert set(ranges[1:]) == {ranges[1]}
+    assert set(host[1:]) == {host[1]}
+    assert host[0] < host[1]
+
+
+# -- what was mended before there was a device to show it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"placement": Placement(activations="cpu")}], ids=str)
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_no_range_stays_registered(sim, settings, ends):
+    one = Engine(build(llama), RULE, **settings)
+    one.step(tokens())
+    assert sim.registered()[0] > 0
+    if ends == "closed":
+        one.close()
+    del one
+    assert eventually(lambda: gc.collect() >= 0 and sim.registered() == (0, 0))
+
+
+def test_memory_that_is_pinned_in_pieces_is_copied_within_them(engine, sim, monkeypatch):
+    whole = engine()
+    losses, (num_ranges, _) = [whole.step(tokens(seed)).loss for seed in range(2)], sim.registered()
+    whole.close()
+    monkeypatch.setattr("offload.tiers.device.Pinning", lambda accelerator: Pinning(accelerator, 1 << 14))
+    pieces = engine()
+    assert sim.registered()[0] > num_ranges
+    assert [pieces.step(tokens(seed)).loss for seed in range(2)] == losses
+
+
+@pytest.mark.filterwarnings("ignore:the driver refused")
+def test_a_refused_registration_does_not_fail_the_next_kernel(sim):
+    pinning = Pinning(own_accelerator())
+    arena = Arena(1 << 16, pinning)
+    memory = arena.take(1 << 16, torch.uint8)
+    assert not pinning.register(memory.data_ptr(), 100)
+    assert torch.ones(3, device="sim").sum().item() == 3
+
+
+def test_threads_work_on_the_engines_device(engine, sim, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    one = engine(comm=Comm())
+    assert one.device == torch.device("sim", 1)
+    sim.reset_counters()
+    one.step(tokens())
+    other = sim.counters(0)
+    assert (other["launches"], other["copies"], other["waits"]) == (0, 0, 0)
+    assert sim.counters(1)["launches"] > 0
+
+
+def test_the_host_sleeps_for_the_events_of_lanes(sim, lanes, monkeypatch):
+    made, event = [], torch.sim.Event
+    monkeypatch.setattr(torch.sim, "Event", lambda **how: made.append(how) or event(**how))
+    lanes.now()
+    assert [how["blocking"] for how in made] == [True]
+
+
+class MakesTensors(Block):
+    def forward(self, h):
+        return super().forward(h) + torch.ones(WIDTH)
+
+
+def test_a_recompute_has_the_callers_default_device(sim):
+    one = Engine(build(lambda: Stack(MakesTensors)), RULE, recompute="always")
+    x = torch.arange(20).view(2, 10) % 32
+    with torch.device("sim"):
+        result = one.step({"x": x, "y": x}, lambda logits, batch: cross_entropy(logits.mT, batch["y"]))
+    assert math.isfinite(result.loss)
+    one.close()
+
+
+def test_evaluations_keep_few_events(engine, monkeypatch):
+    monkeypatch.setattr("offload.lanes.streams._MOST_STRETCHES", 20)
+    one = engine()
+    for seed in range(6):
+        one.evaluate(tokens(seed))
+    assert len(one._state.lanes.timed) <= 40

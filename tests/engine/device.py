@@ -1,0 +1,41 @@
+"""Where engines open by themselves, and plain PyTorch beside them: the CPU, or with `--device` something else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from offload.accelerators import own_accelerator
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def own_device() -> torch.device:
+    """Return the device of an engine that is told none."""
+    accelerator = own_accelerator()
+    return torch.device("cpu") if accelerator is None else accelerator.device
+
+
+def twin(model: _Module, device: torch.device | None = None) -> _Module:
+    """Return a copy on that device, or on one that is given, with the same ties. (`to` unties where a kind's tensors
+    cannot take the place of the CPU's.)
+    """
+    device = device or own_device()
+    copies: dict[int, Any] = {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
+    for p in model.parameters():
+        copies[id(p)] = nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, copies)
+
+
+def cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Return the mark of tests that say nothing of another device, and why."""
+    return pytest.mark.skipif(own_device().type != "cpu", reason=reason)
+
+
+LEDGER = cpu_only("on a device the allocator counts, temporaries and rounding included, and the ledger refuses less")
+NO_LSTM = cpu_only("the simulated accelerator has no LSTM")
+TWO_KERNELS = cpu_only("an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")
