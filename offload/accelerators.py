@@ -90,8 +90,27 @@ class Accelerator:
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nobody has; what torch's allocator keeps for later is not in it."""
-        return self.module.mem_get_info(self.device)[0]
+        """Memory that nobody has, or that torch's allocator keeps for later."""
+        kept = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
+        return self.module.mem_get_info(self.device)[0] + kept
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that torch's allocator could not give to others since `take_peak`: temporaries of operations are in
+        it, and freed memory that another stream still used.
+        """
+        return self.module.memory_stats(self.device).get("active_bytes.all.peak", 0)
+
+    def take_peak(self) -> int:
+        """Return `peak_bytes`, and begin anew."""
+        peak = self.peak_bytes
+        self.module.reset_peak_memory_stats(self.device)
+        return peak
+
+    def limit(self, num_bytes: int) -> None:
+        """Let torch's allocator have no more than that in this process, what it keeps for later included."""
+        total = self.module.mem_get_info(self.device)[1]
+        self.module.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
 
     def enter(self) -> None:
         """Be this thread's device. A thread begins on device 0, where its first call would make a context."""

@@ -80,7 +80,6 @@ def main(words: list[str]) -> int:
     _check(options)
     memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
     prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
-    import torch
 
     from offload.accelerators import own_accelerator
     from offload.checkpoint.given import chosen_model
@@ -93,12 +92,11 @@ def main(words: list[str]) -> int:
     if options.device not in ("auto", "cpu", own and own.device.type):
         there = "no GPU" if own is None else f"only {own.device.type}"
         raise ConfigError(f"--device is {options.device}, and torch finds {there}; give --device cpu.")
-    device = torch.device("cpu") if own is None else own.device
     path = chosen_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:
         memory_bytes = free_memory(own)
     choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
-    with Sampler(path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, device=device) as sampler:
+    with Sampler(path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own) as sampler:
         done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
         total = sampler.stream.total_bytes
     print()

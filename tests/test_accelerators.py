@@ -15,8 +15,10 @@ import offload
 from offload.accelerators import Accelerator, CudaAccelerator, accelerators, open_accelerator, own_accelerator
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
+from offload.engine.assemble import engine_device
 from offload.errors import ConfigError
 from offload.planning.plan import find_free
+from offload.planning.settings import Settings
 from offload.tiers.device import AcceleratorDevice, CpuDevice, open_device
 from offload.tiers.ledger import Ledger
 
@@ -120,6 +122,16 @@ def test_what_has_no_streams_or_is_not_there_is_none(machine: Any, kind: str, co
     assert isinstance(open_device(None, Ledger("device"), False), CpuDevice)
 
 
+@pytest.mark.parametrize("name", [None, "cuda:2"])
+def test_an_engine_computes_where_its_ranks_exchange(machine: Any, name: str | None) -> None:
+    machine("cuda", 3)
+    comm = Comm()
+    comm.size, comm.device = 2, torch.device("cuda", 2)
+    assert engine_device(Settings(device=name), comm) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match=r"offload.device is cpu, and the comm .* is for cuda:2: give no device, or"):
+        engine_device(Settings(device="cpu"), comm)
+
+
 def test_more_ranks_than_accelerators_are_refused(machine: Any) -> None:
     machine("cuda", 2)
     told = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
@@ -183,7 +195,8 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     answers("set_device", lambda: None)
     answers("mem_get_info", lambda: (60, 100))
     answers("memory_reserved", lambda: 40)
-    answers("max_memory_allocated", lambda: module.peak)
+    answers("memory_allocated", lambda: 30)
+    answers("memory_stats", lambda: {"active_bytes.all.peak": module.peak})
     answers("reset_peak_memory_stats", lambda: setattr(module, "peak", 0))
     answers("get_rng_state", lambda: torch.tensor([5]))
     states = []
@@ -195,11 +208,11 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     module.peak = 70
     assert isinstance(device, AcceleratorDevice)
     assert device.pinning is None, "torch registers memory for CUDA alone"
-    assert device.budget_bytes == 90
+    assert device.ledger.budget_bytes == 63, "of what nobody has, and what torch keeps for later"
     assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
     device.set_random_state(device.random_state())
     assert states == [(5, own)]
-    assert find_free(Comm(), accelerator).device_bytes == 60
+    assert find_free(Comm(), accelerator).device_bytes == 70
     assert set(asked) == {own}
 
 

@@ -51,6 +51,8 @@ class Comm:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    device = torch.device("cpu")
+    """Where tensors of several ranks are exchanged, and computed."""
     _user: weakref.ref[object] | None = None
 
     def claim(self, user: object) -> None:

@@ -32,7 +32,8 @@ def open_comm(
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; alone where there are none. `device`: what its
     engines compute on, as `Settings.device`. Collective.
 
-    A group that the caller made is never destroyed; in any case exchanges have groups of their own.
+    A group that the caller made is never destroyed; in any case exchanges have groups of their own. Its ranks need no
+    LOCAL_RANK: without it, and where no thread has chosen a device, they take the devices in turn.
 
     Raises:
         ConfigError: some of the variables are missing or wrong.
@@ -46,8 +47,11 @@ def open_comm(
     if not dist.is_available():
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    num_devices = len(accelerators())
+    number = local[0] if local else 0
+    if exists and not local and num_devices:
+        environ = {**environ, "LOCAL_RANK": str(dist.get_rank() % num_devices)}
     own = own_accelerator(device, environ)
-    number, num_devices = local[0] if local else 0, len(accelerators())
     if own is not None and number >= num_devices:
         raise ConfigError(
             f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
 from offload.engine.units.find import describe_parameters, find_units
+from offload.errors import ConfigError
 from offload.hf.sources import Fill
 from offload.layout.regions import build_regions
 from offload.planning.memory import UnitPlan
@@ -27,6 +30,7 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
         # Units recompute already; the second name is what transformers called it before 5.23.
         disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()
+    settings = replace(settings, device=str(engine_device(settings, comm)))
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     parameters = {unit.name: unit.parameters for unit in candidates}
@@ -40,6 +44,20 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     state = EngineState(model, settings, infos, candidates, regions, plan, counters, comm)
     take_over(state, fill)
     return state
+
+
+def engine_device(settings: Settings, comm: Comm) -> torch.device:
+    """Return where the engine computes: where its ranks exchange tensors, if there are several. Raises ConfigError."""
+    own = own_accelerator(settings.device)
+    device = torch.device("cpu") if own is None else own.device
+    if comm.size == 1 or comm.device == device:
+        return device
+    if settings.device is not None:
+        raise ConfigError(
+            f"offload.device is {settings.device}, and the comm that the engine was given is for {comm.device}: give "
+            f"no device, or a comm of open_comm(device={settings.device!r})."
+        )
+    return comm.device
 
 
 def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:

@@ -42,13 +42,13 @@ class SpareMemory:
             self._most_elements = num_elements
             self.give_back()
 
-    def end_step(self) -> None:
-        """A step is over, and nothing waits for a backward."""
-        budget = self._device.budget_bytes
+    def end_step(self, peak_bytes: int) -> None:
+        """A step is over in which the device held so much at once, and nothing waits for a backward."""
+        budget = self._device.ledger.budget_bytes
         if budget is None:
             return
         mine = self._slots.capacity_bytes + self._gradients.buffer_bytes
-        told = self._comm.gather_objects((self._device.take_recent_peak() - mine, -budget), "room on the device")
+        told = self._comm.gather_objects((peak_bytes - mine, -budget), "room on the device")
         others, budget = (max(found) for found in zip(*told, strict=True))  # the same for all: so are their schedules
         budget = -budget
         settled, self._others = others <= self._others, max(self._others, others)
@@ -66,6 +66,15 @@ class SpareMemory:
         self._take(self._slots_bytes[0], self._buffer_bytes[0])
         self._others = -1
         self._device.take_recent_peak()  # what was given back is no need of others
+        return True
+
+    def retreat(self) -> bool:
+        """The allocator found no room beside what was taken: go back, and never take more than half as much again."""
+        taken = self._slots.capacity_bytes
+        if not self.give_back():
+            return False
+        least = self._slots_bytes[0]
+        self._slots_bytes = least, max(least, taken // 2)
         return True
 
     def give_up(self) -> None:

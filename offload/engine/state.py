@@ -130,7 +130,7 @@ class EngineState:
             SavedInputs(
                 self.device,
                 self.lanes,
-                RecomputePolicy(settings.recompute, device_ledger, self.slots.holds),
+                RecomputePolicy(settings.recompute, self.device, self.slots.holds),
                 self._activation_offload(placement.activations, counters),
                 self.undo,
             ),

@@ -31,6 +31,16 @@ _MOST_DEPARTURES = 3
 """Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
 
 
+def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
+    """Return what to raise where the device has no memory for a step, with what torch says of it."""
+    found = str(error).partition("If reserved but unallocated")[0]  # advice on the allocator, which is set already
+    return DoesNotFitError(
+        f"the device's memory does not hold a step on this batch: {' '.join(found.split())} Lower --train.batch_size, "
+        f"--train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set --train.recompute always "
+        f"and --offload.activations cpu, or raise --offload.device_memory where it is less than there is."
+    )
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step gives."""
@@ -146,10 +156,10 @@ class Steps:
             return min(first.get(state.slots.cargo_of(unit.regions), math.inf) for unit in state.users[region.index])
 
         def go_on() -> None:
-            state.runner.end_step()
+            peak_bytes = state.runner.end_step()
             state.executor.end()
             if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
-                state.spare_memory.end_step()
+                state.spare_memory.end_step(peak_bytes)
             state.executor.expect(*self._expected)
 
         self._expected = kind, state.updates.is_immediate
@@ -247,7 +257,11 @@ class Steps:
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
                     self.losses.is_plain |= num_departures == _MOST_DEPARTURES
-                elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError) or not self._gives_back():
+                elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):
+                    raise
+                elif not self._gives_back(error):
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise _misfit(error) from error
                     raise
 
     def _may_move(self) -> set[BufferPlace]:
@@ -257,6 +271,12 @@ class Steps:
         still -= {place for unit in self._state.units for page in unit.known.values() for place in page.buffers}
         return buffer_places(self._modules) - still
 
-    def _gives_back(self) -> bool:
-        with self._recovery.working():  # the other ranks had room, and are further by now
-            return self._state.comm.size == 1 and self._state.spare_memory.give_back()
+    def _gives_back(self, error: BaseException) -> bool:
+        state = self._state
+        with self._recovery.working():
+            if state.comm.size > 1:  # the other ranks had room, and are further by now
+                return False
+            if isinstance(error, DoesNotFitError):
+                return state.spare_memory.give_back()
+            # Room was left, but not in one piece, or not for the temporaries of a batch like this.
+            return state.spare_memory.retreat() or state.runner.saved.retreat()

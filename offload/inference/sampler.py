@@ -55,7 +55,7 @@ class Sampler:
     """A model whose weights stream, and its tokenizer. Used as a context."""
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype | None, memory_bytes: int | None, device: torch.device
+        self, path: Path, *, dtype: torch.dtype | None, memory_bytes: int | None, accelerator: Accelerator | None
     ) -> None:
         """Open a Hugging Face folder or a checkpoint. dtype: None for that of its weights; memory_bytes: as of
         WeightStream.
@@ -87,10 +87,10 @@ class Sampler:
                         f"the weights in {path} lack {len(lacking)} parameters of {type(self.model).__name__}, for "
                         f"example {lacking[0]}: it cannot continue a text."
                     )
-            self.stream = WeightStream(self.model, weights.source, memory_bytes=memory_bytes, device=device)
+            self.stream = WeightStream(self.model, weights.source, memory_bytes=memory_bytes, accelerator=accelerator)
             opened.callback(self.stream.close)
             self._opened = opened.pop_all()
-        self._device = device
+        self._device = torch.device("cpu") if accelerator is None else accelerator.device
 
     def encode(self, prompt: str, *, chat: bool = False) -> torch.Tensor:
         """Return the tokens of a prompt, [1, n]; with `chat`, of the conversation that it opens. Raises ConfigError."""

@@ -9,7 +9,6 @@ are always in memory.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +21,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from offload.accelerators import Accelerator
 from offload.engine.units.find import Place, describe_parameters, find_units
 from offload.engine.units.unit import put_parameter
 from offload.hf.sources import Source
-from offload.lanes.lane import ThreadLane
-from offload.lanes.link import Link
+from offload.lanes.opening import open_lanes
 from offload.lanes.ticket import Ticket
 from offload.lanes.waiting import wait_until_done
 from offload.optim.adamw import AdamW
-from offload.telemetry.timeline import Timeline
+from offload.tiers.device import open_device
 from offload.tiers.host import trim_heap
+from offload.tiers.ledger import Ledger
 
 
 class ReadFromOutside(Exception):
@@ -59,7 +59,9 @@ class Cargo:
 
 @dataclass(eq=False)
 class StreamedUnit:
-    """A module whose parameters come when it is called. `depth`: its calls under way; `is_settled`: they stay."""
+    """A module whose parameters come when it is called. `depth`: its calls under way, the first since `begin`;
+    `is_settled`: they stay.
+    """
 
     number: int
     name: str
@@ -67,6 +69,7 @@ class StreamedUnit:
     places: list[Place]
     cargoes: list[Cargo]
     depth: int = 0
+    begin: Any = None
     is_settled: bool = False
 
     @property
@@ -86,17 +89,19 @@ class WeightStream:
         source: Callable[[str], Source | None],
         *,
         memory_bytes: int | None,
-        device: torch.device,
+        accelerator: Accelerator | None,
     ) -> None:
         """Take over `model`, whose parameters are not filled; `source` has the values of each, by its first name.
 
-        memory_bytes: for weights on `device`, None for no limit; two units, the one in use and the next, are there
-        in any case. Raises what reading raises.
+        memory_bytes: for weights on the accelerator, or on the CPU without one; None for no limit; two units, the one
+        in use and the next, are there in any case. Raises what reading raises.
         """
         named = list(model.named_parameters())
         candidates = find_units(model, describe_parameters(model, AdamW(), "bf16"))
         self._names = [name for name, _ in named]
-        self._source, self._device, self._memory_bytes = source, device, memory_bytes
+        self._source, self._memory_bytes = source, memory_bytes
+        self._device = open_device(accelerator, Ledger("device"), copies_aside=True)
+        device = self._device.torch_device
         self._resting = [_resting(parameter, device) for _, parameter in named]
         users: dict[int, tuple[int, ...]] = {}
         for number, candidate in enumerate(candidates):
@@ -126,8 +131,7 @@ class WeightStream:
         self._last = (-1, -1)
         self._followed: dict[tuple[int, int], int] = {}  # the unit that came after two others
         self._held: set[Cargo] = set()  # in memory, or on the way, for what comes next
-        self._lock = threading.Lock()
-        self._lane = ThreadLane("read", self._lock, Link("read", Timeline(["read"])))
+        self._lanes = open_lanes(accelerator, {}, None, overlap=True)
         for unit in self._units:
             self._put(unit, self._resting)
         for owner in model.modules():
@@ -172,12 +176,14 @@ class WeightStream:
 
     def close(self) -> None:
         """End the thread that reads."""
-        self._lane.close()
+        self._lanes.close()
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _enter(self, unit: StreamedUnit) -> None:
         """Bring a unit's weights, and have those of the next one that lacks some on their way."""
+        if not unit.depth:
+            unit.begin = self._lanes.now()
         unit.depth += 1
         for cargo in unit.cargoes:
             cargo.users += 1
@@ -200,6 +206,8 @@ class WeightStream:
         unit.depth -= 1
         for cargo in unit.cargoes:
             cargo.users -= 1
+        if not unit.depth:
+            self._lanes.computed(unit.name, unit.begin)
         if not unit.depth and not unit.is_settled:
             self._put(unit, self._resting)
             for cargo in unit.cargoes:
@@ -219,7 +227,7 @@ class WeightStream:
         """Have a cargo read, if it is not there."""
         if cargo.ticket is None:
             cargo.stays = cargo.stays or self._may_stay(cargo)
-            cargo.ticket = self._lane.submit(partial(self._read, cargo))
+            cargo.ticket = self._lanes.h2d.submit(partial(self._read, cargo))
 
     def _may_stay(self, cargo: Cargo) -> bool:
         if self._memory_bytes is None or self.total_bytes <= self._memory_bytes:
@@ -233,7 +241,7 @@ class WeightStream:
             source = self._source(self._names[index])
             assert source is not None, self._names[index]
             value = source.read(0, math.prod(source.shape)).view(source.shape)
-            cargo.values[index] = nn.Parameter(value.to(self._device), requires_grad=False)
+            cargo.values[index] = nn.Parameter(self._device.bring_up(value), requires_grad=False)
             self.bytes_read += value.nbytes
 
     def _fill(self, units: list[StreamedUnit]) -> None:
@@ -246,12 +254,11 @@ class WeightStream:
 
     def _install(self, unit: StreamedUnit) -> None:
         """Wait for a unit's weights and put them in place."""
-        tickets = [cargo.ticket for cargo in unit.cargoes if cargo.ticket is not None]
-        wait_until_done(self._lock, tickets)
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
-        self._put(unit, {index: value for cargo in unit.cargoes for index, value in cargo.values.items()})
+        self._lanes.compute_after([cargo.ticket for cargo in unit.cargoes if cargo.ticket is not None])
+        values = {index: value for cargo in unit.cargoes for index, value in cargo.values.items()}
+        for value in values.values():
+            self._device.lend(value)
+        self._put(unit, values)
         unit.is_settled = all(cargo.stays for cargo in unit.cargoes)
 
     def _let_go(self, cargo: Cargo) -> None:
@@ -261,7 +268,7 @@ class WeightStream:
 
     def _drop(self, cargo: Cargo) -> None:
         if cargo.ticket is not None:
-            wait_until_done(self._lock, [cargo.ticket])
+            wait_until_done(self._lanes.lock, [cargo.ticket])
             cargo.ticket, cargo.values = None, {}
             trim_heap()  # malloc would keep most of it
 

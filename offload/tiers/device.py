@@ -16,8 +16,10 @@ from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
 
-_MOST_STAGED_BYTES = 16 << 20
-"""Of one tensor of a batch: what is larger is copied from where it is, for which compute waits."""
+_STAGED_BYTES = 16 << 20
+"""What goes up at once, by way of pinned memory."""
+_MOST_STAGED = 8
+"""Pieces of one size that are under way: whoever has more waits for the first one."""
 _SHARE_OF_FREE_MEMORY = 0.9
 """The rest is for the allocator's fragments and the libraries' workspaces."""
 
@@ -49,17 +51,15 @@ class CpuDevice:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a batch on the device. The host does not wait, and may write to what it gave."""
+        """Return a tensor on the device. The host may write to what it gave, and waits only where much is under way."""
         return tensor
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The caller's stream uses a tensor that was brought up in another one."""
 
     def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy a few values to the host behind what compute was given so far. Return what waits for them."""
         return lambda: values
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The most that may be held at once; None for no limit."""
-        return self.ledger.budget_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +91,8 @@ class _Staging:
         """Return contiguous memory in the shape and dtype of a tensor, of which no copy is under way."""
         size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
+        if len(free) == _MOST_STAGED:
+            free[0][1].synchronize()
         over = next((number for number, (_, event) in enumerate(free) if event.query()), None)
         memory = (
             torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if over is None else free.pop(over)[0]
@@ -112,8 +114,10 @@ class AcceleratorDevice:
         self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
         self._staging = _Staging()
         accelerator.enter()
+        if ledger.budget_bytes is None:
+            ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
         self._peak_bytes = 0
-        self._module.reset_peak_memory_stats(self.torch_device)  # what others held before is not this one's
+        accelerator.take_peak()  # what others held before is not this one's
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
         self.ledger.reserve(name, num_bytes, fix)
@@ -132,13 +136,18 @@ class AcceleratorDevice:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cpu or not 0 < tensor.nbytes <= _MOST_STAGED_BYTES:
+        if not tensor.is_cpu:
             return tensor.to(self.torch_device)
-        staged = self._staging.take(tensor)
-        staged.copy_(tensor)
-        up = staged.to(self.torch_device, non_blocking=True)
-        self._staging.give_back(staged, self._present())
+        up = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
+        numel = _STAGED_BYTES // tensor.itemsize
+        for piece, target in zip(tensor.reshape(-1).split(numel), up.view(-1).split(numel), strict=True):
+            staged = self._staging.take(piece)
+            target.copy_(staged.copy_(piece), non_blocking=True)
+            self._staging.give_back(staged, self._present())
         return up
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._accelerator.current_stream())
 
     def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         staged = self._staging.take(values)
@@ -160,23 +169,13 @@ class AcceleratorDevice:
         return event
 
     @property
-    def budget_bytes(self) -> int | None:
-        """The most that may be held at once: as was said, or nearly all that others leave."""
-        if self.ledger.budget_bytes is not None:
-            return self.ledger.budget_bytes
-        free = self._accelerator.free_bytes + self._module.memory_reserved(self.torch_device)
-        return int(free * _SHARE_OF_FREE_MEMORY)
-
-    @property
     def peak_bytes(self) -> int:
         """The most that was held at once, temporaries of operations included."""
-        self._peak_bytes = max(self._peak_bytes, self._module.max_memory_allocated(self.torch_device))
-        return self._peak_bytes
+        return max(self._peak_bytes, self._accelerator.peak_bytes)
 
     def take_recent_peak(self) -> int:
-        recent = self._module.max_memory_allocated(self.torch_device)
+        recent = self._accelerator.take_peak()
         self._peak_bytes = max(self._peak_bytes, recent)
-        self._module.reset_peak_memory_stats(self.torch_device)
         return recent
 
     def random_state(self) -> tuple[torch.Tensor, ...]:

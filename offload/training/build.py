@@ -70,8 +70,11 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         torch.manual_seed(start.config.run.seed)
         architecture = load_model_config(begins_at)
         kind = model_kind(architecture)
-        has_accelerator = own_accelerator(start.config.offload.device) is not None
+        accelerator = own_accelerator(start.config.offload.device)
+        has_accelerator = accelerator is not None
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
+        if accelerator is not None and config.offload.device_memory is not None:
+            accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         grows = first is None and grow_vocabulary(config, architecture)
     vocabulary = vocab_size(architecture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,26 +14,34 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from offload import AdamW, Engine, Placement
-from offload.accelerators import own_accelerator
+from offload.accelerators import Accelerator, own_accelerator
+from offload.config.config import Config
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import ActivationOffload, OnHost
-from offload.errors import NonFiniteError, TornError
+from offload.errors import DoesNotFitError, NonFiniteError, TornError
+from offload.inference.weight_stream import WeightStream
 from offload.lanes.opening import open_lanes
+from offload.lanes.streams import StreamLanes
 from offload.lanes.waiting import wait_until_done
 from offload.native import kernels, torch_fallback
 from offload.telemetry.counters import Counters
+from offload.tiers import device
 from offload.tiers.device import open_device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
-from tests.engine.families import build, llama, tokens
+from offload.training.trainer import Trainer
+from tests.engine import families
+from tests.engine.device import twin
+from tests.engine.families import build, llama
 from tests.engine.handmade import WIDTH, Block, Stack
 from tests.lanes.patience import eventually
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 RULE = AdamW(lr=1e-2)
+tokens = partial(families.tokens, device="cpu")  # where batches come from
 
 
 @pytest.fixture
@@ -243,13 +252,13 @@ def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim)
 
 @pytest.fixture
 def lanes(sim):
-    opened = open_lanes({}, None, overlap=True)
+    opened = open_lanes(own_accelerator(), {}, None, overlap=True)
     yield opened
     opened.close()
 
 
 def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
-    device = open_device(Ledger("device"), copies_aside=True)
+    device = open_device(own_accelerator(), Ledger("device"), copies_aside=True)
     offload = ActivationOffload(OnHost(device, lanes, Ledger("cpu")), device, Counters())
     given = torch.arange(1000.0, device="sim")
     away = offload.put(given)
@@ -359,3 +368,150 @@ def test_evaluations_keep_few_events(engine, monkeypatch):
     for seed in range(6):
         one.evaluate(tokens(seed))
     assert len(one._state.lanes.timed) <= 40
+
+
+# -- memory of the device ------------------------------------------------------------------------------------------
+
+
+ROWS = 400
+
+
+def losses(one, seeds):
+    return [one.step(tokens(seed, rows=ROWS)).loss.item() for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def large(loaded):
+    """Return the losses of five batches whose activations are larger than the weights, and the most that these steps
+    hold on the device where all is recomputed, and where nothing is.
+    """
+    found, peaks = [], []
+    for recompute in ("always", "never"):
+        one = Engine(build(llama), RULE, recompute=recompute)
+        found.append(losses(one, range(5)))
+        peaks.append(one.counters.peak_device_bytes)
+        one.close()
+    assert found[0] == found[1]
+    assert peaks[1] > 1.5 * peaks[0]
+    return SimpleNamespace(losses=found[0], least=peaks[0], most=peaks[1])
+
+
+@pytest.mark.parametrize(("share", "num_kept"), [(0, 0), (0.6, 1), (1, 2)])
+def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkeypatch, share, num_kept):
+    """Nobody says how much there is: it is what is free, of which temporaries take their part too."""
+    free = int(large.least + share * (large.most - large.least)) + (256 << 10)
+    monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
+    one = engine(recompute="auto")
+    assert losses(one, range(5)) == large.losses
+    assert len(one._state.runner.saved._policy._kept) == num_kept
+    assert one.counters.peak_device_bytes <= free
+
+
+def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, sim):
+    one = engine(recompute="auto")
+    found = losses(one, range(3))
+    policy = one._state.runner.saved._policy
+    assert len(policy._kept) == 2
+    torch.accelerator.synchronize()
+    torch.sim.empty_cache()
+    sim.set_memory_limit(torch.sim.memory_reserved() + large.least)
+    assert found + losses(one, (3, 4)) == large.losses
+    assert len(policy._kept) < 2
+
+
+def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):
+    one, other = engine(), engine()
+    slots = one._state.slots
+    for seed in range(3):
+        one.step(tokens(seed))
+        other.step(tokens(seed))
+    full = slots.capacity_bytes
+    fails = [True]
+
+    def loss_fn(outputs, batch):
+        if fails and fails.pop():
+            raise torch.OutOfMemoryError("of another kind of batch")
+        return outputs.loss
+
+    for seed in range(3, 6):
+        assert one.step(tokens(seed), loss_fn).loss == other.step(tokens(seed), lambda outputs, _: outputs.loss).loss
+    assert not fails
+    assert slots.capacity_bytes < full
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_what_to_change_and_the_next_one_runs(engine, large, sim):
+    one = engine()
+    found = losses(one, range(2))
+    sim.set_memory_limit(torch.sim.memory_reserved() + large.least)
+    with pytest.raises(DoesNotFitError, match=r"does not hold a step on this batch: .*--train.batch_size"):
+        one.step(tokens(9, rows=10 * ROWS))
+    assert found + losses(one, range(2, 5)) == large.losses
+
+
+def test_what_a_stream_still_uses_counts_as_held(engine, sim):
+    device = engine()._state.device
+    device.take_recent_peak()
+    side = torch.sim.Stream()
+    with sim.held(side):
+        for _ in range(3):
+            memory = torch.empty(1 << 20, dtype=torch.uint8, device="sim")
+            memory.record_stream(side)
+            del memory
+    assert device.take_recent_peak() >= 3 << 20
+
+
+def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_included(sim, tmp_path, monkeypatch):
+    gc.collect()
+    torch.sim.empty_cache()
+    text, limits = tmp_path / "text.txt", []
+    text.write_text("\n".join(f"{number} is a number, {number + 1} is the next one." for number in range(400)))
+    monkeypatch.setattr(torch.sim, "set_per_process_memory_fraction", lambda share, _: limits.append(share))
+    given = {"model.path": str(tmp_path / "config.json"), "run.dir": str(tmp_path / "run"), "data.source": str(text)}
+    given |= {"train.steps": 2, "train.batch_size": 4, "data.sequence_length": 32, "offload.device_memory": "64MiB"}
+    families.llama(vocab_size=384).config.save_pretrained(tmp_path)
+    Trainer(Config.load(None, given)).run()
+    assert limits == [(64 << 20) / torch.sim.mem_get_info()[1]]
+
+
+# -- weights that stream for inference -----------------------------------------------------------------------------
+
+
+class Kept:
+    def __init__(self, value):
+        self.shape, self.dtype, self._flat = tuple(value.shape), value.dtype, value.detach().clone().reshape(-1)
+
+    def read(self, begin, end):
+        return self._flat[begin:end].clone()
+
+
+@pytest.fixture
+def stream(sim, monkeypatch):
+    """Return a model whose weights stream, and its logits with all of them on the device."""
+    monkeypatch.setattr(device, "_STAGED_BYTES", 1 << 10)  # most take several pieces
+    model, ids = build(lambda: families.llama(num_hidden_layers=6)).eval(), tokens()["input_ids"].to("sim")
+    with torch.no_grad():
+        expected = twin(model, ids.device)(input_ids=ids).logits.cpu()
+    sources = {name: Kept(parameter) for name, parameter in model.named_parameters()}
+    made = WeightStream(model, sources.get, memory_bytes=0, accelerator=own_accelerator())
+    yield lambda: model(input_ids=ids).logits.cpu().equal(expected)
+    made.close()
+
+
+@pytest.mark.parametrize("slow", ["compute", "copies"])
+def test_weights_for_inference_come_up_beside_compute(stream, sim, slow):
+    sim.set_jitter(200, 1, slow)
+    sim.reset_counters()
+    with torch.no_grad():
+        assert [stream() for _ in range(5)] == 5 * [True]
+    assert sim.counters()["pageable_copies"] == 5, "of the logits, to be compared"
+
+
+@pytest.mark.parametrize(("slow", "missing"), [("compute", "lend"), ("copies", "compute_after")])
+def test_the_waits_of_inference_are_needed(stream, sim, monkeypatch, slow, missing):
+    if missing == "lend":
+        monkeypatch.setattr(device.AcceleratorDevice, "lend", lambda *_: None)
+    else:
+        monkeypatch.setattr(StreamLanes, "compute_after", lambda lanes, tickets: wait_until_done(lanes.lock, tickets))
+    sim.set_jitter(300, 1, slow)
+    with torch.no_grad():
+        assert not all(stream() for _ in range(5))

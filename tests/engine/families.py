@@ -97,15 +97,16 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model
 
 
-def tokens(seed: int = 0, rows: int = 4, length: int = 10) -> dict[str, torch.Tensor]:
-    """Return random tokens, where engines compute; the labels are those tokens, with another number of ignored ones in
-    each of four rows.
+def tokens(seed: int = 0, rows: int = 4, length: int = 10, *, device: str | None = None) -> dict[str, torch.Tensor]:
+    """Return random tokens, where engines compute or on `device`; the labels are those tokens, with another number of
+    ignored ones in each of four rows.
     """
+    place = device or own_device()
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(rows):
         labels[row, : row % 4] = -100
-    return {"input_ids": ids.to(own_device()), "labels": labels.to(own_device())}
+    return {"input_ids": ids.to(place), "labels": labels.to(place)}
 
 
 def batches(count: int, rows: int = 4) -> list[dict[str, torch.Tensor]]:

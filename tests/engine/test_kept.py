@@ -172,6 +172,7 @@ def test_auto_keeps_what_fits(precision: str) -> None:
     assert num_runs[2] == 3, "all fit"
 
 
+@LEDGER
 def test_auto_keeps_all_where_never_fits() -> None:
     engine = Engine(build(Counting), recompute="auto", placement=Placement(device_memory=budgets()[1]))
     engine.step(BATCH, loss_fn=cross_entropy)

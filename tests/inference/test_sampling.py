@@ -24,7 +24,6 @@ from tests.checkpoint.trained import flip, tokenizer, train
 from tests.engine.families import bert, t5, tokens
 from tests.zoo.families import families
 
-CPU = torch.device("cpu")
 PROMPT = torch.tensor([[7, 31, 12, 40, 9]])
 GREEDY = Choices(max_new_tokens=10, temperature=0)
 DRAWN = Choices(max_new_tokens=10, temperature=1.5, top_p=0.95, top_k=0, seed=3)
@@ -48,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def written(path: Path, choices: Choices, memory_bytes: int | None, prompt: torch.Tensor = PROMPT) -> list[int]:
-    with Sampler(path, dtype=None, memory_bytes=memory_bytes, device=CPU) as sampler:
+    with Sampler(path, dtype=None, memory_bytes=memory_bytes, accelerator=None) as sampler:
         sampler.tokenizer.eos_token = None
         return sampler.write(prompt, choices, lambda _text: None).token_ids
 
@@ -128,7 +127,7 @@ class Counted:
         self.model, self.weights = read_model(model_kind(config).auto, folder, config)
         self.begun: list[str] = []
         self.is_read: dict[str, threading.Event] = {}
-        self.stream = WeightStream(self.model, self.source, memory_bytes=memory_bytes, device=CPU)
+        self.stream = WeightStream(self.model, self.source, memory_bytes=memory_bytes, accelerator=None)
         self.peak = 0
         for module in self.model.modules():
             module.register_forward_pre_hook(lambda *_: self.look())
@@ -212,7 +211,7 @@ def test_another_order_than_that_of_the_modules_is_learnt_in_one_pass() -> None:
         def read(self, begin: int, end: int) -> torch.Tensor:
             return self._flat[begin:end].clone()
 
-    stream = WeightStream(model, lambda name: Kept(values[name]), memory_bytes=0, device=CPU)
+    stream = WeightStream(model, lambda name: Kept(values[name]), memory_bytes=0, accelerator=None)
     read = []
     for _ in range(4):
         assert torch.equal(model(torch.ones(16)), expected)
@@ -225,7 +224,7 @@ def test_another_order_than_that_of_the_modules_is_learnt_in_one_pass() -> None:
 def test_a_module_that_reads_weights_at_rest_gives_nan_which_is_an_error(models: Any, monkeypatch: Any) -> None:
     """Where the first pass did not show it."""
     folder, _ = models("llama")
-    with Sampler(folder, dtype=None, memory_bytes=0, device=CPU) as sampler:
+    with Sampler(folder, dtype=None, memory_bytes=0, accelerator=None) as sampler:
         model = sampler.model
         calls = []
 
@@ -243,7 +242,7 @@ def test_a_module_that_reads_weights_at_rest_gives_nan_which_is_an_error(models:
 def test_text_comes_as_it_is_written(models: Any) -> None:
     folder, checkpoint = models("llama")
     for path in (folder, checkpoint):
-        with Sampler(path, dtype=None, memory_bytes=0, device=CPU) as sampler:
+        with Sampler(path, dtype=None, memory_bytes=0, accelerator=None) as sampler:
             pieces: list[str] = []
             done = sampler.write(sampler.encode("the weights"), DRAWN, pieces.append)
             assert "".join(pieces) == sampler.tokenizer.decode(done.token_ids, skip_special_tokens=True)
@@ -252,7 +251,7 @@ def test_text_comes_as_it_is_written(models: Any) -> None:
 
 
 def test_the_prompt_may_open_a_conversation_or_be_empty(models: Any) -> None:
-    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, device=CPU) as sampler:
+    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
         chat = sampler.tokenizer.decode(sampler.encode("hello", chat=True)[0])
         assert chat == "<|user|>\nhello<|endoftext|><|assistant|>\n" or "<|unknown|>" in chat
         assert sampler.encode("").tolist() == [[sampler.tokenizer.bos_token_id]]
@@ -262,7 +261,7 @@ def test_the_prompt_may_open_a_conversation_or_be_empty(models: Any) -> None:
 
 
 def test_a_text_ends_at_the_tokenizers_end_and_never_at_an_ordinary_token(models: Any) -> None:
-    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, device=CPU) as sampler:
+    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
         ordinary = sampler.tokenizer("weights")["input_ids"][0]
         special = sampler.tokenizer.convert_tokens_to_ids("<|user|>")
         end = sampler.tokenizer.eos_token_id
@@ -273,7 +272,7 @@ def test_a_text_ends_at_the_tokenizers_end_and_never_at_an_ordinary_token(models
 
 
 def test_the_models_own_settings_hold_where_nothing_is_given(models: Any) -> None:
-    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, device=CPU) as sampler:
+    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
         own = sampler.model.generation_config
         own.do_sample, own.temperature, own.top_p, own.num_beams = True, 0.6, 0.9, 4
         found = sampler._generation(Choices(), 3)
@@ -289,7 +288,7 @@ def test_the_models_own_settings_hold_where_nothing_is_given(models: Any) -> Non
 def test_what_writes_no_text_is_refused(models: Any, tmp_path: Path) -> None:
     def refused(folder: Path, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            Sampler(folder, dtype=None, memory_bytes=None, device=CPU)
+            Sampler(folder, dtype=None, memory_bytes=None, accelerator=None)
 
     bert().save_pretrained(tmp_path / "masked")
     tokenizer(64).save_pretrained(tmp_path / "masked")
@@ -312,7 +311,7 @@ def test_damage_that_is_read_while_writing_is_one_error_that_offers_another(mode
     match = r"rank-0\.bin is damaged.*The last good one is .*step-1"
     with (
         pytest.raises(CheckpointError, match=match),
-        Sampler(tmp_path / "step-2", dtype=None, memory_bytes=0, device=CPU) as sampler,
+        Sampler(tmp_path / "step-2", dtype=None, memory_bytes=0, accelerator=None) as sampler,
     ):
         sampler.write(PROMPT, GREEDY, lambda _text: None)
     assert not any(thread.name == "offload read" for thread in threading.enumerate())
@@ -325,7 +324,7 @@ from pathlib import Path
 from offload.inference.sampler import Choices, Sampler
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
-with Sampler(Path(sys.argv[1]), dtype=None, memory_bytes=int(sys.argv[2]), device=torch.device("cpu")) as sampler:
+with Sampler(Path(sys.argv[1]), dtype=None, memory_bytes=int(sys.argv[2]), accelerator=None) as sampler:
     torch.ones(8, 8) @ torch.ones(8, 8)
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")

@@ -10,7 +10,7 @@ import torch
 
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
-from offload.tiers.ledger import Ledger
+from offload.tiers.device import Device
 
 _COPIED_SHARE = 10
 """A unit whose graph holds copies of its own weights above this part of them recomputes: keeping it would undo
@@ -29,13 +29,15 @@ class RecomputePolicy:
     is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
     """
 
-    def __init__(self, mode: str, ledger: Ledger, is_weight: Callable[[torch.Tensor], bool]) -> None:
-        self.mode, self._ledger, self._is_weight = mode, ledger, is_weight
+    def __init__(self, mode: str, device: Device, is_weight: Callable[[torch.Tensor], bool]) -> None:
+        self.mode, self._device, self._ledger, self._is_weight = mode, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._kept: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
         self._others_peak_bytes = 0
         self._step_peak_bytes = 0
+        self._device_peak_bytes = 0
+        self._recomputed_bytes = 0
 
     @property
     def may_give_up(self) -> bool:
@@ -71,6 +73,7 @@ class RecomputePolicy:
         if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
             yield
             return
+        self._look(self._held_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
 
@@ -82,23 +85,44 @@ class RecomputePolicy:
 
         with undo.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self._sizes[key] = sum(storages.values()) * num_parts
+        self._recomputed_bytes = sum(storages.values())
+        self._sizes[key] = self._recomputed_bytes * num_parts
         self._new.append(key)
 
     def begin_step(self) -> None:
         """Start a step."""
         self._step_peak_bytes = self._held_bytes
+        self._device_peak_bytes = 0
 
-    def end_step(self) -> None:
-        """Choose among what this step has measured."""
-        if not self._new or self._ledger.budget_bytes is None:
-            return
-        room = self._ledger.budget_bytes - self._others_peak_bytes - self._step_peak_bytes
-        for key in self._new:  # backward order: the last unit comes first
-            if self._sizes[key] <= room:
-                self._kept.add(key)
-                room -= self._sizes[key]
-        self._new.clear()
+    def end_step(self) -> int:
+        """Choose among what this step has measured. Return the most that the device held at once, for whatever."""
+        self._look(self._step_peak_bytes)
+        if self._new and self._ledger.budget_bytes is not None:
+            room = self._ledger.budget_bytes - self._others_peak_bytes - self._step_peak_bytes
+            for key in self._new:  # backward order: the last unit comes first
+                if self._sizes[key] <= room:
+                    self._kept.add(key)
+                    room -= self._sizes[key]
+            self._new.clear()
+        return self._device_peak_bytes
+
+    def _look(self, kept_bytes: int) -> None:
+        """Note what the device has held beside graphs that are kept, and the one that was recomputed since the last
+        look: kept, it would be one of them. (Only an accelerator's figures have temporaries in them, and graphs.)
+        """
+        recent = self._device.take_recent_peak()
+        self._device_peak_bytes = max(self._device_peak_bytes, recent)
+        self._others_peak_bytes = max(self._others_peak_bytes, recent - kept_bytes - self._recomputed_bytes)
+        self._recomputed_bytes = 0
+
+    def retreat(self) -> bool:
+        """Choose anew at the end of the next step, for half as much; False where no graph was chosen."""
+        if not self._kept or self._ledger.budget_bytes is None:
+            return False
+        self._new = [key for key in self._sizes if key in self._kept]
+        self._others_peak_bytes = self._ledger.budget_bytes - sum(self._sizes[key] for key in self._new) // 2
+        self._kept.clear()
+        return True
 
     @property
     def _held_bytes(self) -> int:

@@ -215,11 +215,11 @@ class UnitRunner:
         self.gradients.begin_step()
         self.slots.settle()
 
-    def end_step(self) -> None:
-        """A step is over."""
+    def end_step(self) -> int:
+        """A step is over; return the most that the device held at once in it."""
         self.step_number += 1
         self.claims.weights_change()
-        self.saved.end_step()
+        return self.saved.end_step()
 
     def close(self) -> None:
         """Nothing is held any more."""

@@ -154,9 +154,13 @@ class SavedInputs:
         self._calls.clear()
         self._policy.begin_step()
 
-    def end_step(self) -> None:
-        """A step is over."""
-        self._policy.end_step()
+    def end_step(self) -> int:
+        """A step is over; return the most that the device held at once in it."""
+        return self._policy.end_step()
+
+    def retreat(self) -> bool:
+        """A step did not fit beside the graphs that are kept: recompute more; False where none is."""
+        return self._policy.retreat()
 
     def close(self) -> None:
         """Nothing is held any more."""
