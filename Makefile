@@ -21,8 +21,8 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator soak fuzz lint type bench sanitize
-.PHONY: check clean
+.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator gpu-check soak fuzz lint type bench
+.PHONY: sanitize check clean offline
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, on one that is simulated on the CPU; a minute"
+	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
@@ -48,6 +49,8 @@ $(PINS): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "offload needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@$(PYTHON) -c 'import site, sys; print(*site.getsitepackages()[:sys.prefix != sys.base_prefix], sep="\n")' > \
+	  "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/interpreter.pth"  # where it is a venv itself
 	@if version=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null); then \
 	  echo "keeping torch $$version of $(PYTHON)"; \
 	  { grep -v '^torch==' constraints.txt; echo "torch==$$version"; } > $@; \
@@ -97,6 +100,22 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 test-accelerator: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m accelerator tests/accelerator $(ARGS)
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
+
+# A machine with a GPU has mostly no network: then what its Python has is used, with the wheels of WHEELS=folder beside
+# it, and where C++ cannot be built, torch's kernels. PART="copies 8b" runs those alone.
+gpu-check:
+	@test -e $(VENV)/offline -a -z "$(WHEELS)" || \
+	  PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup > /dev/null 2>&1 || \
+	  $(MAKE) --no-print-directory offline
+	@ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
+
+offline:
+	@echo "make setup does not get through (no package index?): using what $(PYTHON) has$(if $(WHEELS), and $(WHEELS))"
+	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
+	@test -z "$(WHEELS)" || $(PIP) install --no-index --no-deps $(WHEELS)/*.whl
+	@$(PIP) install --no-index --no-deps --no-build-isolation -e . 2> $(VENV)/build.log || \
+	  echo "WARNING: the C++ kernels could not be built; details: $(VENV)/build.log"
+	@touch $(VENV)/offline
 
 soak: $(READY)
 	$(BIN)/python -u -m pytest -s -m soak tests/soak $(ARGS)

@@ -23,7 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("offload")
-    group.addoption("--device", choices=("cpu", "sim"), default="cpu", help="what engines open on by themselves")
+    group.addoption(
+        "--device", choices=("cpu", "sim", "cuda"), default="cpu", help="what engines open on by themselves"
+    )
     group.addoption("--jitter-seed", type=int, help="with --device sim: wait at random before kernels and copies")
     group.addoption("--slow", choices=("all", "compute", "copies"), default="all", help="of which sides")
 
@@ -36,8 +38,36 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.device == "sim":
         os.environ |= {accelerator.LOADS: "1", "SIM_DEVICES": os.environ.get("SIM_DEVICES", "4")}
         accelerator.load()
+    if config.option.device == "cuda":
+        _compare_bits_on_cuda()
+    else:  # nor do engines find a GPU, of a machine that has one, by themselves
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
+
+
+def _compare_bits_on_cuda() -> None:
+    """Let kernels of a GPU give the same bits each time, with fp32 products in fp32. Raises pytest.UsageError."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a real GPU, leave out what is about the simulated one, and ranks where they would share a GPU."""
+    if config.option.device != "cuda":
+        return
+    import torch
+
+    for item in items:
+        if item.get_closest_marker("accelerator"):
+            item.add_marker(pytest.mark.skip(reason="asks and tells the simulated accelerator"))
+        if item.path.name.startswith("test_ranks") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="ranks have a GPU each, and there is one"))
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,11 @@
 """A training step of the engine against plain PyTorch on the same model, in one process, in turns.
 
 All are timed over blocks of steps that begin and end with nothing pending (`offload/benches/blocks.py`). Plain PyTorch
-clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones. `recompute
-always` is compared with per-layer activation checkpointing, `never` with none. Where DeepSpeed can be imported, its
-ZeRO-3 takes part as well, with optimizer and parameters on the CPU and, where folders are given, on disk. `--overlap`
-compares throttled lanes with an ideal schedule instead.
+clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones. All compute
+where an engine does by itself: on the accelerator, where there is one. `recompute always` is compared with per-layer
+activation checkpointing, `never` with none. Where DeepSpeed can be imported, its ZeRO-3 takes part as well, with
+optimizer and parameters on the CPU and, where folders are given, on disk. `--overlap` compares throttled lanes with an
+ideal schedule instead.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def _contenders(
     arguments: argparse.Namespace, precision: str, recompute: str, opened: ExitStack
 ) -> Iterator[Contender]:
     """Yield what is compared; what has to be closed is put into `opened`."""
-    plain = plain_pytorch(arguments, precision, checkpointing=recompute == "always")
+    checkpoints = recompute == "always"
+    name = "plain PyTorch" + (" with checkpointing" if checkpoints else "")
+    plain = plain_pytorch(name, _model(arguments, checkpoints), precision)
     yield plain
 
     def ours(name: str, **placement: Any) -> Contender:
@@ -101,7 +104,7 @@ def _contenders(
             folders["NVMe"] = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
         for tier, folder in folders.items():
             name = f"DeepSpeed ZeRO-3, {tier} offload"
-            yield deepspeed_zero3(name, arguments, precision, recompute == "always", plain.name, opened, folder)
+            yield deepspeed_zero3(name, arguments, precision, checkpoints, plain.name, opened, folder)
 
 
 def _model(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
@@ -129,11 +132,15 @@ def _model(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
     return model.train()
 
 
-def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: bool) -> Contender:
-    """Make plain PyTorch: all states resident, clipping, fused AdamW."""
+def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None) -> Contender:
+    """Make plain PyTorch: all states resident, clipping, fused AdamW; in micro-batches of so many rows, or without."""
     import torch
 
-    model = _model(arguments, checkpointing)
+    from offload.accelerators import own_accelerator
+
+    accelerator = own_accelerator()
+    device = torch.device("cpu") if accelerator is None else accelerator.device
+    model.to(device)
     masters = list(model.parameters())
     if precision == "bf16":
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
@@ -141,9 +148,10 @@ def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: 
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
-    def step(ids: Any) -> object:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+    def step(ids: Any) -> None:
+        ids = ids.to(device)
+        for part in ids.split(rows or len(ids)):
+            (model(input_ids=part, labels=part).loss * (len(part) / len(ids))).backward()
         if precision == "bf16":
             for master, weight in zip(masters, weights, strict=True):
                 assert weight.grad is not None
@@ -155,9 +163,8 @@ def plain_pytorch(arguments: argparse.Namespace, precision: str, checkpointing: 
             with torch.no_grad():
                 for master, weight in zip(masters, weights, strict=True):
                     weight.copy_(master)
-        return loss
 
-    return Contender("plain PyTorch" + (" with checkpointing" if checkpointing else ""), step, none_left)
+    return Contender(name, step, none_left if accelerator is None else accelerator.wait)
 
 
 def engine(
@@ -209,8 +216,20 @@ def deepspeed_zero3(
     folder: str | None,
 ) -> Contender:
     """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU, or in files in `folder`."""
+    import torch
+
+    from offload.accelerators import own_accelerator
+
+    accelerator = own_accelerator()
+    device = torch.device("cpu") if accelerator is None else accelerator.device
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}
-    for key, value in {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **alone}.items():
+    for key, value in {
+        "DS_ACCELERATOR": device.type,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        **alone,
+    }.items():
         os.environ.setdefault(key, value)
     import deepspeed
 
@@ -222,8 +241,8 @@ def deepspeed_zero3(
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {**place, "pin_memory": False},
-            "offload_param": {**place, "pin_memory": False},
+            "offload_optimizer": {**place, "pin_memory": accelerator is not None},
+            "offload_param": {**place, "pin_memory": accelerator is not None},
         },
         "steps_per_print": 10**9,
     }
@@ -232,6 +251,7 @@ def deepspeed_zero3(
     opened.callback(made.destroy)
 
     def step(ids: Any) -> object:
+        ids = ids.to(device)
         loss = made(input_ids=ids, labels=ids).loss
         made.backward(loss)
         made.step()
@@ -244,5 +264,7 @@ def deepspeed_zero3(
         for swapper in swappers.values():
             swapper.synchronize_reads()
             swapper.synchronize_writes()
+        if accelerator is not None:
+            accelerator.wait()
 
     return Contender(name, step, settle, reference)

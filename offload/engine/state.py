@@ -26,7 +26,7 @@ from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.undo import Undo
-from offload.engine.units.unit import Unit, put_parameter
+from offload.engine.units.unit import Unit, put_parameters
 from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
 from offload.lanes.opening import open_lanes
@@ -282,7 +282,7 @@ class EngineState:
                     value = self.store.read(index).to(self.device.torch_device, self.dtypes[index])
                     trainable = self.infos[index].trainable if now is None else now.requires_grad
                     made[index] = nn.Parameter(value, requires_grad=trainable)
-                put_parameter(place.module, place.key, made[index] if restore else unit.resting[index])
+                put_parameters([place], made if restore else unit.resting)
             unit.forget_live()
         self.caches.restore()
         if restore:

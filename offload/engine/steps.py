@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import Module
 
 from offload.engine.loss.batch_agreement import PassPlan, meet
 from offload.engine.loss.loss import IGNORED, Batch, LossFunction, LossRule
@@ -266,10 +267,14 @@ class Steps:
 
     def _may_move(self) -> set[BufferPlace]:
         """Return the buffers that a pass may move: all but those of units that were seen not to."""
-        recorded = [unit for unit in self._state.units if not unit.resident and unit.known]
-        still = {place for unit in recorded for place in buffer_places(unit.modules)}
-        still -= {place for unit in self._state.units for page in unit.known.values() for place in page.buffers}
-        return buffer_places(self._modules) - still
+        inside: set[Module] = set()
+        moving: set[BufferPlace] = set()
+        for unit in self._state.units:
+            if not unit.resident and unit.known:
+                inside.update(unit.modules)
+            for page in unit.known.values():
+                moving |= page.buffers
+        return moving | buffer_places([module for module in self._modules if module not in inside])
 
     def _gives_back(self, error: BaseException) -> bool:
         state = self._state

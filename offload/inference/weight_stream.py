@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.accelerators import Accelerator
 from offload.engine.units.find import Place, describe_parameters, find_units
-from offload.engine.units.unit import put_parameter
+from offload.engine.units.unit import put_parameters
 from offload.hf.sources import Source
 from offload.lanes.opening import open_lanes
 from offload.lanes.ticket import Ticket
@@ -273,8 +273,7 @@ class WeightStream:
             trim_heap()  # malloc would keep most of it
 
     def _put(self, unit: StreamedUnit, parameters: Any) -> None:
-        for place in unit.places:
-            put_parameter(place.module, place.key, parameters[place.parameter])
+        put_parameters(unit.places, parameters)
 
 
 class _Reads(TorchDispatchMode):

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from offload.lanes.link import Link
 from offload.lanes.ticket import CancelledError, Ticket
@@ -151,9 +152,9 @@ class ThreadLane(Lane):
         link: Link,
         delays: random.Random | None = None,
         overtakes: bool = False,
-        enter: Callable[[], object] = lambda: None,
+        enter: Callable[[], object] | None = None,
     ) -> None:
-        """`enter` is called by the thread before each piece, which fails with it: it chooses the thread's GPU."""
+        """`enter` is called by the thread before its first piece, which fails with it: it chooses the thread's GPU."""
         self.name, self._overtakes, self._enter = name, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
@@ -283,12 +284,16 @@ class ThreadLane(Lane):
             if ticket.error is not None:
                 return ticket.error
         try:
-            self._enter()
-            for ticket in (*work.reads, *work.fills):
+            if self._enter is not None:
+                self._enter()
+                self._enter = None
+            tickets = (*work.reads, *work.fills)
+            is_late = self._link.throttle is not None and not all(ticket.is_over for ticket in tickets)
+            for ticket in tickets:
                 self._order(ticket)
             if self._delays is not None:
                 time.sleep(self._delays.random() * _LONGEST_DELAY_S)
-            self._run(work)
+            self._run(work, time.perf_counter() if is_late else 0.0)
         except BaseException as error:
             return error
         return None
@@ -305,11 +310,13 @@ class ThreadLane(Lane):
         if ticket.event is not None:
             ticket.event.synchronize()
 
-    def _run(self, work: Work) -> None:
-        """Do the work in its time on the link; sleep until that is over, or it is given up."""
+    def _run(self, work: Work, ordered: float) -> None:
+        """Do the work in its time on the link; sleep until that is over, or it is given up. `ordered`: when it had
+        waited for a GPU's stream, whose tickets end on the host before they do.
+        """
         ticket, link = work.ticket, self._link
-        last = max((*work.reads, *work.fills), key=lambda t: t.end, default=None)
-        ready = max(work.submitted, last.end if last is not None else 0.0)
+        last = max((*work.reads, *work.fills), key=attrgetter("end"), default=None)
+        ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
         with self._lock:
             if last is not None and last.end == ready > link.free_at:
                 ticket.held_by = last.lane

@@ -82,9 +82,10 @@ class Lanes:
         """Return the present moment of compute, for `computed`."""
         return time.perf_counter()
 
-    def computed(self, name: str, begin: Any) -> None:
-        """Note what compute has done since `begin`."""
+    def computed(self, name: str, begin: Any) -> Sequence[Ticket]:
+        """Note what compute has done since `begin`; return what `mark` would."""
         self.timeline.add("compute", name, begin, time.perf_counter())
+        return ()
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         """Let what compute does next come after `tickets` (and raise what they raised), and fill what those of `fills`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
@@ -36,11 +37,11 @@ class Link:
 
     def end(self, ticket: Ticket, name: str, end: float) -> None:
         """The work is over: earlier than its time was where it was given up, later where it really took longer."""
-        begin = max(self._shown_until, min(other.begin for other in self._under_way))
+        begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
         ticket.begin, ticket.end = min(ticket.begin, end), end
         self._over_until = max(self._over_until, end)  # one that began later may have ended before
-        self.free_at = max([self._over_until, *(other.end for other in self._under_way)])
+        self.free_at = max([self._over_until, *map(attrgetter("end"), self._under_way)])
         if ticket.event is None and begin <= end:  # what is in a GPU's stream, its events show
             self._timeline.add(self.name, name, begin, end)
             self._shown_until = end

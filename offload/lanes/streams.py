@@ -30,23 +30,11 @@ class StreamTicket(Ticket):
     the event has, by then, put the wait into a stream, and the stream holds what the event stood for at that moment.
     """
 
-    __slots__ = ("_accelerator", "_pool")
-
-    def __init__(self, lane: str, accelerator: Accelerator, pool: list[torch.Event]) -> None:
-        super().__init__(lane)
-        self._accelerator, self._pool = accelerator, pool
-
-    def record(self, stream: torch.Stream) -> None:
-        """Be the present end of a stream."""
-        try:
-            self.event = self._pool.pop()
-        except IndexError:
-            self.event = self._accelerator.event(is_timed=True, sleeps=True)  # and leaves the core to AdamW
-        self.event.record(stream)
+    __slots__ = ()
 
     def __del__(self) -> None:
         if self.event is not None:
-            self._pool.append(self.event)
+            self.pool.append(self.event)
 
 
 @dataclass
@@ -55,8 +43,8 @@ class _Stretch:
 
     lane: str
     name: str
-    begin: StreamTicket
-    end: StreamTicket
+    begin: Ticket
+    end: Ticket
     is_wait: bool = False
 
 
@@ -64,16 +52,23 @@ class StreamLane(ThreadLane):
     """A lane whose work is to put copies into a stream of its own."""
 
     def __init__(self, name: str, lanes: StreamLanes, link: str) -> None:
-        self._lanes, self._device, self._module = lanes, lanes.accelerator.device, lanes.accelerator.module
-        self._stream = self._module.Stream(self._device)
-        super().__init__(name, lanes.lock, lanes.links[link], lanes.delays(name), link == "h2d", lanes.enter)
+        module = lanes.accelerator.module
+        self._lanes, self._stream = lanes, (stream := module.Stream(lanes.accelerator.device))
+
+        def enter() -> None:
+            lanes.enter()
+            module.set_stream(stream)
+
+        super().__init__(name, lanes.lock, lanes.links[link], lanes.delays(name), link == "h2d", enter)
 
     def _ticket(self) -> Ticket:
-        return self._lanes.new_ticket(self._link.name)
+        return StreamTicket(self._link.name, pool=self._lanes.pool)
 
     def _order(self, ticket: Ticket) -> None:
         if ticket.event is not None:
             self._stream.wait_event(ticket.event)
+            if self._link.throttle is not None:  # a played link begins to count when its copy does
+                ticket.event.synchronize()
 
     def cancel(self, since: int = 0) -> None:
         super().cancel(since)
@@ -84,14 +79,11 @@ class StreamLane(ThreadLane):
         self._stream.synchronize()  # the memory of what is still in it is about to go
 
     def _start(self, work: Work) -> None:
-        begin = self._lanes.new_ticket(self._link.name)
-        assert isinstance(work.ticket, StreamTicket)
-        with self._module.device(self._device), self._module.stream(self._stream):
-            begin.record(self._stream)
-            work.run()
-            work.ticket.record(self._stream)
+        begin = StreamTicket(self.name, is_done=True, event=self._lanes.present(self._stream), pool=self._lanes.pool)
+        work.run()
+        work.ticket.event = self._lanes.present(self._stream)
         self._lanes.timed.append(_Stretch(self._link.name, work.name, begin, work.ticket))
-        if self._link.throttle is not None:  # a played link begins to count when its copy does
+        if self._link.throttle is not None:
             work.ticket.event.synchronize()
 
 
@@ -105,7 +97,7 @@ class StreamLanes(Lanes):
     ) -> None:
         self.accelerator = accelerator
         self.timed: deque[_Stretch] = deque()
-        self._pool: list[torch.Event] = []
+        self.pool: list[torch.Event] = []
         self._shown_until: dict[str, float] = {}
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
 
@@ -119,23 +111,28 @@ class StreamLanes(Lanes):
     def enter(self) -> None:
         self.accelerator.enter()
 
-    def new_ticket(self, lane: str) -> StreamTicket:
-        """Return a ticket for a place that is not recorded yet."""
-        return StreamTicket(lane, self.accelerator, self._pool)
+    def present(self, stream: torch.Stream) -> torch.Event:
+        """Return an event at the present end of a stream."""
+        try:
+            event = self.pool.pop()
+        except IndexError:
+            event = self.accelerator.event(is_timed=True, sleeps=True)  # and leaves the core to AdamW
+        event.record(stream)
+        return event
 
-    def now(self) -> StreamTicket:
-        found = self.new_ticket("compute")
-        found.record(self.accelerator.current_stream())
-        found.is_done = True
-        return found
+    def now(self) -> Ticket:
+        event = self.present(self.accelerator.current_stream())
+        return StreamTicket("compute", is_done=True, event=event, pool=self.pool)
 
     def mark(self) -> Sequence[Ticket]:
         return (self.now(),)
 
-    def computed(self, name: str, begin: StreamTicket) -> None:
-        self.timed.append(_Stretch("compute", name, begin, self.now()))
+    def computed(self, name: str, begin: Ticket) -> Sequence[Ticket]:
+        end = self.now()
+        self.timed.append(_Stretch("compute", name, begin, end))
         if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
             self._show()
+        return (end,)
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         self._await(tickets, fills)  # until they are in their streams
@@ -149,8 +146,8 @@ class StreamLanes(Lanes):
 
     def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         self._await(tickets, fills)
-        for ticket in (*tickets, *fills):
-            if ticket.event is not None:
+        for ticket in (*reversed(tickets), *fills):  # what came last in a stream is waited for, the rest is over then
+            if not ticket.is_over:
                 begin = time.perf_counter()
                 ticket.event.synchronize()
                 self.timeline.expose(ticket.lane, time.perf_counter() - begin)
@@ -166,11 +163,13 @@ class StreamLanes(Lanes):
     def _show(self) -> None:
         """Put on the timeline what is over, and let go of its events. Waits for compute."""
         now = self.now()
-        now.event.synchronize()
+        if not now.event.query():
+            now.event.synchronize()
         now_s = time.perf_counter()
         while self.timed and self.timed[0].end.is_over:
             stretch = self.timed.popleft()
-            begin, end = (now_s - place.event.elapsed_time(now.event) / 1e3 for place in (stretch.begin, stretch.end))
+            begin = now_s - stretch.begin.event.elapsed_time(now.event) / 1e3
+            end = now_s - stretch.end.event.elapsed_time(now.event) / 1e3
             if stretch.is_wait:
                 self.timeline.expose(stretch.lane, end - begin)
                 continue

@@ -18,13 +18,21 @@ class Ticket:
     `is_done` is set once the work was done, or, for work of a GPU's stream, once it is in the stream: then `event`
     fires when it is done. `position`: its place among all that its lane was ever given. `lane` is the name under which
     the lane is shown (of its link); `held_by` that of the lane whose work this had to wait for, where that is what made
-    it late. `watchers` are called once it is done.
+    it late. `watchers` are called once it is done. `pool`: where its event is used again.
     """
 
-    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "position", "watchers")
+    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "pool", "position", "watchers")
 
-    def __init__(self, lane: str, begin: float = 0.0, end: float = 0.0, is_done: bool = False, event: Any = None):
-        self.lane, self.begin, self.end, self.is_done, self.event = lane, begin, end, is_done, event
+    def __init__(
+        self,
+        lane: str,
+        begin: float = 0.0,
+        end: float = 0.0,
+        is_done: bool = False,
+        event: Any = None,
+        pool: Any = None,
+    ) -> None:
+        self.lane, self.begin, self.end, self.is_done, self.event, self.pool = lane, begin, end, is_done, event, pool
         self.held_by, self.position = lane, 0
         self.error: BaseException | None = None
         self.watchers: list[Callable[[], None]] = []

@@ -54,7 +54,10 @@ class Countdown:
 
 def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
     """Block until all of them are done. `lock`: of the lanes that they belong to."""
-    if all(ticket.is_done for ticket in tickets):
+    for ticket in tickets:
+        if not ticket.is_done:
+            break
+    else:
         return
     bell = Bell()
     with lock:

@@ -72,16 +72,20 @@ class Region:
         absent = set() if self.has_low else {"low"}
         return tuple(p for p in self.table if p.name not in absent and (self.trainable or p.name in MASTER))
 
-    @property
+    @cached_property
     def states(self) -> tuple[Plane, ...]:
         """The planes that last: all but the gradients."""
         return tuple(plane for plane in self.planes if plane.kind != "gradients")
 
+    @cached_property
+    def _by_name(self) -> Mapping[str, Plane]:
+        return {plane.name: plane for plane in self.table}
+
     def plane(self, name: str) -> Plane:
         """Return the plane of this name in the table."""
-        return next(plane for plane in self.table if plane.name == name)
+        return self._by_name[name]
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
         return self.numel * self.plane("weights").width
@@ -90,7 +94,11 @@ class Region:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted.
         """
-        return 2 * numel * sum(plane.width for plane in self.states)
+        return 2 * numel * self._state_width
+
+    @cached_property
+    def _state_width(self) -> int:
+        return sum(plane.width for plane in self.states)
 
 
 def align(size: int, multiple: int) -> int:

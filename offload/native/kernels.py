@@ -398,10 +398,10 @@ def _check_settings(
         ("lr", lr, 0 <= lr < _INFINITY, "finite and at least 0"),
         ("eps", eps, 0 <= eps < _INFINITY, "finite and at least 0"),
         ("weight_decay", weight_decay, 0 <= weight_decay < _INFINITY, "finite and at least 0"),
-        *((name, scale, -_INFINITY < scale < _INFINITY, "finite") for name, scale in scales.items()),
+        *[(name, scale, -_INFINITY < scale < _INFINITY, "finite") for name, scale in scales.items()],
     )
-    if not all(right for _, _, right, _ in rules):
-        wrong = [f"{name} is {value!r}; it must be {rule}" for name, value, right, rule in rules if not right]
+    wrong = [f"{name} is {value!r}; it must be {rule}" for name, value, right, rule in rules if not right]
+    if wrong:
         raise ConfigError("; ".join(wrong) + ".")
 
 

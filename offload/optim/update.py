@@ -59,7 +59,8 @@ def _runs(
         return (state.steps[position], info.lr_scale, info.weight_decay) if touched[position] else None
 
     for common, run in groupby(range(len(touched)), alike):
-        spans = [state.span(position) for position in run]
-        begin, end = max(spans[0].start, tile.begin), min(spans[-1].stop, tile.end)
+        positions = list(run)
+        begin = max(state.span(positions[0]).start, tile.begin)
+        end = min(state.span(positions[-1]).stop, tile.end)
         if common is not None and begin < end:
             yield slice(begin - tile.begin, end - tile.begin), common

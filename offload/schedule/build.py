@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One use of a cargo by compute: a unit's forward or its backward."""
 
     cargo: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 
+from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
 from offload.schedule.build import Room, Schedule, Use, build
 from offload.tiers.slots import Slots
@@ -57,13 +58,13 @@ class Executor:
                 self._depart()
         else:  # nobody's pass: what was brought up for the next one is taken as it is
             self._schedule = None
-        if self._slots.cargo_bytes(cargo) and cargo not in self._slots.held():
+        if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
             self._fetch_now(cargo)
         self._slots.wait(cargo, regions)
 
-    def leave(self, regions: Sequence[Region]) -> None:
-        """A use is over: what comes next may take its place."""
-        self._slots.used(self._slots.cargo_of(regions), regions)
+    def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
+        """A use is over, up to these marks of compute: what comes next may take its place."""
+        self._slots.used(self._slots.cargo_of(regions), regions, marks)
         if self._schedule is not None:
             self._next += 1
             self._issue()

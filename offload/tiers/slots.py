@@ -22,12 +22,11 @@ _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
 
 @dataclass(eq=False)
 class Slot:
-    """What lies in a stretch of the device's memory. It is valid until its weights are updated on the host."""
+    """What lies, or lay, in a stretch of the device's memory."""
 
     cargo: int
     begin: int
     end: int
-    valid: bool = True
     fence: Fence = field(default_factory=lambda: Fence("slot"))
 
 
@@ -61,8 +60,9 @@ class Slots:
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self.cargoes: list[tuple[Region, ...]] = [()]
-        self._numbers: dict[tuple[int, ...], int] = {}  # by a unit's regions
+        self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
         self._slots: list[Slot] = []
+        self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated on the host
         self.needs: Callable[[Region], None] = lambda _: None
         """Called before a region's weights are fetched."""
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -72,18 +72,18 @@ class Slots:
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
         """Return the number of the cargo that a unit with these regions needs."""
-        key = tuple([region.index for region in regions])
-        found = self._numbers.get(key)
+        regions = tuple(regions)
+        found = self._numbers.get(regions)
         if found is None:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-            found = self._numbers[key] = self.cargoes.index(streaming)
+            found = self._numbers[regions] = self.cargoes.index(streaming)
         return found
 
     def cargo_bytes(self, cargo: int) -> int:
         """Return the bytes that a cargo takes in a slot."""
-        return sum(region.weight_bytes for region in self.cargoes[cargo])
+        return sum([region.weight_bytes for region in self.cargoes[cargo]])
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,11 +92,11 @@ class Slots:
 
     def held(self) -> dict[int, int]:
         """Return where every cargo lies that is on the device, or on its way there, and still good."""
-        return {slot.cargo: slot.begin for slot in self._slots if slot.valid}
+        return {cargo: slot.begin for cargo, slot in self._lying.items()}
 
     def offset(self, cargo: int) -> int:
         """Return where a cargo lies; -1 where it has nothing that streams."""
-        slot = self._find(cargo)
+        slot = self._lying.get(cargo)
         return -1 if slot is None else slot.begin
 
     # -- a use -----------------------------------------------------------------------------------------------
@@ -104,10 +104,12 @@ class Slots:
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
         """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
         end = offset + self.cargo_bytes(cargo)
-        gone = [s for s in self._slots if (s.valid and s.cargo in evicts) or (s.begin < end and offset < s.end)]
-        slot = Slot(cargo, offset, end, valid=False)  # until all of it is on its way
+        evicted = [self._lying[other] for other in evicts if other in self._lying]
+        gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
+        self._lying = {other: s for other, s in self._lying.items() if s not in gone}
+        slot = Slot(cargo, offset, end)
         rest = [  # who comes where nothing was overwritten yet has to wait for the same
-            Slot(other.cargo, *part, valid=False, fence=other.fence)
+            Slot(other.cargo, *part, fence=other.fence)
             for other in gone
             for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
             if part[0] < part[1]
@@ -122,11 +124,11 @@ class Slots:
             offset += region.weight_bytes
             tickets += self._bring_up(region, flat, fills, is_ahead)
         slot.fence.fill(*tickets)
-        slot.valid = True
+        self._lying[cargo] = slot  # now that all of it is on its way
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
         """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
-        slot = self._find(cargo)
+        slot = self._lying.get(cargo)
         tickets = list(slot.fence.before_read()) if slot is not None else []
         for region in regions:
             if region.index in self._resident:
@@ -134,27 +136,27 @@ class Slots:
         if tickets:
             self._lanes.compute_after(tickets)
 
-    def used(self, cargo: int, regions: Sequence[Region]) -> None:
-        """Note that compute has read a unit's weights up to here."""
-        slot, marks = self._find(cargo), self._lanes.mark()
+    def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
+        """Note that compute has read a unit's weights up to these marks."""
+        slot = self._lying.get(cargo)
         if slot is not None:
             slot.fence.read(*marks)
         for region in regions:
             if region.index in self._resident:
                 self._resident[region.index][1].read(*marks)
 
-    def invalidate(self, region: Region) -> None:
-        """A region is about to be updated on the host: what lies on the device is stale."""
-        for slot in self._slots:
-            if slot.valid and region in self.cargoes[slot.cargo]:
-                self._retire(slot)
-                if self._debug:
-                    self._poison([slot], slot.fence.before_fill())
+    def invalidate(self, regions: Collection[Region]) -> None:
+        """Regions are about to be updated on the host: what lies of them on the device is stale."""
+        stale = set(regions)
+        slots = [slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])]
+        self._retire(slots)
+        if self._debug:
+            for slot in slots:
+                self._poison([slot], slot.fence.before_fill())
 
     def forget(self) -> None:
         """Nothing that streams is on the device any more (the step was given up)."""
-        for slot in self._slots:
-            self._retire(slot)
+        self._retire(list(self._lying.values()))
 
     # -- where weights are -----------------------------------------------------------------------------------
 
@@ -185,25 +187,23 @@ class Slots:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
-        return self.streams(tensor.data_ptr()) or self.is_weight(tensor)
+        distance = tensor.data_ptr() - self._memory.data_ptr()
+        return 0 <= distance < self._memory.nbytes or tensor.untyped_storage().data_ptr() in self._storages
 
     def streams(self, address: int) -> bool:
         """True where an address lies in the memory through which cargoes stream."""
         return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
 
-    def within(self, cargo: int, address: int) -> int:
-        """Return how far into a cargo an address lies, -1 for outside of it."""
-        slot = self._find(cargo)
-        if slot is None:
-            return -1
-        distance = address - self._memory.data_ptr() - slot.begin
-        return distance if 0 <= distance < slot.end - slot.begin else -1
+    def addresses(self, cargo: int) -> range:
+        """Return the addresses at which a cargo lies while it is in use."""
+        slot, begin = self._lying.get(cargo), self._memory.data_ptr()
+        return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
         self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
         """Return a tensor over a cargo's weights, `distance` bytes into it, wherever it lies now."""
-        slot = self._find(cargo)
+        slot = self._lying.get(cargo)
         assert slot is not None
         flat = self._memory[slot.begin : slot.end].view(dtype)
         return torch.as_strided(flat, shape, stride, flat.storage_offset() + distance // dtype.itemsize)
@@ -252,15 +252,17 @@ class Slots:
         """
         self._device.ledger.drop(self._name)
         self._slots.clear()
+        self._lying.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
-            self._slots.append(Slot(0, 0, num_bytes, valid=False, fence=self._new_fence("slot")))
+            self._slots.append(Slot(0, 0, num_bytes, fence=self._new_fence("slot")))
 
     def free(self) -> None:
         """Let go of the device's memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._slots.clear()
+        self._lying.clear()
         self._resident.clear()
 
     # -- copies ----------------------------------------------------------------------------------------------
@@ -271,14 +273,12 @@ class Slots:
         fence.read(*self._lanes.mark())
         return fence
 
-    def _retire(self, slot: Slot) -> None:
-        """What lies in a slot is good for nobody; compute may still be reading it."""
-        if slot.valid:
-            slot.fence.read(*self._lanes.mark())
-            slot.valid = False
-
-    def _find(self, cargo: int) -> Slot | None:
-        return next((slot for slot in self._slots if slot.valid and slot.cargo == cargo), None)
+    def _retire(self, slots: Collection[Slot]) -> None:
+        """What lies in slots is good for nobody; compute may still be reading it."""
+        marks = self._lanes.mark() if slots else ()
+        for slot in slots:
+            slot.fence.read(*marks)
+            del self._lying[slot.cargo]
 
     def _bring_up(self, region: Region, flat: torch.Tensor, fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
         """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them."""

@@ -213,7 +213,7 @@ def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
     before = torch.sim.memory_allocated()
     found = norms._squares(region, on_device, whole)
     peak = torch.sim.max_memory_allocated() - before
-    assert 8 * piece <= peak <= 3 * 8 * piece, "the copy in float64 is of a piece, and the engine's own"
+    assert peak <= 8 * piece, "no copy in float64 of all that is measured"
     exact = [math.fsum(x * x for x in flat[o : o + n].double().tolist()) for o, n in zip(offsets, sizes, strict=True)]
     assert found.cpu().tolist() == pytest.approx(exact, rel=1e-12)
 

@@ -404,7 +404,7 @@ def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
     shown = slots.place(one)[one[0]]
     seen: list[bool] = []
     with computing(engine):
-        slots.used(slots.cargo_of(one), one)
+        slots.used(slots.cargo_of(one), one, engine._state.lanes.mark())
         slots.fetch(slots.cargo_of(two), 0)
         time.sleep(_chance_s)
         seen.append(torch.equal(shown, stored_weights(engine, one[0])))
@@ -420,12 +420,12 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
     slots, units = engine._state.slots, engine._state.units
     one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
     if broken:
-        monkeypatch.setattr(type(slots), "_retire", lambda self, slot: setattr(slot, "valid", False))
+        monkeypatch.setattr(type(slots), "_retire", lambda self, gone: [self._lying.pop(s.cargo) for s in gone])
     slots.fetch(slots.cargo_of(one), 0)
     settle(engine)
     shown = slots.place(one)[one[0]]
     with computing(engine):
-        slots.invalidate(one[0])
+        slots.invalidate(one)
         slots.fetch(slots.cargo_of(two), 0)
         time.sleep(_chance_s)
         seen = torch.equal(shown, stored_weights(engine, one[0]))

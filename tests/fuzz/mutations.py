@@ -154,7 +154,7 @@ def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
     take = GradientFlow.take
 
     def taken(self: GradientFlow, index: int, parameter: Any) -> None:
-        region, position = self._places[index]
+        region, position, _ = self._places[index]
         if parameter.grad is not None and self.measures.touched[region.index][position]:
             parameter.grad = parameter.grad * 2
         take(self, index, parameter)
@@ -234,7 +234,7 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
 
     def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
         places = self.__dict__.setdefault("_mutated", {})
-        slot = self._find(cargo)
+        slot = self._lying.get(cargo)
         assert slot is not None
         begin = min(places.setdefault(cargo, slot.begin), self._memory.nbytes - (slot.end - slot.begin))
         own, slot.begin, slot.end = (slot.begin, slot.end), begin, begin + slot.end - slot.begin

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,16 +74,8 @@ class PlayedModule:
     def current_device(self) -> int:
         return int(getattr(self._thread, "device", 0))
 
-    @contextmanager
-    def device(self, device: torch.device) -> Any:
-        before = self.current_device()
-        self._thread.device = device.index
-        yield
-        self._thread.device = before
-
-    @contextmanager
-    def stream(self, stream: PlayedStream) -> Any:
-        yield
+    def set_stream(self, stream: PlayedStream) -> None:
+        self.touch()
 
     def current_stream(self, device: torch.device) -> PlayedStream:
         return self._compute

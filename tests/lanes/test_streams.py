@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from offload.lanes import streams
 from offload.lanes.streams import StreamLanes
 from offload.lanes.throttle import Throttle
 from tests.lanes.patience import nothing, within
-from tests.lanes.played_device import PlayedModule, played_accelerator
+from tests.lanes.played_device import PlayedEvent, PlayedModule, played_accelerator
 
 LANES = ["h2d", "d2h", "collective", "update", "fetch_read", "update_read", "activation_read"]
 LANES += ["update_write", "activation_write"]
@@ -56,12 +57,45 @@ def test_what_fails_to_set_the_device_fails_the_work(
         within(lambda: lanes.wait([ticket]))
 
 
-def test_the_host_sleeps_while_it_waits_for_an_event(played: PlayedModule, lanes: StreamLanes) -> None:
+def test_the_host_sleeps_while_it_waits_for_an_event(
+    played: PlayedModule, lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlayedEvent, "query", lambda event: event in played.waited)
     copied = lanes.d2h.submit(nothing, reads=lanes.mark())
     lanes.wait([lanes.update.submit(nothing, reads=[copied]), copied])
     lanes.end_step()
     assert len(played.waited) >= 3
     assert all(event.blocking for event in played.waited)
+
+
+class Later:
+    """An event that comes when it is waited for."""
+
+    came_at: float | None = None
+
+    def query(self) -> bool:
+        return self.came_at is not None
+
+    def synchronize(self) -> None:
+        time.sleep(2e-3)
+        self.came_at = time.perf_counter()
+
+
+@pytest.mark.parametrize("name", ["update", "d2h"])
+def test_a_played_link_begins_when_what_its_work_waits_for_has_come(
+    accelerator: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    throttle = {name: Throttle(latency_s=1e-3)}
+    lanes = StreamLanes(accelerator, throttle=throttle, delay_seed=None, has_peers=False)
+    copied = lanes.h2d.submit(nothing)
+    lanes.wait([copied])
+    copied.event = event = Later()
+    ticket = getattr(lanes, name).submit(nothing, reads=[copied])
+    lanes.wait([ticket])
+    assert event.came_at is not None
+    assert ticket.begin >= event.came_at
+    assert ticket.end >= ticket.begin + 1e-3
+    within(lanes.close)
 
 
 def test_passes_that_no_step_ends_do_not_pile_up_events(

@@ -107,9 +107,9 @@ def test_after_an_update_the_slot_is_poisoned_and_fetched_again(precision):
     a, b = bench.of("a"), bench.of("b")
     bench.fetch(a)
     late = bench.slots.parameters(a)
-    bench.slots.invalidate(b[0])
+    bench.slots.invalidate(b)
     assert not any(p.isnan().any() for p in late.values()), "another region's update"
-    bench.slots.invalidate(a[0])
+    bench.slots.invalidate(a)
     assert all(p.isnan().all() for p in late.values())
     bench.write(0, torch.zeros(SHAPES["a"][0]))
     bench.fetch(a)

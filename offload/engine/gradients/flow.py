@@ -60,8 +60,10 @@ class GradientFlow:
         self._buffer = Ring(device.allocate(BUFFER, plan.of("device", BUFFER).num_bytes), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # of these, what is not for good
-        self._places: dict[int, tuple[Region, int]] = {
-            index: (region, position) for region in regions for position, index in enumerate(region.parameters)
+        self._places = {
+            index: (state.region, position, state.span(position))
+            for state in store.states
+            for position, index in enumerate(state.region.parameters)
         }
         self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
         self.measures = Measures(store, infos, device, lanes)
@@ -188,32 +190,30 @@ class GradientFlow:
 
     @property
     def _sums_up(self) -> bool:
-        """True where a gradient is one of several that are added."""
-        return self.is_wide or self._repeats or self.accumulates
+        """True where a gradient is one of several that are added, in this rank or over ranks."""
+        return self.is_wide or self._repeats or self.accumulates or self._store.comm.size > 1
 
     def take(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""
-        if parameter.grad is None:  # it went into a unit as an argument, and the unit did not use it
+        gradient = parameter.grad
+        if gradient is None:  # it went into a unit as an argument, and the unit did not use it
             return
-        region, position = self._places[index]
-        if parameter.grad.is_sparse:
+        region, position, span = self._places[index]
+        if gradient.is_sparse:
             raise ConfigError(
                 f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense ones "
                 "are streamed. Make the module with sparse=False."
             )
-        gradient, parameter.grad = parameter.grad.reshape(-1), None
+        gradient, parameter.grad = gradient.reshape(-1), None
         if self.drops:  # those of a recording, which an own loop may need in the middle of a step
             return
-        span = slice(region.offsets[position], region.offsets[position] + region.sizes[position])
         touched = self.measures.touched[region.index]
-        flat = self._lasting.get(region.index)
-        is_all = flat is None and not self._sums_up and self._store.comm.size == 1
-        if flat is None:
-            flat = self._open[region.index][0]
+        lasts = region.index in self._lasting
+        flat = self._lasting[region.index] if lasts else self._open[region.index][0]
         if touched[position]:
             self.measures.know(index, None)
             flat[span].add_(gradient)
-        elif is_all and flat.is_cpu and flat.dtype == gradient.dtype:
+        elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
             # Measure what autograd has just written, while it is in the cache.
             self.measures.know(index, kernels.copy_sum_squares(gradient, flat[span]))
         else:

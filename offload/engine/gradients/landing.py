@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.norms import BringDown, Measures
 from offload.engine.gradients.reduction import Reduction
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
@@ -97,7 +97,7 @@ class Landing:
         if self._reduction is not None:
             self._measures.measure_shard(region, own, agrees=False)
         else:
-            self._note(self._measures.measure(region, own))
+            self._bring_down_squares(self._measures.measure(region, own))
         if region.is_split:
             kernels.round_bf16_(own)
         if len(own) < len(plane):
@@ -143,19 +143,22 @@ class Landing:
                 "up any number of passes."
             )
         self._landed.add(region.index)
-        if self._reduction is None:
-            self._note(self._measures.measure(region, flat))
+        squares = self._measures.measure(region, flat) if self._reduction is None else None
+        if self._store.down is not self._lanes.d2h:  # gradients stay where they are, and squares do not
+            self._bring_down_squares(squares)
+            squares = None
         flat, source, reads = self._summed(region, flat, source)
         state = self._store[region]
         if state.keeps_gradients:
             for its, lease in state.land():
                 target = lease.planes["gradients"]
-                lease.done_writing(self._bring_down(region, target, flat[its], source, reads, lease.fills))
+                lease.done_writing(self._bring_down(region, target, flat[its], source, reads, lease.fills, squares))
+                squares = None
             if self.landed is not None:
                 self.landed(region, state.gradients, state.landing)
             return
         staged, stretch = self._staged(flat, region.plane("gradients").dtype)
-        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
+        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills, squares))
         if self.landed is not None:
             self.landed(region, staged, stretch.fence)
         stretch.is_open = False
@@ -191,6 +194,11 @@ class Landing:
         fence.fill(ticket)
         self._tickets.append(ticket)
 
+    def _bring_down_squares(self, squares: BringDown | None) -> None:
+        """Bring them down by themselves."""
+        if squares is not None:
+            self._note(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
+
     def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Stretch]:
         stretch = self._staging.take(flat.numel() * dtype.itemsize)
         assert stretch is not None, "staging has room for the largest region"
@@ -204,11 +212,16 @@ class Landing:
         source: Fence,
         reads: Sequence[Ticket],
         fills: Sequence[Ticket],
+        squares: BringDown | None = None,
     ) -> Ticket:
-        """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole."""
+        """Copy a region's gradients to where they wait, rounded to its dtype, without a second copy of the whole; and
+        their squares.
+        """
 
         def copy() -> None:
-            for start in range(0, len(flat), _CHUNK):
+            if squares is not None:
+                squares()
+            for start in range(0, flat.numel(), _CHUNK):
                 part = slice(start, start + _CHUNK)
                 self._device.copy(target[part], flat[part].to(target.dtype))
             if self._debug and source.kind == BUFFER:

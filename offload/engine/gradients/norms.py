@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.native import kernels
 from offload.tiers.device import Device
 from offload.tiers.store import Store
 
 _PIECE = 1 << 22
-"""Elements, of which a copy in float64 takes 32 MiB."""
+"""Elements, of which a copy in float64 takes 32 MiB, where torch has no kernel for many norms at once and makes one."""
+
+BringDown = Callable[[], None]
+"""Copies what was measured on a GPU to the host, on the lane that brings gradients down."""
 
 
 class Measures:
@@ -64,8 +67,8 @@ class Measures:
             self._note(region, found.tolist())
             self._pending.pop(region.index, None)
 
-    def measure(self, region: Region, flat: torch.Tensor) -> Ticket | None:
-        """Measure the gradients of the only rank; from a GPU they are known after the ticket that is returned."""
+    def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:
+        """Measure the gradients of the only rank; of a GPU it is known once what is returned has brought it down."""
         touched = self.touched[region.index]
         if all(index in self._known for index, has in zip(region.parameters, touched, strict=True) if has):
             return None
@@ -74,7 +77,7 @@ class Measures:
             self._note(region, squares.tolist())
             return None
         host = self._pending[region.index] = self._rooms[region.index][: len(squares)]
-        return self._lanes.d2h.submit(lambda: self._device.copy(host, squares), reads=self._lanes.mark(), name="norm")
+        return partial(self._device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
         """Measure this rank's range of the sum over ranks, on the lane of exchanges. With `agrees` the others are told
@@ -131,18 +134,31 @@ def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
     """Return the sum of squares, in float64, of what lies of each parameter in `flat`, the elements `held` of a region;
     on the device of `flat`.
     """
-    offsets, sizes = [], []
-    for offset, size in zip(region.offsets, region.sizes, strict=True):
-        begin, end = max(offset, held.start), min(offset + size, held.stop)
-        offsets.append(min(max(0, begin - held.start), len(flat)))
-        sizes.append(max(0, end - begin))
+    offsets, sizes = _held_of(tuple(region.offsets), tuple(region.sizes), held.start, held.stop)
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)
-    parts = [flat[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-    return torch.stack([_norm(part) for part in parts]).square()
+    pieces, counts = _pieces(offsets, sizes, _PIECE)
+    squares = torch.stack(torch._foreach_norm([flat[piece] for piece in pieces], 2, torch.float64)).square()
+    return squares if len(pieces) == len(counts) else torch.stack([part.sum() for part in squares.split(counts)])
 
 
-def _norm(part: torch.Tensor) -> torch.Tensor:
-    """Return the norm in float64: for `dtype=torch.float64` a GPU would copy all that it is asked for."""
-    norms = [torch.linalg.vector_norm(piece.double()) for piece in part.split(_PIECE)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+_Sizes = tuple[int, ...]
+
+
+@lru_cache(4096)
+def _held_of(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Sizes, _Sizes]:
+    """Return offsets, counted from `start`, and sizes of what lies of each parameter in this range."""
+    begins = [min(max(offset, start), stop) for offset in offsets]
+    ends = [min(max(offset + size, start), stop) for offset, size in zip(offsets, sizes, strict=True)]
+    return tuple(begin - start for begin in begins), tuple(e - b for b, e in zip(begins, ends, strict=True))
+
+
+@lru_cache(4096)
+def _pieces(offsets: _Sizes, sizes: _Sizes, most: int) -> tuple[list[slice], list[int]]:
+    """Return pieces of at most so many elements, and how many there are of each parameter, one at least."""
+    pieces = [
+        slice(offset + begin, offset + min(begin + most, size))
+        for offset, size in zip(offsets, sizes, strict=True)
+        for begin in range(0, max(1, size), most)
+    ]
+    return pieces, [max(1, -(-size // most)) for size in sizes]

@@ -150,10 +150,10 @@ class Updates:
         for state in waiting:
             # Of several ranks another may have what this one lacks.
             if self._store.comm.size > 1 or any(self._measures.touched[state.region.index]):
-                self._slots.invalidate(state.region)
                 self._due[state.region] = Landed(state.region, state.gradients, state.landing, scale)
             else:
                 self._early.give_back(state.tiles)
+        self._slots.invalidate(self._due)
         return Applied(norm)
 
     def _submit_due(self, last: Region | None = None) -> None:
@@ -282,7 +282,7 @@ class Updates:
         """
         region, lr = landed.region, self.lr
         self.is_updating = True
-        self._slots.invalidate(region)
+        self._slots.invalidate((region,))
 
         def run(tile: Tile, planes: dict[str, torch.Tensor]) -> None:
             gradients = planes.get("gradients")

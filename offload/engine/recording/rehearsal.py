@@ -39,9 +39,8 @@ class Rehearsal:
         self.is_complete = True
         """False from the begin of a recording until whoever asked for it has noted what it found."""
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
-        configs = {
-            id(m.config): m.config for m in self._model.modules() if hasattr(getattr(m, "config", None), "__dict__")
-        }
+        self._modules = list(self._model.modules())
+        configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
     def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
@@ -151,7 +150,7 @@ class Rehearsal:
             self._found.clear()
 
     def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
-        return [module.training for module in self._model.modules()], self._state.snapshot.frozen
+        return [module.training for module in self._modules], self._state.snapshot.frozen
 
     def _flags(self) -> Hashable:
         """Return the switches of the model's configuration: some make tensors leave units by another way."""
@@ -264,8 +263,7 @@ class Rehearsal:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Leave modules and generators as they were."""
-        modules = list(self._model.modules())
-        before = Moment(self._state.device, modules, buffer_places(modules))
+        before = Moment(self._state.device, self._modules, buffer_places(self._modules))
         with self._state.undo.afterwards(before.put_back), self._state.as_ours():
             yield
 

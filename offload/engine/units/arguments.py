@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_CONTAINERS = frozenset((tuple, list, dict))
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+"""The types of nearly all arguments, which are opened here: torch's pytree takes ten calls for each leaf."""
 
 
 class Arguments:
@@ -22,19 +26,21 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
         self._seen: dict[int, int] = {}
-        self._leaves, self._spec = self._flatten(tree)
+        self._places, self._spec = self._flatten(tree)
 
     @property
     def structure(self) -> Hashable:
         """Return what two uses of a unit must have in common for what was learned of one to hold for the other."""
-        return self._spec, tuple(kind is True for kind, *_ in self._leaves), tuple(t.dim() for t in self.tensors)
+        kinds, dims = [place[0] is True for place in self._places], [t.dim() for t in self.tensors]
+        return self._spec, tuple(kinds), tuple(dims)
 
     def fill(self, tensors: Sequence[torch.Tensor], others: Sequence[Any] | None = None) -> Any:
         """Return the tree with other tensors (and other leaves) in the places of the listed ones."""
-        return self._fill(self._leaves, self._spec, tensors, self.others if others is None else others)
+        return self._fill(self._places, self._spec, tensors, self.others if others is None else others)
 
-    def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
-        leaves, spec = tree_flatten(tree)
+    def _flatten(self, tree: Any) -> tuple[list[Any], Hashable]:
+        leaves: list[Any] = []
+        spec = _open(tree, leaves)
         places: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -42,14 +48,14 @@ class Arguments:
                 if index == len(self.tensors):
                     self.tensors.append(leaf)
                 places.append((True, index))
-            elif isinstance(leaf, MutableMapping):
+            elif type(leaf) not in _LEAVES and isinstance(leaf, MutableMapping):
                 places.append((leaf, *self._flatten(dict(leaf))))
             else:
                 places.append((False, len(self.others)))
                 self.others.append(leaf)
         return places, spec
 
-    def _fill(self, places: list[Any], spec: TreeSpec, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Any:
+    def _fill(self, places: list[Any], spec: Hashable, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Any:
         leaves = []
         for kind, *place in places:
             if kind is True:
@@ -61,7 +67,37 @@ class Arguments:
                 inner_places, inner_spec = place
                 mapping.update(self._fill(inner_places, inner_spec, tensors, others))
                 leaves.append(mapping)
-        return tree_unflatten(leaves, spec)
+        return _close(spec, iter(leaves))
+
+
+def _open(tree: Any, leaves: list[Any]) -> Hashable:
+    """Append the leaves of a tree; return how it is built of them: None for a leaf, (type, keys, parts), or a spec of
+    torch's.
+    """
+    kind = type(tree)
+    if kind not in _CONTAINERS:
+        found, spec = tree_flatten(tree)
+        leaves += found
+        return spec
+    parts: list[Hashable] = []
+    for part in tree.values() if kind is dict else tree:
+        if type(part) in _LEAVES:
+            leaves.append(part)
+            parts.append(None)
+        else:
+            parts.append(_open(part, leaves))
+    return kind, tuple(tree) if kind is dict else None, tuple(parts)
+
+
+def _close(spec: Any, leaves: Iterator[Any]) -> Any:
+    """Return a tree that is built so."""
+    if isinstance(spec, TreeSpec):
+        return tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
+    kind, keys, parts = spec
+    found = []
+    for part in parts:
+        found.append(next(leaves) if part is None else _close(part, leaves))  # noqa: PERF401 (a comprehension is a call)
+    return kind(found) if keys is None else dict(zip(keys, found, strict=True))
 
 
 def deliver(filled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -76,7 +112,8 @@ def deliver(filled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
     """Return the mappings among the arguments, to which a unit may add."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+    given = (*args, *kwargs.values())
+    return [value for value in given if type(value) not in _LEAVES and isinstance(value, MutableMapping)]
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

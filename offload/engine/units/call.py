@@ -100,14 +100,11 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     runner.seed(unit, number)
-                before = Moment(runner.device, unit.modules, traits.buffers)
-                micro_batch = MicroBatch(span, before)
+                micro_batch = MicroBatch(span, runner.moment(unit, not keeps or runner.saved.may_give_up_graphs))
                 self._micro_batches.append(micro_batch)
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
                 results.append(self._forward_of(micro_batch, inputs, others, keeps))
-                if before.drawn and not before.drawn.has_moved():
-                    before.drawn = None
         finally:
             runner.leave()
             if ambient is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ class Condition:
 
     def __init__(self, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
         self._modules = modules
-        self._attributes = [(module.__dict__, module.__dict__.copy()) for module in modules]
-        self._buffers = [(module._buffers, module._buffers.copy()) for module in modules]
+        self._attributes = _Dicts(map(vars, modules))
+        self._buffers = _Dicts(map(attrgetter("_buffers"), modules))
         found = [(module, key, module._buffers.get(key)) for module, key in moving]
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
 
@@ -43,31 +45,35 @@ class Condition:
 
     def put_back(self) -> None:
         """All is as it was."""
-        self._put_back_attributes()
+        self._attributes.put_back()
         self._put_back_buffers()
 
     @contextmanager
     def attributes_again(self, undo: Undo) -> Iterator[None]:
         """Within, attributes are as they were; afterwards as they are now."""
-        with undo.afterwards(Condition(self._modules, ())._put_back_attributes):
-            self._put_back_attributes()
-            yield
+        then = self._attributes
+        if then.are_as_then:
+            with undo.afterwards(then.put_back):
+                yield
+        else:
+            with undo.afterwards(_Dicts(map(vars, self._modules)).put_back):
+                then.put_back()
+                yield
 
     @contextmanager
-    def buffers_again(self, moving: Iterable[BufferPlace], undo: Undo) -> Iterator[None]:
+    def buffers_again(self, moving: Collection[BufferPlace], undo: Undo) -> Iterator[None]:
         """Within, buffers are as they were; afterwards as they are now, those in `moving` by value too."""
-        with undo.afterwards(Condition(self._modules, moving)._put_back_buffers):
-            self._put_back_buffers()
-            yield
-
-    def _put_back_attributes(self) -> None:
-        for live, before in self._attributes:
-            _put_back(live, before)
+        if not self._values and not moving and self._buffers.are_as_then:
+            with undo.afterwards(self._buffers.put_back):
+                yield
+        else:
+            with undo.afterwards(Condition(self._modules, moving)._put_back_buffers):
+                self._put_back_buffers()
+                yield
 
     def _put_back_buffers(self) -> None:
         hung = [module._buffers.get(key) for module, key, *_ in self._values]
-        for live, before in self._buffers:
-            _put_back(live, before)
+        self._buffers.put_back()
         with torch.no_grad():
             for (module, key, tensor, version, value), was_hung in zip(self._values, hung, strict=True):
                 if was_hung is tensor and not tensor.is_inference():
@@ -78,12 +84,16 @@ class Condition:
 
 
 class Moment:
-    """Generators and modules at one moment. drawn: None where nothing was drawn since but from torch's generators."""
+    """Generators and modules at one moment. drawn: None where nothing was drawn since but from torch's generators, or
+    nobody will ask.
+    """
 
-    def __init__(self, device: Device, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
-        """`moving`: the buffers whose values may change in place."""
+    def __init__(
+        self, device: Device, modules: Sequence[nn.Module], moving: Iterable[BufferPlace], is_asked: bool = True
+    ) -> None:
+        """`moving`: the buffers whose values may change in place. `is_asked`: what is drawn may be drawn again."""
         self._device, self.random = device, device.random_state()
-        self.drawn: Drawn | None = Drawn.so_far()
+        self.drawn: Drawn | None = Drawn.so_far() if is_asked else None
         self.condition = Condition(modules, moving)
 
     def put_back(self) -> None:
@@ -94,12 +104,33 @@ class Moment:
         self.condition.put_back()
 
 
-def _put_back(live: dict[str, Any], before: dict[str, Any]) -> None:
-    for key in live.keys() - before.keys() - {"forward"}:  # the engine's own: a unit may stay on the device from now on
-        del live[key]
-    for key, value in before.items():
-        if key != "forward" and (key not in live or live[key] is not value):
-            live[key] = value
+class _Dicts:
+    """What modules' own dicts hold at one moment."""
+
+    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._then = list(map(dict.copy, self._dicts))
+
+    @property
+    def are_as_then(self) -> bool:
+        """True where the same values hang under the same names. This is asked in every use of a unit."""
+        live, then = self._dicts, self._then
+        return (
+            list(map(len, live)) == list(map(len, then))
+            and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, then))))
+            and all(map(is_, chain.from_iterable(live), chain.from_iterable(then)))
+        )
+
+    def put_back(self) -> None:
+        """The same hangs there again, but for the engine's own forward: a unit may stay on the device from now on."""
+        if self.are_as_then:
+            return
+        for live, before in zip(self._dicts, self._then, strict=True):
+            for key in live.keys() - before.keys() - {"forward"}:
+                del live[key]
+            for key, value in before.items():
+                if key != "forward" and (key not in live or live[key] is not value):
+                    live[key] = value
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -61,8 +61,9 @@ class RecomputePolicy:
 
     def saw(self) -> None:
         """Something more is held than before: note the most that graphs and everything else have held."""
-        self._step_peak_bytes = max(self._step_peak_bytes, self._held_bytes)
-        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - self._held_bytes)
+        held_bytes = self._held_bytes
+        self._step_peak_bytes = max(self._step_peak_bytes, held_bytes)
+        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
 
     @contextmanager
     def measure(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, mappings
 from offload.engine.units.claims import Claim, Claims
+from offload.engine.units.condition import Moment
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import DepartedError, Rows
 from offload.engine.units.undo import Undo, Where
@@ -60,6 +62,7 @@ class UnitRunner:
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
+        self._last_moment: Callable[[], Moment | None] = lambda: None
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -83,6 +86,10 @@ class UnitRunner:
         """Bring the unit's weights up, and with `backward` make room for its gradients: both are its own until
         `leave`.
         """
+        if torch.is_inference_mode_enabled():  # a caller's: tensors that are made in it are good for no later step
+            with torch.inference_mode(False):
+                self.enter(unit, backward)
+            return
         before, self.undo.where = self.undo.where, Where.ENGINE
         if self._inside is not None:
             raise OffloadError(
@@ -93,21 +100,31 @@ class UnitRunner:
         if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
             for region in unit.regions:
                 self.gradients.make_lasting(region, for_good=False)
-        with _normally():
-            self._executor.enter(unit.regions, backward)
+        self._executor.enter(unit.regions, backward)
         if backward:
             self.gradients.open(unit.regions)
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
         self.undo.where = before
 
+    def moment(self, unit: Unit, may_recompute: bool) -> Moment:
+        """Return generators and modules before a forward of a unit: what a recompute begins with."""
+        moment, last = Moment(self.device, unit.modules, unit.traits.buffers, may_recompute), self._last_moment()
+        if last is not None and last.drawn is not None and moment.drawn is not None and last.drawn.is_as(moment.drawn):
+            last.drawn = None
+        self._last_moment = weakref.ref(moment)
+        return moment
+
     def leave(self) -> None:
         """What the unit needed is free for others."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.leave()
+            return
         before, self.undo.where = self.undo.where, Where.ENGINE
         unit = self._inside
         if unit is not None:
-            self._lanes.computed(self._name, self._begun)
-            with _normally():
-                self._executor.leave(unit.regions)
+            marks = self._lanes.computed(self._name, self._begun)
+            self._executor.leave(unit.regions, marks)
         self._inside = None
         self.undo.where = before
 
@@ -120,9 +137,13 @@ class UnitRunner:
         args, kwargs = arguments.fill(tensors, others)
         found = mappings(args, kwargs)
         before = [dict(mapping) for mapping in found]
-        with unit.in_place() as forward:
+        hung = unit.hang()
+        try:
             where, self.undo.where = self.undo.where, Where.MODEL
-            result = forward(*args, **kwargs)
+            result = unit.forward(*args, **kwargs)
+        finally:
+            if hung:
+                unit.install(unit.resting)
         self.undo.where = where
         additions = [
             (number, key, value)
@@ -130,7 +151,7 @@ class UnitRunner:
             for key, value in mapping.items()
             if key not in before[number] or before[number][key] is not value
         ]
-        return Arguments((result, additions))
+        return Arguments((result, additions or None))
 
     def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""
@@ -152,12 +173,12 @@ class UnitRunner:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they
         are there.
         """
-        with _normally():
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             live = self.slots.parameters(regions)
         flow = weakref.proxy(self.gradients)  # torch hides its hooks from gc
         for index, parameter in live.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p, index=index: flow.take(index, p))
+                parameter.register_post_accumulate_grad_hook(partial(GradientFlow.take, flow, index))
         return live
 
     # -- micro-batches ---------------------------------------------------------------------------------------
@@ -235,11 +256,6 @@ class UnitRunner:
         self._inside = self._batch = None
         self.gradients.begin_step()
         self.undo.where = Where.NOWHERE
-
-
-def _normally() -> AbstractContextManager[Any]:
-    """Out of a caller's torch.inference_mode: tensors that are made in it are good for no later step."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def generator_seed(*numbers: int) -> int:

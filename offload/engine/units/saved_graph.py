@@ -49,14 +49,15 @@ class SavedGraph:
         free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and runner.saved.inputs_stay else set()
         slots = runner.slots
         cargo = slots.cargo_of(unit.regions)
+        weights = slots.addresses(cargo)
 
         def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
-            distance = slots.within(cargo, tensor.data_ptr())
-            if distance >= 0:
-                return tensor.dtype, distance, tensor.shape, tensor.stride()
+            address = tensor.data_ptr()
+            if address in weights:
+                return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
             tensor = tensor.detach()
             if not slots.holds(tensor):
-                is_input = tensor.untyped_storage().data_ptr() in free
+                is_input = bool(free) and tensor.untyped_storage().data_ptr() in free
                 if may_give_up and not is_input and not runner.saved.has_room(tensor):
                     raise TooMuchToKeepError
                 runner.saved.hold(tensor, "unit inputs" if is_input else "kept tensors", claim)

@@ -131,9 +131,9 @@ class SavedInputs:
             count, first = self._held.get(key, (0, name))
             if not count:
                 self._device.ledger.reserve(name, num_bytes, _FIXES[name])
+                self._policy.saw()
             self._held[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
-        self._policy.saw()
         self._undo.where = before
 
     def let_go(self, claim: Claim, since: int = 0) -> None:

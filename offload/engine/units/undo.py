@@ -29,16 +29,9 @@ class Undo:
         self._pending: list[Callable[[], None]] = []
         self.where = Where.NOWHERE
 
-    @contextmanager
-    def afterwards(self, restore: Callable[[], None]) -> Iterator[None]:
+    def afterwards(self, restore: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `restore` at the end, which may be called twice. To be entered before anything is changed."""
-        self._pending.append(restore)
-        try:
-            yield
-        finally:
-            if restore in self._pending:
-                restore()
-                self._pending.remove(restore)
+        return _Afterwards(self._pending, restore)
 
     @contextmanager
     def within(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
@@ -75,3 +68,20 @@ class Undo:
         while self._pending:
             self._pending[-1]()
             self._pending.pop()
+
+
+class _Afterwards:
+    """A generator would take twice the calls, in every use of a unit."""
+
+    __slots__ = ("_pending", "_restore")
+
+    def __init__(self, pending: list[Callable[[], None]], restore: Callable[[], None]) -> None:
+        self._pending, self._restore = pending, restore
+
+    def __enter__(self) -> None:
+        self._pending.append(self._restore)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._restore in self._pending:
+            self._restore()
+            self._pending.remove(self._restore)

@@ -8,14 +8,13 @@ the gradients on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.units.find import Candidate
+from offload.engine.units.find import Candidate, Place
 from offload.engine.units.traits import UnitTraits
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
@@ -67,8 +66,7 @@ class Unit:
 
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
         """Hang Parameters (by the model's index) in the module."""
-        for place in self.places:
-            put_parameter(place.module, place.key, parameters[place.parameter])
+        put_parameters(self.places, parameters)
 
     def rest(self) -> None:
         """Leave nothing in the module that views weights in a slot, wherever a pass was given up."""
@@ -135,25 +133,28 @@ class Unit:
             self.module.forward = self._own
         self._original = None
 
-    @contextmanager
-    def in_place(self) -> Iterator[Callable[..., Any]]:
-        """Within, the weights hang in the module; yield its original forward. Afterwards hangs what did before."""
-        assert self._original is not None
+    def hang(self) -> bool:
+        """Hang the weights in the module where they do not yet, and return whether they did not."""
         place = self.places[0]
-        were_there = place.module._parameters[place.key] is not self.resting[place.parameter]
-        self.install(self.live())
-        try:
-            yield self._original
-        finally:
-            if not were_there:
-                self.install(self.resting)
+        rests = place.module._parameters[place.key] is self.resting[place.parameter]
+        if rests:
+            self.install(self.live())
+        return rests
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's original forward."""
+        assert self._original is not None
+        return self._original
 
 
-def put_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Set a parameter by the short way, or through the module's own `__setattr__` where it keeps references (the
-    RNNs of torch do).
+def put_parameters(places: Iterable[Place], parameters: Mapping[int, nn.Parameter]) -> None:
+    """Hang Parameters (by the model's index) in their places by the short way, or through a module's own `__setattr__`
+    where it keeps references (the RNNs of torch do).
     """
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[key] = parameter
-    else:
-        setattr(module, key, parameter)
+    for place in places:
+        module, parameter = place.module, parameters[place.parameter]
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[place.key] = parameter
+        else:
+            setattr(module, place.key, parameter)

@@ -147,7 +147,7 @@ void convolutionBackward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
 // Besides a CPU kernel these have one for all other devices, composed of simpler operations, with other bits; or, the
 // two losses, made of their `out=`, which resizes the result on the way.
 constexpr const char* kNotComposed[] = {
-    "_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims", "any.dims_out",
+    "_foreach_norm.Scalar", "_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims", "any.dims_out",
     "linalg__powsum", "mish_backward", "mse_loss", "native_channel_shuffle", "native_group_norm", "native_layer_norm",
     "silu_backward", "smooth_l1_loss",
 };

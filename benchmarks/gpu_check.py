@@ -1,0 +1,197 @@
+"""What only a machine with a real GPU can show, in parts that each end within nine minutes; no network is needed.
+
+python -m benchmarks.gpu_check [PART ...]      # `make gpu-check PART="tests copies"`; all of them without a name
+
+Each part is a process of its own under a time limit; one that fails ends no other. Results go part by part into
+benchmarks/results/gpu-NAME.json, NAME being the device's. Where there is no GPU, all parts run on the simulated
+accelerator instead, with tiny shapes: that shows that the check itself works, and its figures mean nothing. They go
+into build/gpu-check.json. The exit code is 0 where no part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from offload.benches.report import Result, machine, versions
+from offload.errors import OffloadError
+
+PARTS = ("build", "tests", "sanitizer", "sync", "copies", "small", "1b", "3b", "8b", "14b")
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SKIPPED = 77
+LIMIT_S, DRY_LIMIT_S = 530, 120
+MARGIN_S = 60
+"""What a part leaves of its limit, to end what it has begun."""
+TENTH = 0.1
+MOST_SHOWN = 160
+"""Characters of a note in the table; the file has all."""
+
+
+def main(words: list[str]) -> int:
+    """Run the parts that are named, and print what became of each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the simulated accelerator, also where there is a GPU"
+    )
+    parser.add_argument(
+        "--limit", type=float, help=f"seconds of a part (default {LIMIT_S}, of a dry run {DRY_LIMIT_S})"
+    )
+    parser.add_argument("--out", type=Path, help="the file of the results")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one part
+    arguments = parser.parse_args(words)
+    for name in arguments.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name}; the parts are {', '.join(PARTS)}")
+    if arguments.dry_run:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    device = gpu_name()
+    is_dry = arguments.dry_run or device is None
+    limit_s = arguments.limit or (DRY_LIMIT_S if is_dry else LIMIT_S)
+    out = arguments.out or (ROOT / "build" / "gpu-check.json" if is_dry else RESULTS / f"gpu-{slug(device)}.json")
+    if arguments.inside:
+        return run_inside(arguments.parts[0], is_dry, limit_s, out)
+    print(
+        f"{torch_found()}: every part runs on the simulated accelerator, tiny." if is_dry else f"on {device}",
+        flush=True,
+    )
+    common = ["--inside", "--limit", str(limit_s), "--out", str(out), *(["--dry-run"] if is_dry else [])]
+    outcomes = {}
+    for name in arguments.parts or PARTS:
+        print(f"\n-- {name}", flush=True)
+        outcomes[name] = run_part(name, [sys.executable, "-m", "benchmarks.gpu_check", name, *common], limit_s, out)
+    print(f"\nresults: {out}")
+    for name, (outcome, seconds, note) in outcomes.items():
+        print(f"{name:10} {outcome:8} {seconds:5.0f} s  {note[:MOST_SHOWN]}")
+    return int(any(outcome not in ("passed", "skipped") for outcome, *_ in outcomes.values()))
+
+
+def gpu_name() -> str | None:
+    """Return what torch calls the GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def torch_found() -> str:
+    """Return the sentence of a dry run."""
+    import torch
+
+    return f"torch {torch.__version__} finds no GPU" if gpu_name() is None else "a dry run was asked for"
+
+
+def slug(name: str) -> str:
+    """Return a name for files: NVIDIA H200 is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+# -- a part from outside -------------------------------------------------------------------------------------
+
+
+def run_part(name: str, words: list[str], limit_s: float, out: Path) -> tuple[str, float, str]:
+    """Run the command of a part in a process group of its own; return what became of it, its seconds and a line."""
+    begin = time.monotonic()
+    process = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        end_group(process)
+    seconds = time.monotonic() - begin
+    note = stored(out)["parts"].get(name, {}).get("note", "")
+    outcome = {0: "passed", SKIPPED: "skipped", None: "too long"}.get(code, "failed")
+    if outcome == "too long":
+        note = f"killed after {limit_s:.0f} s; what it had measured is kept"
+    elif outcome == "failed":
+        note = note or f"exit code {code}"
+    store(out, name, outcome=outcome, seconds=round(seconds, 1), note=note)
+    return outcome, seconds, note
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a part, its own processes included."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def stored(out: Path) -> dict[str, Any]:
+    """Return what a file of results holds, or an empty one."""
+    if out.exists():
+        return json.loads(out.read_text())
+    return {"machine": {}, "versions": {}, "parts": {}, "results": []}
+
+
+def store(out: Path, part: str, results: list[Result] | None = None, **outcome: Any) -> None:
+    """Write what a part has so far, in the place of what it had; the other parts stay."""
+    found = stored(out)
+    found["parts"][part] = found["parts"].get(part, {}) | outcome
+    if results is not None:
+        found |= this_machine()
+        others = [result for result in found["results"] if result["part"] != part]
+        found["results"] = others + [result.fields() | {"part": part} for result in results]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(found, indent=2) + "\n")
+    new.replace(out)
+
+
+@cache
+def this_machine() -> dict[str, Any]:
+    """Return what the numbers are measured on, and with."""
+    return {"machine": machine() | {"gpu": gpu_name()}, "versions": versions()}
+
+
+# -- a part from inside --------------------------------------------------------------------------------------
+
+
+def run_inside(name: str, is_dry: bool, limit_s: float, out: Path) -> int:
+    """Run a part in this process; return its exit code."""
+    results: list[Result] = []
+
+    def add(result: Result) -> None:
+        results.append(result)
+        print(f"{result.name}: {result.value:.4g} {result.unit}", flush=True)
+        store(out, name, results)
+
+    store(out, name, [], note="")
+    try:
+        from benchmarks.gpu_parts import RUN, Check, SkippedPart
+    except ImportError as error:
+        store(out, name, note=f"{error}: bring wheels of what is missing, and give WHEELS=FOLDER")
+        return 1
+    try:
+        check = Check(is_dry, time.monotonic() + limit_s - min(MARGIN_S, limit_s * TENTH), add)
+        note, code = RUN[name](check), 0
+    except SkippedPart as skipped:
+        note, code = str(skipped), SKIPPED
+    except Exception as error:
+        if not isinstance(error, OffloadError):
+            traceback.print_exc()
+        note, code = f"{type(error).__name__}: {' '.join(str(error).split())}", 1
+    print(note, flush=True)
+    store(out, name, note=note)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

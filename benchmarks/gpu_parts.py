@@ -1,0 +1,455 @@
+"""The parts of `make gpu-check`, each run by benchmarks/gpu_check.py in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import itertools
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import lanes
+from offload import AdamW, Engine, Lion, Placement
+from offload.accelerators import Accelerator, own_accelerator
+from offload.benches import step as step_bench
+from offload.benches.report import Result
+from offload.errors import DoesNotFitError
+from offload.machine.environment import memory
+
+ROOT = Path(__file__).parents[1]
+SEQUENCE, SHORT = 4096, 64
+"""Tokens in a row; in those where speed is not asked for."""
+DRY_SCALE = 64
+"""Of a dry run's widths, tokens and lengths."""
+DRY_WIDTH = 64
+"""At least."""
+DRY_HOST_BYTES = 6 << 20
+"""Too few for the states of the largest model."""
+DRY_TESTS = ("tests/engine/test_against_torch.py",)
+GPU_TESTS = tuple(f"tests/native/test_{name}.py" for name in ("copy", "correct", "fallback"))
+"""Beside the engine's, which ON_DEVICE names."""
+
+LLAMA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "3b": LLAMA
+    | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+    | {"tie_word_embeddings": True},
+    "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
+    | {"num_key_value_heads": 8, "vocab_size": 152064},
+}
+"""The shapes of Llama 3.2 and 3.1 and of Qwen2.5, as a Llama."""
+TOKENS = (4096, 16384, 131072)
+MICRO_ROWS = 4
+LEAST_LEFT_S = 30
+"""To begin with plain PyTorch."""
+WARM_STEPS = 4
+"""The room that a batch leaves on the device is known, and given away, after the third of its size."""
+DENSE_FLOPS_PER_S = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+"""In bf16 with fp32 sums, by data sheets."""
+RESIDENT_BYTES = 20
+"""Per parameter of plain PyTorch in bf16: weights, gradients twice, masters, two moments."""
+
+
+class SkippedPart(Exception):
+    """A part has nothing to do on this machine, for the reason that it gives."""
+
+
+@dataclass
+class Check:
+    """Where a part runs, and where its results go. `ends`: by time.monotonic, when it should."""
+
+    is_dry: bool
+    ends: float
+    add: Callable[[Result], None]
+
+    def __post_init__(self) -> None:
+        self.control: Any = None
+        if self.is_dry:
+            from tests import accelerator
+
+            self.control = accelerator.load(num_devices=1)
+            self.control.enter(0)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        found = own_accelerator()
+        assert found is not None
+        return found
+
+    @property
+    def left_s(self) -> float:
+        return self.ends - time.monotonic()
+
+    def scaled(self, number: int) -> int:
+        """Return a width, or a number of tokens, as this run has it."""
+        return max(1, number // DRY_SCALE) if self.is_dry else number
+
+    def model(self, **shape: Any) -> tuple[Any, Callable[[str, Any], None]]:
+        """Return a Llama without weights, and what gives a unit its own: random, and by copies, which are fast."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from offload.hf.deferred_init import DeferredInit
+
+        for name in ("hidden_size", "intermediate_size", "vocab_size"):
+            shape[name] = max(DRY_WIDTH, shape[name] // DRY_SCALE) if self.is_dry else shape[name]
+        if self.is_dry:
+            shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        settings = {"tie_word_embeddings": False, "use_cache": False, "max_position_embeddings": SEQUENCE}
+        with DeferredInit(0):
+            model = LlamaForCausalLM(LlamaConfig(**settings | shape)).train()
+        pattern = torch.randn((1 << 24) if not self.is_dry else 1 << 12) * 0.02
+
+        def fill(_name: str, module: Any) -> None:
+            for p in module.parameters():
+                with torch.no_grad():
+                    if p.dim() == 1:
+                        p.fill_(1)
+                    for piece in p.view(-1).split(len(pattern)) if p.dim() > 1 else ():
+                        piece.copy_(pattern[: len(piece)])
+
+        return model, fill
+
+    def batches(self, tokens: int, vocabulary: int) -> Iterator[dict[str, Any]]:
+        """Return endless batches of so many tokens, in rows of SEQUENCE of them."""
+        length, generator = self.scaled(SEQUENCE), torch.Generator().manual_seed(1)
+        ids = [torch.randint(0, vocabulary, (tokens // SEQUENCE, length), generator=generator) for _ in range(2)]
+        return itertools.cycle({"input_ids": each, "labels": each} for each in ids)
+
+
+# -- the parts -----------------------------------------------------------------------------------------------
+
+
+def build(check: Check) -> str:
+    """Say what runs here."""
+    from offload.native import kernels
+
+    found = kernels.describe()
+    runs = f"C++ kernels ({found['isa']}, {found['threads']} threads)"
+    if not found["native"]:
+        runs = f"torch kernels, since there are no C++ ones ({found['missing_because']})"
+    missing = [tool for tool in ("compute-sanitizer", "nvcc") if shutil.which(tool) is None]
+    missing += [name for name in ("deepspeed", "pytest") if importlib.util.find_spec(name) is None]
+    check.add(Result("the device's memory", check.accelerator.describe()["memory_bytes"] / 2**30, "GiB"))
+    check.add(Result("the host's available memory", memory()["available_bytes"] / 2**30, "GiB"))
+    return f"{runs}; torch {torch.__version__}; not here: {', '.join(missing) or 'nothing'}"
+
+
+def tests(check: Check) -> str:
+    """Run the engine's tests with the device as theirs."""
+    if importlib.util.find_spec("pytest") is None:
+        raise SkippedPart("pytest cannot be imported")
+    files = DRY_TESTS if check.is_dry else (*os.environ.get("ON_DEVICE", "tests/engine").split(), *GPU_TESTS)
+    words = ["--device", "sim" if check.is_dry else "cuda", "-p", "no:cacheprovider", "-rf", *files]
+    if importlib.util.find_spec("xdist") is not None and not check.is_dry:
+        words += ["-n", str(min(8, max(2, (os.cpu_count() or 2) // 2))), "--dist", "loadfile"]
+    begin = time.monotonic()
+    lines = []
+    with subprocess.Popen([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    check.add(Result("the engine's tests", time.monotonic() - begin, "s"))
+    if run.returncode:
+        raise RuntimeError(lines[-1] if lines else f"pytest ended with {run.returncode}")
+    return lines[-1]
+
+
+def sanitizer(check: Check) -> str:
+    """Let compute-sanitizer watch a few steps of a tiny model."""
+    tool = shutil.which("compute-sanitizer")
+    if check.is_dry:
+        return f"a dry run of what it would watch: {watched(check)}"
+    if tool is None:
+        raise SkippedPart("compute-sanitizer is not installed")
+    code = "from benchmarks.gpu_parts import *; print(watched(Check(False, 1e9, print)))"
+    words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
+    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or a stray access hits what torch keeps
+    limit_s = max(1.0, check.left_s)
+    done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=limit_s, check=False)
+    print(done.stdout[-4000:], done.stderr[-4000:])
+    if done.returncode:
+        raise RuntimeError(f"compute-sanitizer ended with {done.returncode}: {done.stdout.strip()[-300:]}")
+    return done.stdout.strip().splitlines()[-1].strip("= ")
+
+
+def watched(check: Check) -> str:
+    """Train a tiny model for a few steps, with copies, activations and updates under way; return what it came to."""
+    model, fill = check.model(hidden_size=64, intermediate_size=128, num_hidden_layers=3, vocab_size=256)
+    batches = check.batches(SEQUENCE, 64)
+    with closing(opened(model, fill, placement=Placement(activations="cpu"), prefetch=1)) as engine:
+        losses = [engine.step(short(next(batches))).loss.item() for _ in range(3)]
+    if not all(math.isfinite(loss) for loss in losses):
+        raise RuntimeError(f"losses are {losses}")
+    return f"losses {', '.join(f'{loss:.3f}' for loss in losses)}"
+
+
+def sync(check: Check) -> str:
+    """Let torch refuse every operation that waits for the device within a step; the norm is waited for by an event."""
+    model, fill = check.model(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)
+    # Without a mask transformers itself waits, to see whether rows are packed.
+    mask = {"attention_mask": torch.ones(1, 1, SHORT, SHORT, dtype=torch.bool).tril()}
+    batches = check.batches(SEQUENCE, 64)
+    with closing(opened(model, fill, prefetch=1)) as engine:
+        for _ in range(WARM_STEPS):
+            engine.step(short(next(batches)) | mask)
+        engine.finish()
+        module = check.accelerator.module
+        module.set_sync_debug_mode("error")
+        try:
+            engine.step(short(next(batches)) | mask)
+        except RuntimeError as error:
+            module.set_sync_debug_mode("default")
+            raise error.__context__ or error from None  # what failed first, and not what giving up then did
+        finally:
+            module.set_sync_debug_mode("default")
+    return "no operation of a step waited for the device"
+
+
+def copies(check: Check) -> str:
+    """Compare the rates of the engine's h2d and d2h lanes with those of plain copies of pinned memory."""
+    shape = MODELS["8b"] | {"num_hidden_layers": 4, "vocab_size": 1024}
+    model, fill = check.model(**shape)
+    batches = check.batches(TOKENS[0], 64)
+    with closing(opened(model, fill, prefetch=1, max_grad_norm=None)) as engine:
+        block = lanes.run_block(engine, (short(b) for b in batches), 3)
+        name, num_bytes = max(lanes.streamed_sizes(engine).items(), key=lambda item: item[1])
+        seen = {(span.lane, span.name): span.end - span.begin for spans in block.spans for span in spans}
+    plain = plain_copies(check.accelerator, num_bytes)
+    notes = []
+    for lane, both in (("h2d", "h2d beside d2h"), ("d2h", "d2h beside h2d")):
+        check.add(Result(f"{lane}, plain", plain[lane] / 1e9, "GB/s"))
+        check.add(Result(both + ", plain", plain[both] / 1e9, "GB/s", f"{lane}, plain", plain[both] / plain[lane]))
+        rate = num_bytes / seen[lane, name]
+        check.add(Result(f"{lane}, engine", rate / 1e9, "GB/s", f"{lane}, plain", rate / plain[lane]))
+        notes.append(f"{lane} {rate / 1e9:.1f} of {plain[lane] / 1e9:.1f} GB/s")
+    return ", ".join(notes)
+
+
+def plain_copies(accelerator: Accelerator, num_bytes: int) -> dict[str, float]:
+    """Return bytes per second of a loop of copies of so many bytes each, one direction alone and beside the other."""
+    host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
+    streams = [accelerator.module.Stream(accelerator.device) for _ in range(2)]
+    ways = {"h2d": (there[0], host[0]), "d2h": (host[1], there[1])}
+
+    def seconds(*names: str) -> list[float]:
+        events = []
+        for stream, name in zip(streams, names, strict=False):
+            begin, end = (accelerator.event(is_timed=True) for _ in range(2))
+            target, source = ways[name]
+            with accelerator.module.stream(stream):
+                begin.record(stream)
+                for _ in range(8):
+                    target.copy_(source, non_blocking=True)
+                end.record(stream)
+            events.append((begin, end))
+        accelerator.wait()
+        return [begin.elapsed_time(end) / 8e3 for begin, end in events]
+
+    found: dict[str, list[float]] = {}
+    for _ in range(4):  # the first to warm up
+        for name, other in (("h2d", "d2h"), ("d2h", "h2d")):
+            found.setdefault(name, []).append(seconds(name)[0])
+            found.setdefault(f"{name} beside {other}", []).append(seconds(name, other)[0])
+    return {name: num_bytes / statistics.median(times[1:]) for name, times in found.items()}
+
+
+def small(check: Check) -> str:
+    """Compare steps of a model that fits the device with plain PyTorch and DeepSpeed: `offload.bench step`."""
+    sizes = {"hidden": 2048, "layers": 16, "vocabulary": 32768, "sequence": 2048, "batch": 8}
+    if check.is_dry:
+        sizes = {"hidden": 64, "layers": 3, "vocabulary": 256, "sequence": 32, "batch": 2}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    words += ["--precision", "bf16", "--recompute", "always", "--steps", "4", "--pairs", "2" if check.is_dry else "5"]
+    parser = argparse.ArgumentParser()
+    step_bench.add_arguments(parser)
+    notes = []
+    for result in step_bench.run(parser.parse_args(words)):
+        check.add(result)
+        notes.append(f"{result.name.split(' (')[0]} {result.value:.0f} ms")
+    return ", ".join(notes)
+
+
+def size(name: str, check: Check) -> str:
+    """Train a model of a size on batches of 4k, 16k and 131k tokens, placed as the memory of this machine allows."""
+    shape, refused = MODELS[name], []
+    host_bytes = DRY_HOST_BYTES if check.is_dry else int(memory()["available_bytes"] * 0.95)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_CHECK_DISK")) as folder:
+        for how, settings in placements(folder, host_bytes):
+            model, fill = check.model(**shape)
+            try:
+                engine = opened(model, fill, micro_batch_size=MICRO_ROWS, recompute="auto", **settings)
+                break
+            except DoesNotFitError as error:
+                refused.append(f"{how}: {' '.join(str(error).split())[:300]}")
+                print(refused[-1], flush=True)
+        else:
+            return "does not fit: " + "; ".join(refused)
+        numel = lanes.num_parameters(engine)
+        found = {"placement": how, "parameters": numel, "refused": refused}
+        print(f"{name}: {numel / 1e9:.2f} G parameters, {how}; {check.left_s:.0f} s left", flush=True)
+        done: dict[int, float | None] = {}
+        with closing(engine):
+            for tokens in TOKENS:
+                try:
+                    done[tokens] = measured(check, engine, name, tokens, found)
+                except (DoesNotFitError, torch.OutOfMemoryError) as error:
+                    refused.append(f"{tokens} tokens a step: {' '.join(str(error).split())[:300]}")
+                    break
+    del model, engine
+    gc.collect()
+    check.accelerator.module.empty_cache()
+    fits = RESIDENT_BYTES * numel < 0.8 * check.accelerator.free_bytes
+    for tokens in TOKENS if fits else ():
+        if check.left_s > LEAST_LEFT_S:
+            resident(check, name, tokens, shape, done.get(tokens))
+    rates = [f"{tokens}: {rate:.0f} tokens/s" for tokens, rate in done.items() if rate]
+    return "; ".join([f"{how}: {', '.join(rates)}", *refused])
+
+
+def placements(folder: str, host_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return what is tried in turn, from what most want to what needs least memory."""
+    host = {"host_memory": host_bytes}
+    disk = host | {"nvme_dir": folder, "nvme_memory": int(shutil.disk_usage(folder).free * 0.9)}
+    yield "AdamW, states in host memory", {"placement": Placement(**host)}
+    yield "AdamW, what host memory does not hold on disk", {"placement": Placement(optimizer="auto", **disk)}
+    yield "Lion without clipping", {"optimizer": Lion(lr=1e-4), "placement": Placement(**host), "max_grad_norm": None}
+
+
+def measured(check: Check, engine: Engine, name: str, tokens: int, found: Mapping[str, Any]) -> float | None:
+    """Time steps of so many tokens, as many as there is time for; return tokens per second."""
+    batches = check.batches(tokens, engine.model.config.vocab_size)
+    begin = time.monotonic()
+    engine.step(next(batches))
+    engine.finish()
+    step_s = time.monotonic() - begin  # recording included
+    affordable = int(check.left_s / max(step_s, 1e-3) / 2)
+    if affordable < 2:
+        print(f"{name}, {tokens} tokens a step: skipped, {check.left_s:.0f} s left and a step took {step_s:.0f} s")
+        return None
+    warm = min(WARM_STEPS - 1, affordable - 1)
+    for _ in range(warm):
+        engine.step(next(batches))
+    block = lanes.run_block(engine, batches, min(3, affordable - warm))
+    best = lanes.best_schedule(engine, [block])
+    actual = tokens if not check.is_dry else tokens // SEQUENCE * check.scaled(SEQUENCE)
+    details = lanes.described(block, best) | found
+    details |= {"tokens": actual, "rows": tokens // SEQUENCE, "warm_steps": warm + 1}
+    details |= utilisation(check, engine, actual / block.seconds)
+    details |= {name: getattr(engine.counters, name) for name in ("peak_device_bytes", "peak_host_bytes")}  # so far
+    rate = actual / block.seconds
+    check.add(
+        Result(
+            f"{name}, {tokens} tokens a step", rate, "tokens/s", "ideal schedule", best.seconds / block.seconds, details
+        )
+    )
+    return rate
+
+
+def utilisation(check: Check, engine: Engine, tokens_per_s: float) -> dict[str, float]:
+    """Return the share of the device's peak that the model's own operations are, without what is computed again:
+    six for each parameter that multiplies, and those of causal attention.
+    """
+    config = engine.model.config
+    multiplying = lanes.num_parameters(engine)
+    if not config.tie_word_embeddings:
+        multiplying -= config.vocab_size * config.hidden_size
+    attention = 6 * config.num_hidden_layers * config.hidden_size * check.scaled(SEQUENCE)
+    flops_per_s = tokens_per_s * (6 * multiplying + attention)
+    found = {"model_flops_per_s": flops_per_s, "product_flops_per_s": product_flops_per_s(check)}
+    found["mfu_of_products"] = flops_per_s / found["product_flops_per_s"]
+    peak = next((p for key, p in DENSE_FLOPS_PER_S.items() if key in check.accelerator.describe()["name"]), None)
+    return found if peak is None else found | {"peak_flops_per_s": peak, "mfu": flops_per_s / peak}
+
+
+def product_flops_per_s(check: Check) -> float:
+    """Return the operations per second of a large product of random matrices in bf16."""
+    width = 8192 if not check.is_dry else 64
+    left, right = (torch.randn(width, width, device=check.accelerator.device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(8):
+        begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
+        begin.record(check.accelerator.current_stream())
+        torch.mm(left, right)
+        end.record(check.accelerator.current_stream())
+        check.accelerator.wait()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * width**3 / max(statistics.median(times[3:]), 1e-9)
+
+
+def resident(check: Check, name: str, tokens: int, shape: Mapping[str, Any], rate: float | None) -> None:
+    """Time plain PyTorch with everything on the device, in the same micro-batches, with checkpointing."""
+    model, fill = check.model(**shape)
+    fill("", model)
+    model.gradient_checkpointing_enable()
+    batches = check.batches(tokens, model.config.vocab_size)
+    try:
+        plain = step_bench.plain_pytorch("plain PyTorch", model, "bf16", MICRO_ROWS)
+        times = []
+        for _ in range(3):
+            begin = time.monotonic()
+            plain.step(next(batches)["input_ids"])
+            plain.settle()
+            times.append(time.monotonic() - begin)
+    except torch.OutOfMemoryError as error:
+        print(f"plain PyTorch, {name}, {tokens} tokens: {str(error)[:200]}", flush=True)
+        return
+    finally:
+        del model
+        gc.collect()
+        check.accelerator.module.empty_cache()
+    actual = tokens // SEQUENCE * check.scaled(SEQUENCE)
+    ratio = None if rate is None else actual / min(times) / rate
+    label = f"{name}, {tokens} tokens a step, plain PyTorch"
+    check.add(Result(label, actual / min(times), "tokens/s", f"{name}, {tokens} tokens a step", ratio))
+
+
+# -- what they share -----------------------------------------------------------------------------------------
+
+
+def opened(model: Any, fill: Any, **settings: Any) -> Engine:
+    """Return an engine in bf16."""
+    return Engine(model, fill=fill, **{"optimizer": AdamW(lr=1e-4), "precision": "bf16"} | settings)
+
+
+def short(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of rows that are as short as tests have them."""
+    return {name: value[:, :SHORT] for name, value in batch.items()}
+
+
+RUN: Mapping[str, Callable[[Check], str]] = {
+    "build": build,
+    "tests": tests,
+    "sanitizer": sanitizer,
+    "sync": sync,
+    "copies": copies,
+    "small": small,
+    **{name: partial(size, name) for name in MODELS},
+}

@@ -1,0 +1,174 @@
+"""Steps of an engine on an accelerator, and the ideal schedule of what its own lanes were seen to take in them.
+
+The ideal (`offload/benches/ideal.py`) knows how long each use of a unit computed and how long each copy and update
+took, what the device has room for, and nothing else of the engine. All are seen on the accelerator's own clock, each at
+its fastest over the steps, so that what the engine itself held up is no part of the ideal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.benches.ideal import Ideal, Unit, Use, Work, ideal
+
+NUM_GRADIENT_BUFFERS = 2
+
+
+@dataclass
+class Block:
+    """Consecutive steps that begin and end with nothing pending, on average.
+
+    seconds: of a step. host_seconds: of it, those in which the threads that launch (the one that calls, and autograd's)
+    were busy. device_seconds: in which the device computed, where it tells. spans: of each step.
+    """
+
+    seconds: float
+    host_seconds: float
+    device_seconds: float | None
+    corrected: int
+    exposed: Mapping[str, float]
+    spans: list[list[Any]] = field(repr=False)
+
+
+def run_block(
+    engine: Any, batches: Iterable[Any], num_steps: int, device_seconds: Callable[[], float] | None = None
+) -> Block:
+    """Make so many steps on batches. `device_seconds`: in which the device has computed so far."""
+    taken = iter(batches)
+    spans: list[list[Any]] = []
+    results: list[Any] = []
+    engine.finish()
+    host, device, begin = launching_seconds(), device_seconds() if device_seconds else 0.0, time.perf_counter()
+    for _ in range(num_steps):
+        results.append(engine.step(next(taken)))
+        spans.append([span for span in engine.spans if span.begin >= begin])  # not of what came before the block
+    engine.finish()
+    seconds = (time.perf_counter() - begin) / num_steps
+    exposed = {
+        lane: statistics.mean(result.lanes[lane].exposed_seconds for result in results)
+        for lane in results[0].lanes
+        if lane != "compute"
+    }
+    return Block(
+        seconds,
+        (launching_seconds() - host) / num_steps,
+        (device_seconds() - device) / num_steps if device_seconds else None,
+        round(statistics.median(result.corrected for result in results)),
+        exposed,
+        spans,
+    )
+
+
+def launching_seconds() -> float:
+    """Return the CPU time so far of the threads that launch: the main one, and autograd's."""
+    ticks = 0
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, (user, system) = _times((task / "stat").read_text())
+        except FileNotFoundError:  # it has ended
+            continue
+        if int(task.name) == threading.main_thread().native_id or name.startswith("pt_autograd"):
+            ticks += user + system
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _times(stat: str) -> tuple[str, tuple[int, int]]:
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    user, system = rest.split()[11:13]
+    return name, (int(user), int(system))
+
+
+def seen_work(
+    steps: Sequence[Sequence[Any]],
+    sizes: Mapping[str, int],
+    capacity_bytes: float,
+    mode: str,
+    num_corrected: int = 0,
+    compute_s: float | None = None,
+) -> Work:
+    """Return what the ideal is asked about, from the spans of steps. `sizes`: the bytes of the units that stream.
+    `compute_s`: what all uses take together, where that is known; less than their spans where the host was late.
+    """
+    fastest: dict[tuple[str, str], float] = {}
+    for span in itertools.chain.from_iterable(steps):
+        seconds, key = span.end - span.begin, (span.lane, span.name)
+        fastest[key] = min(seconds, fastest.get(key, seconds))
+    uses = [seen_uses(spans, sizes) for spans in steps]
+    whole = [step for step in uses if len(step) == max(map(len, uses))]  # the first step records
+    least = [
+        Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*whole, strict=True)
+    ]
+    if compute_s is not None:
+        scale = compute_s / sum(use.seconds for use in least)
+        least = [Use(use.seconds * scale, use.unit, use.is_backward) for use in least]
+    units = {
+        name: Unit(
+            size,
+            fastest.get(("h2d", name), 0.0),
+            fastest.get(("d2h", name), 0.0),
+            fastest.get(("update", f"update {name}"), 0.0),
+            fastest.get(("update", f"correct {name}"), fastest.get(("update", f"update {name}"), 0.0)),
+        )
+        for name, size in sizes.items()
+    }
+    return Work(least, units, max(capacity_bytes, *sizes.values()), mode, NUM_GRADIENT_BUFFERS, num_corrected)
+
+
+def seen_uses(spans: Sequence[Any], streamed: Container[str]) -> list[Use]:
+    """Return the uses of a step in their order. What one unit does at a stretch, as a head that makes logits in chunks,
+    is one use.
+    """
+    compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.begin)
+    uses = []
+    for name, same in itertools.groupby(compute, key=lambda span: span.name.partition(" ")[2]):
+        stretch = list(same)
+        unit = name if name in streamed else None
+        is_backward = any(span.name.startswith("backward ") for span in stretch)
+        uses.append(Use(sum(span.end - span.begin for span in stretch), unit, unit is not None and is_backward))
+    return uses
+
+
+def streamed_sizes(engine: Any) -> dict[str, int]:
+    """Return the bytes of weights of each unit of an engine that streams."""
+    return {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in engine._state.units if not unit.resident}
+
+
+def best_schedule(engine: Any, blocks: Sequence[Block], compute_s: float | None = None) -> Ideal:
+    """Return the ideal schedule of blocks of equally many steps."""
+    steps = [spans for block in blocks for spans in block.spans]
+    corrected = round(statistics.median(block.corrected for block in blocks))
+    capacity = engine._state.slots.capacity_bytes
+    work = seen_work(steps, streamed_sizes(engine), capacity, mode_of(engine), corrected, compute_s)
+    return ideal(work, len(blocks[0].spans), as_block=True)
+
+
+def mode_of(engine: Any) -> str:
+    """Return how the engine clips, in the words of the ideal."""
+    updates = engine._state.updates
+    return "deferred" if updates.waits else "speculative" if updates.clip == "speculative" else "none"
+
+
+def num_parameters(engine: Any) -> int:
+    """Return how many parameters an engine has, padding left out."""
+    return sum(info.numel for info in engine._state.infos)
+
+
+def described(block: Block, best: Ideal) -> dict[str, Any]:
+    """Return what a block and its ideal came to, for a result."""
+    return {
+        "step_seconds": block.seconds,
+        "ideal_seconds": best.seconds,
+        "over_ideal": block.seconds / best.seconds,
+        "ideal_busy_seconds": best.busy_s,
+        "launching_seconds": block.host_seconds,
+        "exposed_seconds": dict(block.exposed),
+        "corrected": block.corrected,
+    }

@@ -1,0 +1,293 @@
+"""What an engine adds to plain PyTorch for each unit and step where kernels take no time: calls of Python functions,
+and of C functions from Python; kernels, copies and events; and the CPU time that its own code takes. On the simulated
+accelerator, whose work is done by threads that are not counted.
+
+Every figure is a slope: what a step of DEEP layers has more than one of SHALLOW, by layer. Plain PyTorch has the same
+model on the device and runs the same passes: forward and backward, and for a recompute another forward without a graph.
+
+OMP_NUM_THREADS=1 python -m benchmarks.overhead > benchmarks/results/overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import Engine, Placement
+from offload.benches.report import machine, versions
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.units.call import Call
+from offload.engine.units.router import Router
+from offload.engine.units.unit import Unit
+from tests import accelerator
+
+SHALLOW, DEEP = 8, 24
+NUM_STEPS = 31
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, and those of the placement
+    "recompute": ({}, {}),
+    "kept graphs": ({"recompute": "never"}, {}),
+    "activations on the host": ({}, {"activations": "cpu"}),
+}
+COMPUTE = ("main", "autograd")
+"""The threads that a model's own code runs in."""
+COUNTERS = ("launches", "copies", "waits", "operation_waits", "pageable_copies")
+
+
+def model_of(num_layers: int) -> nn.Module:
+    """Return a Llama in bf16: small, and of sizes that are aligned, as those of large ones are."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=num_layers, use_cache=False)).bfloat16().train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return two rows of tokens, on the host."""
+    ids = torch.arange(32).view(2, 16) % 64
+    return {"input_ids": ids, "labels": ids}
+
+
+@contextmanager
+def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
+    """Yield a step of an engine whose units stream, with all that it leaves to its lanes."""
+    settings, placement = CASES[case]
+    engine = Engine(
+        model_of(num_layers),
+        placement=Placement(**placement),
+        precision="bf16",
+        clip="deferred",
+        prefetch=2,
+        **settings,
+    )
+    try:
+        yield lambda: (engine.step(batch()), engine._state.lanes.finish())
+    finally:
+        engine.close()
+
+
+@contextmanager
+def plain_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
+    """Yield the passes of plain PyTorch."""
+    model = model_of(num_layers).to("sim")
+
+    def step() -> None:
+        given = {key: value.to("sim", non_blocking=True) for key, value in batch().items()}
+        if CASES[case][0].get("recompute") != "never":
+            with torch.no_grad():
+                model(**given)
+        model(**given).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    yield step
+
+
+# -- counting ------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts the calls of every thread that Python began since `begin`, of autograd's, and of this one."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.python: Counter[tuple[str, str]] = Counter()
+        """(thread, function) -> times that it was called, or that a generator went on."""
+        self.c: Counter[tuple[str, str]] = Counter()
+        self._is_on = False
+
+    def begin(self) -> None:
+        """To be called before the engine's threads start."""
+        threading.setprofile(self._note)
+        in_autograd(lambda: sys.setprofile(self._note))
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        in_autograd(lambda: sys.setprofile(None))
+        sys.setprofile(None)
+
+    def during(self, run: Callable[[], object]) -> None:
+        """Count the calls of a step."""
+        self.python.clear()
+        self.c.clear()
+        self._is_on = True
+        run()
+        self._is_on = False
+
+    def _note(self, frame: FrameType, event: str, function: Any) -> None:
+        if not self._is_on:
+            return
+        name = thread_name(threading.get_ident())
+        thread = "compute" if name in COMPUTE else name
+        if event == "call":
+            self.python[thread, f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
+        elif event == "c_call":
+            self.c[thread, getattr(function, "__qualname__", str(function))] += 1
+
+
+_autograd: list[int] = []
+
+
+def in_autograd(run: Callable[[], object]) -> None:
+    """Call something in the thread in which autograd runs the backward of the device."""
+
+    def hook(_gradient: torch.Tensor) -> None:
+        _autograd[:] = [threading.get_ident()]
+        run()
+
+    x = torch.zeros(1, device="sim", requires_grad=True)
+    y = x * 1
+    y.register_hook(hook)
+    y.backward()
+
+
+def thread_name(ident: int) -> str:
+    """Return "main", "autograd", or the name of one of the engine's threads."""
+    if ident in _autograd:
+        return "autograd"
+    thread = threading._active.get(ident)  # type: ignore[attr-defined]
+    return "main" if thread is threading.main_thread() else getattr(thread, "name", "other")
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU time of each of Python's threads so far."""
+    idents = {thread_name(ident): ident for ident in (*_autograd, *threading._active)}  # type: ignore[attr-defined]
+    return {name: time.clock_gettime(time.pthread_getcpuclockid(ident)) for name, ident in idents.items()}
+
+
+def counts_of(sim: Any, steps: Callable[..., Any], case: str, num_layers: int) -> tuple[dict[str, float], Calls]:
+    """Return what one step in its steady state counts."""
+    calls = Calls()
+    calls.begin()
+    try:
+        with steps(case, num_layers) as step:
+            for _ in range(3):
+                step()
+            torch.accelerator.synchronize()
+            sim.reset_counters()
+            calls.during(step)
+            torch.accelerator.synchronize()
+            found: dict[str, float] = {name: sim.counters()[name] for name in COUNTERS}
+    finally:
+        calls.end()
+    for kind, counted in (("Python calls", calls.python), ("C calls", calls.c)):
+        for (thread, _), number in counted.items():
+            name = f"{kind} in {'compute' if thread == 'compute' else 'lanes'}"
+            found[name] = found.get(name, 0) + number
+    found["events"] = sum(n for (_, name), n in calls.c.items() if name.endswith(("Event.record", "EventBase.record")))
+    return found, calls
+
+
+def slope(deep: Mapping[str, float], shallow: Mapping[str, float]) -> dict[str, float]:
+    """Return what each layer adds."""
+    return {name: (deep[name] - shallow.get(name, 0)) / (DEEP - SHALLOW) for name in deep}
+
+
+def added_counts(sim: Any, case: str) -> dict[str, float]:
+    """Return what the engine counts beyond plain PyTorch for each unit and step."""
+    ours, plain = (
+        slope(*(counts_of(sim, steps, case, depth)[0] for depth in (DEEP, SHALLOW)))
+        for steps in (engine_steps, plain_steps)
+    )
+    return {name: ours[name] - plain.get(name, 0) for name in ours}
+
+
+class OwnTime:
+    """Sums the CPU time of the engine's own code in the threads of compute: a unit's forward and backward without the
+    module's code, and without autograd's.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = threading.local()
+        for owner, name in ((Router, "call"), (Call, "backward"), (GradientFlow, "take")):
+            setattr(owner, name, self._timed(getattr(owner, name), True))
+        torch.autograd.backward = self._timed(torch.autograd.backward, False)
+        forward = Unit.forward.fget
+        Unit.forward = property(lambda unit: self._timed(forward(unit), False))  # type: ignore[misc, assignment]
+
+    def _timed(self, function: Callable[..., Any], is_own: bool) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._thread.owners.append(is_own)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._thread.owners.pop()
+
+        return timed
+
+    def _switch(self) -> None:
+        """Count the time since the last call for whose it was."""
+        thread, now = self._thread, time.thread_time()
+        if not hasattr(thread, "owners"):
+            thread.owners, thread.since = [False], now
+        self.seconds += (now - thread.since) * thread.owners[-1]
+        thread.since = now
+
+
+def cpu_of(sim: Any, own: OwnTime, case: str) -> dict[str, Any]:
+    """Return CPU milliseconds for each unit and step: medians of steps in which nothing is computed."""
+    found: dict[int, dict[str, float]] = {}
+    for depth in (DEEP, SHALLOW):
+        with engine_steps(case, depth) as step:
+            for _ in range(3):
+                step()
+            sim.set_computing(False)
+            times = []
+            for _ in range(NUM_STEPS):
+                before, own.seconds = cpu_seconds(), 0.0
+                step()
+                lanes = {name: now - before[name] for name, now in cpu_seconds().items() if name not in COMPUTE}
+                times.append(lanes | {"compute": own.seconds})
+            sim.set_computing(True)
+        found[depth] = {name: median(each[name] for each in times) * 1e3 for name in times[0]}
+    return slope(found[DEEP], found[SHALLOW])
+
+
+def show_calls(sim: Any, case: str, kind: str) -> None:
+    """Print where the calls of an engine's step come from, by function, for each layer."""
+    (_, deep), (_, shallow), (_, p_deep), (_, p_shallow) = (
+        counts_of(sim, steps, case, depth) for steps in (engine_steps, plain_steps) for depth in (DEEP, SHALLOW)
+    )
+    ours, plain = (slope(getattr(a, kind), getattr(b, kind)) for a, b in ((deep, shallow), (p_deep, p_shallow)))
+    for key, number in sorted(ours.items(), key=lambda item: -item[1]):
+        if number - plain.get(key, 0) > 0.5:
+            print(f"{number - plain.get(key, 0):7.1f}  {key[0]:22} {key[1]}")
+
+
+def main() -> None:
+    """Print one JSON, or with --functions a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--functions", choices=("python", "c"), help="print the calls of a case by function instead")
+    parser.add_argument("--case", choices=CASES, default="recompute", help="of --functions")
+    words = parser.parse_args()
+    sim = accelerator.load(num_devices=1)
+    sim.enter(0)
+    if words.functions:
+        show_calls(sim, words.case, words.functions)
+        return
+    found: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        found[case] = {"added": added_counts(sim, case)}
+    own = OwnTime()
+    for case in CASES:
+        found[case]["own_cpu_ms"] = cpu_of(sim, own, case)
+    print(json.dumps({"per_unit_and_step": found, "machine": machine(), "versions": versions()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Steps of an engine on a played H200 and a played RTX 4090 against their ideal schedules.
+
+chrt -r 1 python -m benchmarks.played > benchmarks/results/played.json     # a quarter of an hour; --help for less
+
+The simulated accelerator (`tests/accelerator/`) gives each kernel, copy and launch the time of a device by its FLOPs
+and bytes. Shapes are those of Llama 3.1 8B with fewer layers and everything else, lengths and batches included, smaller
+by SHRUNK, and the device's rates are smaller to match, so that kernels and copies take the seconds of the large shapes.
+Nothing is stretched: the main thread, Python and the engine's threads take the time that they take on this machine.
+AdamW is the only other thing whose time is played, by the throttle of its lane: 24 bytes a parameter at the rate of the
+host's memory.
+
+What is played sleeps most of the time, and is late where other processes hold a core when it wakes: chrt lets it go
+before them. It needs a tenth of a core.
+
+The device has room for four blocks, so that most weights go up twice in a step. The ideal schedule knows what the
+copies, updates and uses of units took on the device, at their fastest, their sum being what the device was busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks import lanes
+from offload import AdamW, Engine, Placement
+from offload.benches.blocks import turned
+from offload.benches.report import Result, document
+from offload.native import kernels
+from tests import accelerator
+from tests.accelerator.control import H200, RTX_4090, Control, Cost
+
+SHRUNK = 64
+HIDDEN, INNER, VOCABULARY, SEQUENCE, MICRO_ROWS = 4096, 14336, 128256, 4096, 4
+HEAD_CHUNK_BYTES = 256 << 20
+AHEAD = 3
+MOST_OVER_IDEAL, LEAST_IDLE = 1.08, 0.5
+MODES: dict[str, dict[str, Any]] = {
+    "no clipping": {"max_grad_norm": None},
+    "deferred": {"clip": "deferred"},
+    "speculative": {"clip": "speculative"},
+}
+
+
+@dataclass(frozen=True)
+class Played:
+    """A device, the bytes per second of its host's memory as AdamW reaches them, and where unit inputs wait when a step
+    has many tokens.
+    """
+
+    cost: Cost
+    update_bytes_per_s: float
+    activations: str
+
+
+DEVICES = {
+    "H200, PCIe 5": Played(H200, 300e9, "device"),  # twelve channels of DDR5-4800, two thirds of 460 GB/s
+    "RTX 4090, PCIe 4": Played(RTX_4090, 60e9, "cpu"),  # two channels of DDR5-5600, two thirds of 90 GB/s
+}
+
+
+@dataclass
+class Case:
+    """A device, tokens in a step and a way of clipping; its engine, and what it gave."""
+
+    device: str
+    tokens: int
+    mode: str
+    engine: Engine
+    batches: Iterator[dict[str, Any]]
+    num_steps: int
+    blocks: list[lanes.Block] = field(default_factory=list)
+    launches: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Measure all cases, in turns, and print them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.played", description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12, help="of the model (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each case, in turns (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="in a block of 16k tokens a step; half for more")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(16384, 131072))
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=tuple(DEVICES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=tuple(MODES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    kernels.set_threads(1)
+    control = accelerator.load(num_devices=1)
+    control.enter(0)
+    control.set_poison(False)
+    cases = [
+        opened(
+            device, tokens, mode, arguments.layers, max(1, arguments.steps if tokens < 65536 else arguments.steps // 2)
+        )
+        for device, tokens, mode in itertools.product(arguments.devices, arguments.tokens, arguments.modes)
+    ]
+    for number in range(arguments.rounds):
+        for case in turned(cases, number):
+            run(control, case)
+    results = [result(case, arguments.layers) for case in cases]
+    for case in cases:
+        case.engine.close()
+    print(document(results))
+
+
+def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int) -> Case:
+    """Return a case whose engine has taken its first steps, on a device that takes no time."""
+    played, rows = DEVICES[device], tokens // SEQUENCE
+    placement = {"activations": played.activations if rows > MICRO_ROWS else "device"}
+    throttle = {"update": {"bandwidth": played.update_bytes_per_s / SHRUNK**2}}
+    settings = {"throttle": throttle, "micro_batch_size": MICRO_ROWS if rows > MICRO_ROWS else None, **MODES[mode]}
+    generator = torch.Generator().manual_seed(1)
+    shape = (rows, SEQUENCE // SHRUNK)
+    ids = [torch.randint(0, VOCABULARY // SHRUNK, shape, generator=generator) for _ in range(2)]
+    batches = itertools.cycle({"input_ids": each, "labels": each} for each in ids)
+
+    def make(**more: Any) -> Engine:
+        return Engine(
+            model(num_layers),
+            optimizer=AdamW(lr=1e-8),  # the norm stays as it is, and with it what is corrected
+            placement=Placement(**placement, **more),
+            precision="bf16",
+            prefetch=AHEAD,
+            head_chunk_bytes=HEAD_CHUNK_BYTES // SHRUNK**2,
+            **settings,
+        )
+
+    with closing(make()) as probe:  # room is given away after the third step
+        norm = [probe.step(next(batches)).grad_norm for _ in range(2)][-1]
+        device_bytes = probe.counters.peak_device_bytes
+    if settings.get("clip") is not None:
+        settings["max_grad_norm"] = norm / 2
+    engine = make(device_memory=device_bytes)
+    for _ in range(4):
+        engine.step(next(batches))
+    return Case(device, tokens, mode, engine, batches, num_steps)
+
+
+def model(num_layers: int) -> Any:
+    """Return the Llama, shrunk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN // SHRUNK,
+        intermediate_size=INNER // SHRUNK,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,  # a quarter: smaller by SHRUNK they would be none
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY // SHRUNK,
+        max_position_embeddings=SEQUENCE,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def run(control: Control, case: Case) -> None:
+    """Run a block of a case."""
+    case.engine.finish()
+    control.set_cost(DEVICES[case.device].cost.scaled(flops=SHRUNK**3, num_bytes=SHRUNK**2))
+    control.reset_counters()
+    block = lanes.run_block(case.engine, case.batches, case.num_steps, lambda: control.busy_seconds()["compute"])
+    case.launches.append(control.counters()["launches"] / case.num_steps)
+    control.set_cost(None)
+    case.blocks.append(block)
+    print(
+        f"{case.device}, {case.tokens} tokens, {case.mode}: {block.seconds:.3f} s a step, compute "
+        f"{block.device_seconds:.3f}, launching {block.host_seconds:.3f}, load {os.getloadavg()[0]:.1f}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def result(case: Case, num_layers: int) -> Result:
+    """Return what a case came to."""
+    compute_s = statistics.median(block.device_seconds or 0.0 for block in case.blocks)
+    best = lanes.best_schedule(case.engine, case.blocks, compute_s)
+    seconds = [block.seconds for block in case.blocks]
+    idle = [1 - block.host_seconds / block.seconds for block in case.blocks]
+    over = [each / best.seconds for each in seconds]
+    largest = max(best.busy_s, key=lambda lane: best.busy_s[lane])
+    middle = sorted(case.blocks, key=lambda block: block.seconds)[len(case.blocks) // 2]
+    details = lanes.described(middle, best) | {
+        "over_ideal": statistics.median(over),
+        "over_ideal_least": min(over),
+        "over_ideal_most": max(over),
+        "main_thread_idle": statistics.median(idle),
+        "main_thread_idle_least": min(idle),
+        "within": statistics.median(over) <= MOST_OVER_IDEAL and statistics.median(idle) >= LEAST_IDLE,
+        "largest_lane": largest,
+        "largest_lane_seconds": best.busy_s[largest],
+        "compute_seconds": compute_s,
+        "launches": statistics.median(case.launches),
+        "layers": num_layers,
+        "steps_in_a_block": case.num_steps,
+        "rounds": len(case.blocks),
+        "load": os.getloadavg()[0],
+    }
+    name = f"{case.device}, {case.tokens} tokens, {case.mode}"
+    return Result(name, statistics.median(seconds) * 1e3, "ms", "ideal schedule", 1 / statistics.median(over), details)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What `make gpu-check` does with its parts, whatever they measure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from offload.benches.report import Result
+from tests import forks
+from tests.lanes.patience import eventually
+
+REPORTS = """
+import sys
+from pathlib import Path
+from benchmarks.gpu_check import store
+store(Path(sys.argv[1]), sys.argv[2], note="half of it")
+"""
+
+
+def part(code: str, out: Path, name: str = "small") -> tuple[str, str]:
+    """Run some code as a part; return what became of it, and the line about it."""
+    words = [sys.executable, "-c", REPORTS + code, str(out), name]
+    outcome, _, note = gpu_check.run_part(name, words, forks.PATIENCE_S, out)
+    return outcome, note
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [("", "passed"), (f"sys.exit({gpu_check.SKIPPED})", "skipped"), ("sys.exit(1)", "failed"), ("1 / 0", "failed")],
+)
+def test_what_became_of_a_part_is_told_and_kept(code: str, outcome: str, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert part(code, out) == (outcome, "half of it")
+    assert json.loads(out.read_text())["parts"]["small"]["outcome"] == outcome
+
+
+def test_a_part_that_takes_too_long_is_ended_with_its_own_processes_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, child = tmp_path / "gpu.json", tmp_path / "child"
+
+    class OverWhenItsChildRuns(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            eventually(child.exists)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", OverWhenItsChildRuns)
+    gpu_check.store(out, "copies", note="before")
+    code = f"""
+import subprocess
+store(Path(sys.argv[1]), sys.argv[2], step=1)
+started = subprocess.Popen(["sleep", "1000"])
+new = Path({str(child)!r} + ".new")
+new.write_text(str(started.pid))
+new.rename({str(child)!r})
+started.wait()
+"""
+    assert part(code, out) == ("too long", f"killed after {forks.PATIENCE_S} s; what it had measured is kept")
+    parts = json.loads(out.read_text())["parts"]
+    assert parts["small"]["step"] == 1
+    assert parts["copies"] == {"note": "before"}
+    state = Path(f"/proc/{child.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_part_that_is_run_again_replaces_its_own_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "this_machine", dict)
+    out = tmp_path / "gpu.json"
+    for name, value in (("small", 1.0), ("copies", 2.0), ("small", 3.0)):
+        gpu_check.store(out, name, [Result("speed", value, "GB/s")])
+    found = json.loads(out.read_text())["results"]
+    assert {(each["part"], each["value"]) for each in found} == {("copies", 2.0), ("small", 3.0)}
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    words = [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--out", str(out), "build", "sync", "14b"]
+    done = subprocess.run(words, cwd=forks.ROOT, capture_output=True, text=True, check=False)
+    if "CannotBuildError" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert {name: part["outcome"] for name, part in found["parts"].items()} == dict.fromkeys(
+        ("build", "sync", "14b"), "passed"
+    )
+    rates = [result for result in found["results"] if result["name"] == "14b, 16384 tokens a step"]
+    assert rates[0]["placement"] == "AdamW, what host memory does not hold on disk"  # its states are too many
+    assert set(rates[0]["exposed_seconds"]) >= {"h2d", "d2h", "nvme_read"}
