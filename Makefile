@@ -11,9 +11,10 @@ KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
 # in their order, so that none of the long ones with few tests is left for the end.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
-# Those that show something on a device, and have no part that is about the CPU's own.
-ON_DEVICE := $(patsubst %,tests/engine/test_%.py,families against_torch batches budgets clipping condition departures \
-  early exporting interrupts kept layouts leftover loss_rule overlap parameters)
+# The engine's tests, but for those of disks, of processes that end and of the host's memory, in which the device has no
+# part; ON_DEVICE=tests/engine is all of them.
+ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,disk_faults memory ranks_faults ranks_memory), \
+  $(wildcard tests/engine/test_*.py))
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
@@ -21,7 +22,7 @@ QUIETLY := 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator gpu-check soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check soak fuzz lint type bench
 .PHONY: sanitize check clean offline
 
 help:
@@ -30,8 +31,9 @@ help:
 	@echo "make test      pytest, about five minutes    (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
-	@echo "make test-accelerator  the tests that need a GPU's driver, on one that is simulated on the CPU; a minute"
+	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; eight minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
+	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
@@ -98,8 +100,12 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 # compile it where it is missing, and are skipped where that cannot be. First what it does itself and races on it, then
 # tests of the engine with it for their device.
 test-accelerator: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m accelerator tests/accelerator $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "accelerator and not slow" tests/accelerator $(ARGS)
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
+
+# Each case of the races with each of the twenty seeds, and the slow side on either end.
+test-accelerator-all: test-accelerator
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS:loadfile=load) -m "accelerator and slow" tests/accelerator $(ARGS)
 
 # A machine with a GPU has mostly no network: then what its Python has is used, with the wheels of WHEELS=folder beside
 # it, and where C++ cannot be built, torch's kernels. PART="copies 8b" runs those alone.

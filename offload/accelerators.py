@@ -22,35 +22,37 @@ def accelerators() -> list[Accelerator]:
     return [open_accelerator(torch.device(kind.type, index)) for index in range(count)]
 
 
-def parse_device(name: str | None) -> torch.device | None:
+def parse_device(name: str | None, flag: str = "offload.device") -> torch.device | None:
     """Read what `own_accelerator` takes, whatever there is. Raises ConfigError."""
     try:
         return None if name is None else torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"offload.device is {name!r}, which torch takes for no device; give cpu, cuda, cuda:1, ..., or none for "
-            f"the accelerator that there is."
+            f"{flag} is {name!r}, which torch takes for no device; give cpu, cuda, cuda:1, ..., or nothing for the "
+            f"accelerator that there is."
         ) from error
 
 
-def own_accelerator(name: str | None = None, environ: Mapping[str, str] = os.environ) -> Accelerator | None:
+def own_accelerator(
+    name: str | None = None, environ: Mapping[str, str] = os.environ, flag: str = "offload.device"
+) -> Accelerator | None:
     """Return the accelerator that is called so, as torch names devices; None for the CPU. Without a name, or an index,
     it is the one that the thread has chosen (`set_device`), else that of LOCAL_RANK, else the first.
 
-    Raises ConfigError where there is no such device.
+    Raises ConfigError, which names the flag, where there is no such device.
     """
-    asked, found = parse_device(name), accelerators()
+    asked, found = parse_device(name, flag), accelerators()
     if not found if asked is None else asked.type == "cpu":
         return None
     if asked is not None and asked.type not in {each.device.type for each in found}:
         there = f"{found[0].device.type} alone" if found else "nothing but the CPU"
-        raise ConfigError(f"offload.device is {name}, and torch finds {there}: give --offload.device cpu, or none.")
+        raise ConfigError(f"{flag} is {name}, and torch finds {there}: give cpu, or nothing.")
     index = None if asked is None else asked.index
     if index is None:  # a process begins with device 0, which therefore is no choice
         index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(found)
     if index >= len(found):
         raise ConfigError(
-            f"offload.device is {name}, and torch finds {len(found)} of this kind: give {found[0].device.type}:0 "
+            f"{flag} is {name}, and torch finds {len(found)} of this kind: give {found[0].device.type}:0 "
             f"to {found[-1].device}."
         )
     return found[index]

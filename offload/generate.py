@@ -88,10 +88,7 @@ def main(words: list[str]) -> int:
     from offload.inference.sampler import Choices, Sampler, free_memory
 
     quiet_transformers()
-    own = None if options.device == "cpu" else own_accelerator()
-    if options.device not in ("auto", "cpu", own and own.device.type):
-        there = "no GPU" if own is None else f"only {own.device.type}"
-        raise ConfigError(f"--device is {options.device}, and torch finds {there}; give --device cpu.")
+    own = own_accelerator(None if options.device == "auto" else options.device, flag="--device")
     path = chosen_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:
         memory_bytes = free_memory(own)

@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.device == "sim":
         os.environ |= {accelerator.LOADS: "1", "SIM_DEVICES": os.environ.get("SIM_DEVICES", "4")}
+        if config.option.jitter_seed is not None:
+            os.environ[accelerator.JITTER] = f"{MOST_JITTER_US} {config.option.jitter_seed} {config.option.slow}"
         accelerator.load()
     if config.option.device == "cuda":
         _compare_bits_on_cuda()
@@ -53,7 +55,7 @@ def _compare_bits_on_cuda() -> None:
 
     if not torch.cuda.is_available():
         raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 

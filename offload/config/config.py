@@ -33,7 +33,10 @@ from offload.config.sections import (
 from offload.config.sections import parse_size as parse_size
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 
-BUILTIN_DEVICE_MEMORY = 8 * 2**20  # of the built-in run: its states are 16 MiB, so they have to stream
+BUILTIN_DEVICE_MEMORY = 8 * 2**20
+"""Of the built-in run on a CPU: its states are 16 MiB, so they have to stream. (A GPU's allocator, which a budget
+bounds, takes more at once.)
+"""
 _FIXED = ("data", "model.path", "model.preset", "train.batch_size", "train.precision", "optimizer.name", "run.seed")
 """Sections and keys that make another run when they change: other data, another order, another model."""
 _OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
@@ -273,7 +276,9 @@ class Config(BaseModel):
             train__precision=("bf16" if has_accelerator else "fp32") if train.precision == "auto" else train.precision,
             optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
             optimizer__schedule=schedule,
-            offload__device_memory=BUILTIN_DEVICE_MEMORY if builtin else self.offload.device_memory,
+            offload__device_memory=BUILTIN_DEVICE_MEMORY
+            if builtin and not has_accelerator
+            else self.offload.device_memory,
             **{key.replace(".", "__"): value for key, value in of_rule.items()},
         )
 

@@ -335,7 +335,7 @@ class OffloadSection(Section):
     device_memory: Size = Field(
         default=None,
         description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (8MiB for '
-        "the built-in run).",
+        "the built-in run on a CPU).",
     )
     host_memory: Size = Field(
         default=None, description="Budget of the CPU memory, per machine, same forms. none: no limit."

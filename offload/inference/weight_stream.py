@@ -9,7 +9,7 @@ are always in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -227,7 +227,7 @@ class WeightStream:
         """Have a cargo read, if it is not there."""
         if cargo.ticket is None:
             cargo.stays = cargo.stays or self._may_stay(cargo)
-            cargo.ticket = self._lanes.h2d.submit(partial(self._read, cargo))
+            cargo.ticket = self._lanes.h2d.submit(partial(self._read, cargo, self._lanes.mark()))
 
     def _may_stay(self, cargo: Cargo) -> bool:
         if self._memory_bytes is None or self.total_bytes <= self._memory_bytes:
@@ -235,8 +235,11 @@ class WeightStream:
         staying = sum(each.num_bytes for each in self._cargoes if each.stays)
         return staying + cargo.num_bytes + self._spare_bytes <= self._memory_bytes
 
-    def _read(self, cargo: Cargo) -> None:
-        """Read a cargo; on the lane."""
+    def _read(self, cargo: Cargo, marks: Sequence[Ticket]) -> None:
+        """Read a cargo; on the lane, which waits for compute up to `marks`: what was let go of is free only then, and
+        the host may be far ahead.
+        """
+        self._lanes.wait(marks)
         for index in cargo.parameters:
             source = self._source(self._names[index])
             assert source is not None, self._names[index]

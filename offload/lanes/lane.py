@@ -92,6 +92,9 @@ class InlineLane(Lane):
     ) -> Ticket:
         self.position += 1
         self._wait(reads, fills)
+        return self._do(work, name)
+
+    def _do(self, work: Callable[[], object], name: str) -> Ticket:
         begin = time.perf_counter()
         work()
         end = time.perf_counter()

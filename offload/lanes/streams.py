@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lane import Lane, ThreadLane, Work
+from offload.lanes.lane import InlineLane, Lane, ThreadLane, Work
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
@@ -87,6 +87,20 @@ class StreamLane(ThreadLane):
             work.ticket.event.synchronize()
 
 
+class _Here(InlineLane):
+    """Compute's own work, which is over when its stream is, and not when it was launched."""
+
+    def __init__(self, lanes: StreamLanes) -> None:
+        super().__init__("compute", lanes.timeline, lambda reads, fills: lanes.compute_after(reads, fills=fills))
+        self._lanes = lanes
+
+    def _do(self, work: Callable[[], object], name: str) -> Ticket:
+        begin = self._lanes.now()
+        work()
+        self._lanes.computed(name, begin)
+        return Ticket(self.name, is_done=True)
+
+
 class StreamLanes(Lanes):
     """h2d, returning, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits
     for the events of what they read or overwrite.
@@ -103,6 +117,9 @@ class StreamLanes(Lanes):
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else StreamLane(name, self, name)
+
+    def _inline(self, _name: str) -> Lane:
+        return _Here(self)
 
     def _open_returning(self) -> Lane:
         # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.

@@ -41,7 +41,7 @@ class Settings:
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
     head_chunk_bytes: logits that may exist at once; None for all.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
-        chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none.
+        chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
 
     optimizer: UpdateRule = field(default_factory=AdamW)

@@ -40,7 +40,9 @@ class CpuDevice:
         return Arena(num_bytes).take(num_bytes, torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device. On a thread of its own a copy takes one core: torch would take them all."""
+        """Copy between host and device, and convert. On a thread of its own a copy takes one core: torch would take all
+        of them.
+        """
         if self._copies_aside and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
         else:
@@ -55,7 +57,7 @@ class CpuDevice:
         return tensor
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """The caller's stream uses a tensor that was brought up in another one."""
+        """The caller's stream uses a tensor of another one, whose memory is nobody else's before that is done."""
 
     def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy a few values to the host behind what compute was given so far. Return what waits for them."""
@@ -91,7 +93,7 @@ class _Staging:
         """Return contiguous memory in the shape and dtype of a tensor, of which no copy is under way."""
         size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
-        if len(free) == _MOST_STAGED:
+        if len(free) >= _MOST_STAGED:
             free[0][1].synchronize()
         over = next((number for number, (_, event) in enumerate(free) if event.query()), None)
         memory = (
@@ -129,8 +131,8 @@ class AcceleratorDevice:
         """
         target.data.copy_(source, non_blocking=True)
         for tensor in (target, source):
-            if not tensor.is_cpu:  # freed memory must not be handed out again before this stream is done with it
-                tensor.record_stream(self._accelerator.current_stream())
+            if not tensor.is_cpu:
+                self.lend(tensor)
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)

@@ -321,6 +321,7 @@ class Slots:
         def poison() -> None:
             for stretch in stretches:
                 stretch.fill_(_POISON)
+                self._device.lend(stretch)
 
         ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
         for slot in gone:

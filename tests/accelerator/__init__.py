@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LOADS = "SIM_LOAD"
 """The variable by which processes that tests fork are told to load it as well."""
+JITTER = "SIM_JITTER"
+"""And this by which they are told to wait at random: microseconds at most, a seed, and which side is slow."""
 _loaded: Control | None = None
 
 
@@ -51,7 +53,7 @@ def load(
     memory_bytes = memory_bytes or int(os.environ.get("SIM_MEMORY_MIB", "2048")) << 20
     driver.configure(num_devices, memory_bytes, segment_bytes, context_bytes)
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, make_module(driver))
+    torch._register_device_module(NAME, make_module(driver, memory_bytes))
     torch.utils.generate_methods_for_privateuse1_backend()
     _loaded = Control(driver)
     atexit.register(_end, _loaded)
@@ -61,7 +63,10 @@ def load(
 def load_if_told() -> None:
     """Load it where this process's environment says so, and let its first device be this thread's."""
     if os.environ.get(LOADS):
-        load().enter(0)
+        control = load()
+        control.enter(0)
+        most_us, seed, slow = (os.environ.get(JITTER) or "0 0 all").split()
+        control.set_jitter(int(most_us), int(seed) + int(os.environ.get("RANK", "0")), slow)  # type: ignore[arg-type]
 
 
 def _end(control: Control) -> None:

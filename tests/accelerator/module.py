@@ -6,6 +6,7 @@ import struct
 import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,18 +56,18 @@ def _as_device(device: Any) -> torch.device:
     return found if found.index is not None else torch.device(NAME, torch.accelerator.current_device_index())
 
 
-def make_module(driver: Driver) -> types.ModuleType:
-    """Return the module, over a library that is loaded."""
+def make_module(driver: Driver, memory_bytes: int) -> types.ModuleType:
+    """Return the module, over a library that is loaded. `memory_bytes`: of each device."""
     made = types.ModuleType(f"torch.{NAME}", __doc__)
     made._initialized = True  # type: ignore[attr-defined]
-    parts = (_devices, _streams, _memory, _random, _pinning, _debugging)
+    parts = (partial(_devices, memory_bytes=memory_bytes), _streams, _memory, _random, _pinning, _debugging)
     for part in parts:
         for function in part(driver):
             setattr(made, function.__name__, function)
     return made
 
 
-def _devices(driver: Driver) -> Iterable[Callable[..., Any]]:
+def _devices(driver: Driver, memory_bytes: int) -> Iterable[Callable[..., Any]]:
     def is_available() -> bool:
         return device_count() > 0
 
@@ -99,9 +100,9 @@ def _devices(driver: Driver) -> Iterable[Callable[..., Any]]:
         return 9, 0
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-        total = torch._C._accelerator_getMemoryInfo(_as_device(device).index)[1]
+        # As CUDA's does, without a context there.
         return types.SimpleNamespace(
-            name=get_device_name(device), major=9, minor=0, total_memory=total, multi_processor_count=1
+            name=get_device_name(device), major=9, minor=0, total_memory=memory_bytes, multi_processor_count=1
         )
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -197,10 +198,11 @@ def _random(driver: Driver) -> Iterable[Callable[..., Any]]:
 
     def get_rng_state(device: Any = NAME) -> torch.Tensor:
         index = _as_device(device).index
-        return torch.tensor(list(layout.pack(driver.current_seed(index), driver.offset(index))), dtype=torch.uint8)
+        numbers = list(layout.pack(driver.current_seed(index), driver.offset(index)))
+        return torch.tensor(numbers, dtype=torch.uint8, device="cpu")
 
     def set_rng_state(new_state: torch.Tensor, device: Any = NAME) -> None:
-        driver.set_random_state(_as_device(device).index, *layout.unpack(bytes(new_state.tolist())))
+        driver.set_random_state(_as_device(device).index, *layout.unpack(new_state.numpy().tobytes()))
 
     def get_rng_state_all() -> list[torch.Tensor]:
         return [get_rng_state(index) for index in range(driver.device_count())]

@@ -210,6 +210,10 @@ class TestResolve:
         config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
         assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
 
+    @pytest.mark.parametrize(("has_accelerator", "budget"), [(True, None), (False, 8 << 20)])
+    def test_the_built_in_run_has_a_budget_on_a_cpu(self, has_accelerator: bool, budget: int | None) -> None:
+        assert self.resolved(has_accelerator=has_accelerator).offload.device_memory == budget
+
     @pytest.mark.parametrize(("has_accelerator", "precision"), [(True, "bf16"), (False, "fp32")])
     def test_precision_follows_the_device(self, has_accelerator: bool, precision: str) -> None:
         assert self.resolved(has_accelerator=has_accelerator).train.precision == precision

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine
+from tests.engine.inside import updating_device
 from tests.engine.reference import Batch, LossFunction, Reference
 
 PROPORTIONAL = AdamW(lr=0.05, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
@@ -39,6 +40,7 @@ def train_both(
         known["optimizer"] = settings["optimizer"] = PROPORTIONAL
     reference = Reference(plain or model, kept=kept, group=group, **known)
     engine = Engine(model, **settings)
+    reference.update_on(updating_device(engine))
     for number, batch in enumerate(batches):
         torch.manual_seed(100 + number)  # dropout masks
         loss, norm = reference.step(batch, loss_fn, count)
@@ -87,9 +89,9 @@ def assert_same(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors are equal to the bit: NaN equals NaN, and 0 is not -0."""
+    """True where two tensors are equal to the bit, wherever they are: NaN equals NaN, and 0 is not -0."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offload import Engine
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
+from tests.engine.device import own_device
 from tests.engine.families import GROUPED, SPECIAL, build, llama
 from tests.engine.handmade import WORDS, Block, Stack, cross_entropy
 from tests.engine.ranks_child import JOB
@@ -57,7 +58,7 @@ def text(seed: int, rank: int, length: int, padded: int = 0, rows: int = 2) -> d
 def rare(seed: int, rank: int) -> dict[str, Tensor]:
     x = torch.randint(RARE + 1, WORDS, (4, 6), generator=torch.Generator().manual_seed(10 * seed + rank))
     x[-1, 0] = RARE if rank == 0 and seed else RARE + 1
-    return {"x": x, "labels": x.flip(1)}
+    return {key: value.to(own_device()) for key, value in {"x": x, "labels": x.flip(1)}.items()}
 
 
 @dataclass(frozen=True)

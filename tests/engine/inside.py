@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload import Engine
 from offload.layout.regions import Region
 from offload.tiers.store import Store
+from tests.engine.device import own_device
 
 
 @dataclass
@@ -36,7 +39,9 @@ def states(engine: Engine) -> dict[str, State]:
 
 def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
     """Return a copy of a parameter's share of a plane, flat, wherever it rests; None where there is none."""
-    pieces = [planes[name][mine].clone() for planes, mine, _ in store.opened(index, name) if name in planes]
+    pieces = [
+        planes[name][mine].to("cpu", copy=True) for planes, mine, _ in store.opened(index, name) if name in planes
+    ]
     return torch.cat(pieces) if pieces else None
 
 
@@ -73,6 +78,32 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
     flow.landing.finish = finish_and_keep
     return kept
+
+
+def updating_device(engine: Engine) -> torch.device:
+    """Return where the optimizer states are updated."""
+    state = engine._state
+    return state.device.torch_device if state.plan.tiers[1] == "device" else torch.device("cpu")
+
+
+def step_peak(engine: Engine, step: Callable[[], Any]) -> int:
+    """Return the most device bytes that a step takes, the first one. An accelerator's allocator counts what a recording
+    and a measurement take as well: there it is the second step, without what is left over. What was freed while another
+    stream still used it does not count: how much that is depends on the load.
+    """
+    step()
+    if own_device().type == "cpu":
+        return engine.counters.peak_device_bytes
+    device, found = engine._state.device, []
+
+    def look() -> int:
+        found.append(torch.accelerator.max_memory_allocated(device.torch_device))
+        return found[-1]
+
+    device.take_recent_peak = look  # type: ignore[method-assign]
+    torch.accelerator.reset_peak_memory_stats(device.torch_device)
+    step()
+    return max(found)
 
 
 def lane_threads(engine: Engine) -> list[threading.Thread]:

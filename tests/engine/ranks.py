@@ -94,7 +94,8 @@ class _Pool:
             self._workers.append(_Worker(Path(self._folder.name) / f"worker-{self._num_started}", len(self._workers)))
         working, port, deadline = self._workers[:size], free_port(), time.monotonic() + timeout_s
         for rank, worker in enumerate(working):
-            worker.give((_torchrun(rank, size, port), job, arguments))
+            delays = {accelerator.JITTER: os.environ.get(accelerator.JITTER, "")}  # now, not when it was started
+            worker.give((_torchrun(rank, size, port) | delays, job, arguments))
         replies = [worker.take(deadline) for worker in working]
         wrong = {rank: error for rank, (_, error) in enumerate(replies) if error is not None}
         if wrong:

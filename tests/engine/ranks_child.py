@@ -33,12 +33,14 @@ from offload.distributed.joining import open_comm
 from offload.distributed.watch import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.lane import ThreadLane
+from offload.lanes.streams import StreamLanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import disk
+from tests import accelerator
 from tests.engine.families import SPECIAL, build, gpt2, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.ranks import serve
-from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted
+from tests.engine.reference import Batch, LossFunction, comparable, count_labels, count_shifted
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
 from tests.engine.test_parameters import freeze, mixed
@@ -225,15 +227,19 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
     """Train on this rank's `rows[rank]` rows of every batch.
 
     seeds: of the batches, of which each step takes one; skipping: leave a step out; evaluate: after that step;
+    is_counted: what moves, so that nothing that is left over of an accelerator's memory keeps units;
     spike: (step, rank, factor) of a gradient; unlabelled: of that rank's rows no label is a target; padded: so many of
     the first rows, and in every other step of the last rows, are.
     """
     known, found = CASES[case], Found()
     seeds = settings.pop("seeds", range(num_steps))
     evaluate, spike = settings.pop("evaluate", None), settings.pop("spike", (None, None, 1.0))
+    is_counted = settings.pop("is_counted", False)
     unlabelled, padded = settings.pop("unlabelled", None), settings.pop("padded", None)
     engine = opened(comm, known, **settings)
     assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
+    if is_counted:
+        engine._state.spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
     for step, seed in enumerate(seeds):
         whole = known.batch(seed, sum(rows))
         if unlabelled is not None:
@@ -288,6 +294,20 @@ def trained(runs: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Train one after another, over one comm."""
     with open_comm(times=JOB) as comm, small_tiles():
         return [train(comm, **run) for run in runs]
+
+
+def trained_on_simulated_devices(
+    runs: Sequence[Mapping[str, Any]], broken: bool = False
+) -> tuple[list[Found], list[bool]]:
+    """As `trained`; also return which of the simulated devices this rank has a context on, by whatever thread.
+    `broken`: those of lanes stay on the device on which a thread begins.
+    """
+    control = accelerator.load()
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            patch.setattr(StreamLanes, "enter", lambda self: None)
+        found = trained(runs)
+    return found, [control.has_context(number) for number in range(control.num_devices)]
 
 
 def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[Found]:
@@ -473,7 +493,7 @@ def frozen_later(**settings: Any) -> bool:
             for known, parameter in zip(frozen_llama().parameters(), engine.model.parameters(), strict=True):
                 parameter.requires_grad_(known.requires_grad)
             results = [engine.step(tokens(step)) for step in range(2)]
-            found.append(([(r.loss.item(), r.grad_norm) for r in results], dict(engine.named_parameters())))
+            found.append(([(r.loss.item(), comparable(r.grad_norm)) for r in results], dict(engine.named_parameters())))
             engine.close()
     (wanted, weights), (others, theirs) = found
     return wanted == others and all(torch.equal(weights[name], theirs[name]) for name in weights)

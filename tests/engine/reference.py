@@ -30,6 +30,11 @@ class Norm(float):
     __hash__ = float.__hash__
 
 
+def comparable(norm: float) -> float:
+    """Return a norm to compare with one whose parts were cut otherwise, or summed by other means."""
+    return norm if own_device().type == "cpu" else Norm(norm)
+
+
 class Reference:
     """Trains a copy of `model` by a rule: it computes on the accelerator, where there is one, and updates on the CPU.
 
@@ -107,6 +112,12 @@ class Reference:
                 total = found[0] if len(found) == 1 else sum(found[1:], found[0])
                 self._sums[name] = self._sums[name] + total if name in self._sums else total.contiguous()
 
+    def update_on(self, device: torch.device) -> None:
+        """From now on update on a device: an accelerator's own kernel is within 2 ulp of the CPU's, not its bits."""
+        for name, states in self.states.items():
+            self.states[name] = {plane: values.to(device) for plane, values in states.items()}
+            self.masters[name] = self.states[name]["weights"]
+
     def update(self) -> float:
         """Clip and update from the gradients collected so far; return their norm."""
         sums, self._sums = self._sums, {}
@@ -115,20 +126,20 @@ class Reference:
         for name, gradient in sums.items():
             if name in self.split:
                 gradient = gradient.bfloat16()
+            gradient = gradient.to(self.masters[name].device)
             lr_scale, decay = self.rule.settings(name, gradient.dim())
             self.steps[name] += 1
             self.rule.update(
                 self.states[name], gradient, UpdateStep(self.steps[name], self.rule.lr * lr_scale, decay, scale)
             )
             self._show(name)
-        return norm if self.device.type == "cpu" else Norm(norm)
+        return comparable(norm)
 
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""
         for p in self.named[name]:
-            p.data = (kernels.split(self.masters[name])[0] if name in self.split else self.masters[name]).to(
-                self.device, copy=True
-            )
+            master = self.masters[name].cpu()
+            p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
 
 
 def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:

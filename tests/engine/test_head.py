@@ -30,6 +30,7 @@ from tests.engine.families import (
     qwen3,
     tokens,
 )
+from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
 from tests.matrix import matrix
 
@@ -179,8 +180,7 @@ def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break(recompu
         return llama(vocab_size=vocabulary, hidden_size=16, tie_word_embeddings=True)
 
     engine = Engine(build(make), head_chunk_bytes=ROWS * vocabulary * 4)
-    engine.step(tokens())
-    budget = engine.counters.peak_device_bytes
+    budget = step_peak(engine, lambda: engine.step(tokens()))
     assert budget < sum(tier_bytes(engine, "device").values()) + ROWS * LENGTH * vocabulary * 4
     settings = {"head_chunk_bytes": ROWS * vocabulary * 4, "recompute": "auto" if recompute == "never" else "always"}
     train_both(build(make), batches(2), placement=Placement(device_memory=budget), within=2 * ROUNDING, **settings)

@@ -55,15 +55,16 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
     engine.close()
 
 
-@LEDGER
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.usefixtures("nothing_measured")
 def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     """More room, fewer bytes; and never more than the budget, at any moment."""
     model = build(deep)
     total = 4 * streamed(model)
     least = Engine(build(deep))
     least.step(tokens(0))
+    least.close()
     budget = least.counters.peak_device_bytes + int(share * total)
     engine = Engine(model, placement=Placement(device_memory=budget), **LANES[lanes])
     for seed in range(SETTLES + 4):

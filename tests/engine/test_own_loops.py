@@ -198,7 +198,7 @@ def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
             counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
-    assert counts[2] == counts[1]
+    assert counts[2] <= counts[1]
 
 
 def test_a_gradient_without_a_graph_is_refused() -> None:
@@ -222,6 +222,7 @@ def test_the_tied_reference_itself_sums_uses_in_fp32() -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "device", "nvme"])
 @pytest.mark.parametrize("settings", [{"clip": "speculative", "max_grad_norm": 0.01}, {"max_grad_norm": None}])
+@pytest.mark.usefixtures("nothing_left_over")
 def test_a_step_after_an_own_loop_is_what_it_would_be_without(
     settings: dict[str, Any], place: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offload import AdamW, Engine, Placement
 from offload.errors import ConfigError, OffloadError
 from tests.engine.compare import same_bits, weights
+from tests.engine.device import own_device
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 
@@ -391,7 +392,7 @@ def test_a_resident_weight_of_another_dtype_is_named() -> None:
 
 
 UNCHANGED: dict[str, Callable[[nn.Module], Any]] = {
-    "to where it is": lambda model: model.to("cpu"),
+    "to where it is": lambda model: model.to(own_device()),
     "to what it is": lambda model: model.float().to(torch.float32),
     "modes": lambda model: model.eval().train(),
     "trainable as before": lambda model: model.requires_grad_(True),
@@ -483,7 +484,7 @@ def test_modules_without_weights_may_be_shared_by_models() -> None:
     assert not ACTIVATION.state_dict()
     engine.step(words(), cross_entropy)
     engine.close()
-    assert torch.isfinite(build(SharesAnActivation)(words()["x"])).all()
+    assert torch.isfinite(build(SharesAnActivation)(words()["x"].cpu())).all()
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -10,15 +10,55 @@ import pytest
 import torch
 
 from offload import Engine, Placement
+from offload.accelerators import Accelerator, own_accelerator
 from offload.tiers.pinning import Pinning
+from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.lanes.patience import eventually
-from tests.tiers.driver import PlayedDevice, PlayedDriver
+from tests.tiers.driver import OUT_OF_MEMORY, PlayedDevice, PlayedDriver
+
+
+class OwnDriver:
+    """Notes what is registered with the driver that there is, and refuses what is beyond `limit_bytes` as CUDA's does
+    where memory may not be locked.
+    """
+
+    def __init__(self, kind: type[Accelerator], patch: pytest.MonkeyPatch) -> None:
+        self.ranges: dict[int, int] = {}
+        self.limit_bytes: int | None = None
+        register, unregister = kind.register, kind.unregister
+
+        def note(accelerator: Accelerator, address: int, num_bytes: int) -> int:
+            if self.limit_bytes is not None and sum(self.ranges.values()) + num_bytes > self.limit_bytes:
+                return OUT_OF_MEMORY
+            error = register(accelerator, address, num_bytes)
+            if not error:
+                self.ranges[address] = num_bytes
+            return error
+
+        def forget(accelerator: Accelerator, address: int) -> int:
+            error = unregister(accelerator, address)
+            if not error:
+                del self.ranges[address]
+            return error
+
+        patch.setattr(kind, "register", note)
+        patch.setattr(kind, "unregister", forget)
+
+    def launch(self) -> None:
+        """Raise what the driver has left for whoever launches something next."""
+        torch.ones(1, device=own_device())
+
+
+Driver = PlayedDriver | OwnDriver
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
-    """Of the engines that are made from now on."""
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Of the engines that are made from now on: the device's own, or one that is played on the CPU."""
+    accelerator = own_accelerator()
+    if accelerator is not None:
+        return OwnDriver(type(accelerator), monkeypatch)
     driver = PlayedDriver()
     pinning = Pinning(driver, 1 << 18)
     monkeypatch.setattr("offload.engine.state.open_device", lambda *_, **__: PlayedDevice(pinning, driver))
@@ -34,7 +74,7 @@ def own_loop(engine: Engine) -> None:
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
 @pytest.mark.parametrize("kind", ["states", "activations", "own loop", "nvme"])
-def test_an_engine_leaves_nothing_registered(driver: PlayedDriver, kind: str, ends: str, tmp_path: Path) -> None:
+def test_an_engine_leaves_nothing_registered(driver: Driver, kind: str, ends: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16"}
     if kind == "activations":
         settings["placement"] = Placement(activations="cpu")
@@ -53,7 +93,7 @@ def test_an_engine_leaves_nothing_registered(driver: PlayedDriver, kind: str, en
 
 
 @pytest.mark.filterwarnings("ignore:the driver refused to pin")
-def test_an_engine_that_may_not_pin_trains_all_the_same(driver: PlayedDriver) -> None:
+def test_an_engine_that_may_not_pin_trains_all_the_same(driver: Driver) -> None:
     losses = []
     for limit_bytes in (None, 0):
         driver.limit_bytes = limit_bytes

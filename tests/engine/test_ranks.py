@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.engine.compare import assert_same, same_bits
+from tests.engine.device import own_device
 from tests.engine.families import build
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import (
@@ -130,7 +131,9 @@ def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> Non
         assert_equal(other, first, f"stage {stage}")
     wanted = plain("plain", sum(rows), 10, "deferred")
     if size == 1:
-        assert_equal(first, wanted)
+        assert first.steps == wanted.steps
+        assert first.evaluated == wanted.evaluated
+        assert_same(first.weights, wanted.weights)
     assert_near(first, wanted, 1e-6)
     moved = max((first.weights[name] - p).abs().max().item() for name, p in build(odd_llama).named_parameters())
     assert moved > 1e-2, "a comparison that says something"
@@ -206,8 +209,12 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
     rows = ROWS[chosen["rows"]][:size]
     common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, **settings_of(chosen["rows"], mode)}
     variant = {"placement": placement, "zero_stage": int(chosen["stage"]), "folder": str(tmp_path)}
+    # An accelerator's own update has bits of its own.
+    where = placement if placement.get("optimizer") == "device" and own_device().type != "cpu" else {}
     serial, found = train(
-        size, {**common, "zero_stage": 0, "prefetch": 0}, common | variant | TIMINGS[chosen["timing"]]
+        size,
+        {**common, "zero_stage": 0, "prefetch": 0, "placement": where},
+        common | variant | TIMINGS[chosen["timing"]],
     )
     assert_equal(found, serial)
     within = CASES[case].within * (20 if mode == "speculative" else 2 if chosen["rows"] == "micro-batches" else 1)

@@ -18,7 +18,7 @@ def plain(name: str) -> Found:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
     for step in range(NUM_STEPS):
         parts = [
-            {key: value[row : row + 1] for key, value in case.batch(step, rank).items()}
+            {key: value[row : row + 1].cpu() for key, value in case.batch(step, rank).items()}
             for rank in range(2)
             for row in range(len(case.batch(step, rank)["labels"]))
         ]

@@ -138,7 +138,7 @@ def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any])
     sizes = Elements(build(odd_llama), size)
     trained_numel, fetched = sizes.all_trained, sizes.fetched
     rows = (2 if settings else 1, *(1,) * (size - 1))
-    common = {"case": "plain", "rows": rows, "num_steps": 3, "prefetch": 0, **settings}
+    common = {"case": "plain", "rows": rows, "num_steps": 3, "prefetch": 0, "is_counted": True, **settings}
     for by_stage in run(size, trained, runs=[{**common, "zero_stage": stage} for stage in STAGES]):
         for stage, found in zip(STAGES, by_stage, strict=True):
             for step, moved in enumerate(found.moved):

@@ -173,7 +173,8 @@ def test_metrics_and_trace_tell_the_same(run: Any, throttle: Any) -> None:
         busy = sum(line["lanes"][lane]["busy_seconds"] for line in lines[1:])
         later = [work for work in shown[lane] if work.end > marks["step 1"].end]  # before, it was recorded as well
         longest = max(work.end - work.begin for work in later) / 1e9
-        assert sum(work.end - work.begin for work in later) / 1e9 == pytest.approx(busy, abs=1.1 * longest)
+        # A piece of work may lie over the end of the first step, and another over that of the last.
+        assert sum(work.end - work.begin for work in later) / 1e9 == pytest.approx(busy, abs=2.1 * longest)
         assert busy > 0
     works = sorted((work for works in shown.values() for work in works), key=lambda work: work.begin)
     beside = [one.name for one, other in itertools.pairwise(works) if one.end > other.begin]

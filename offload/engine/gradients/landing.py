@@ -223,7 +223,7 @@ class Landing:
                 squares()
             for start in range(0, flat.numel(), _CHUNK):
                 part = slice(start, start + _CHUNK)
-                self._device.copy(target[part], flat[part].to(target.dtype))
+                self._device.copy(target[part], flat[part])
             if self._debug and source.kind == BUFFER:
                 flat.fill_(float("nan"))
 

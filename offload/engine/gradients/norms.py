@@ -90,20 +90,20 @@ class Measures:
         if not agrees:
             self._shares[region.index] = self._brought_down(share, room)
             return
-        total = self._store.comm.sum_in_order(share, f"norm of the gradients of {region.name}")
+        what = f"norm of the gradients of {region.name}"
         if self._store.exchanges is self._lanes.here:  # compute's own, which has to know at once who is updated
-            self._pending[region.index] = total.cpu()
-        else:
-            self._pending[region.index] = self._brought_down(total, room)
+            touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), what)]
+        total = self._store.comm.sum_in_order(share, what)
+        self._pending[region.index] = self._brought_down(total, room)
         if share.is_cpu:
             self.measured(region)
 
     def finish(self) -> None:
         """All gradients have landed: let the ranks agree on what they have not yet, and note what came from a GPU."""
         regions = [region for region in self._regions if region.index in self._shares]
+        if self._store.exchanges is self._lanes.here and (regions or self._pending):  # compute's own has no tickets
+            self._lanes.wait(self._lanes.mark())
         if regions:
-            if self._store.exchanges is self._lanes.here:  # compute's own work has no tickets
-                self._lanes.wait(self._lanes.mark())
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
             # As values: tensors may be on their way for the next step.
             totals = torch.tensor(self._store.comm.sum_in_order(shares, "norm of the gradients"), dtype=torch.float64)

@@ -205,7 +205,7 @@ class Updates:
             self._refuse_gradients(math.nan)  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> None:
-            if self._max_norm is None and self._lane is self._lanes.here and self._store.comm.size == 1:
+            if self._max_norm is None and self._lane is self._lanes.here:
                 return  # compute does not wait for the norm, which `apply` judges
             self._measures.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)

@@ -56,8 +56,8 @@ class RecomputePolicy:
 
     def has_room(self, num_bytes: int) -> bool:
         """True where a graph may hold `num_bytes` more."""
-        budget = self._ledger.budget_bytes
-        return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
+        budget, held = self._ledger.budget_bytes, self._ledger.allocations.get("kept tensors", 0)
+        return budget is None or held + num_bytes <= budget - self._others_peak_bytes
 
     def saw(self) -> None:
         """Something more is held than before: note the most that graphs and everything else have held."""

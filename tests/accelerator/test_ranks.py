@@ -1,0 +1,47 @@
+"""Ranks with a simulated device each. (All tests of ranks run so with `--device sim`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import accelerator
+from tests.engine.ranks import run
+from tests.engine.ranks_child import trained_on_simulated_devices
+from tests.engine.test_ranks import MODES, STAGES, assert_equal, assert_near, plain
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are forked have two devices."""
+    monkeypatch.setenv(accelerator.LOADS, "1")
+    monkeypatch.setenv("SIM_DEVICES", "2")
+
+
+@pytest.mark.parametrize(("slow", "seed"), [("compute", 0), ("copies", 1)])
+def test_two_devices_are_one_process_at_every_stage(
+    slow: str, seed: int, simulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is late, and every thread of a rank on the rank's own device: one that was on another has made a context
+    there, which on a GPU takes hundreds of MB.
+    """
+    monkeypatch.setenv(accelerator.JITTER, f"300 {seed} {slow}")
+    common: dict[str, Any] = {"case": "plain", "rows": (1, 4), "num_steps": 4, "evaluate": 1, **MODES["deferred"]}
+    by_rank = run(2, trained_on_simulated_devices, runs=[{**common, "zero_stage": stage} for stage in STAGES])
+    wanted = plain("plain", 5, 4, "deferred")
+    first = by_rank[0][0][0]
+    for rank, (found, has_context) in enumerate(by_rank):
+        assert has_context == [number == rank for number in range(2)]
+        for stage, one in zip(STAGES, found, strict=True):
+            assert_equal(one, first, f"rank {rank}, stage {stage}")
+            assert_near(one, wanted, 1e-6)
+
+
+def test_a_thread_on_another_device_is_seen(simulated: None) -> None:
+    """A check of the checker."""
+    runs = [{"case": "plain", "rows": (1, 4), "num_steps": 1, "zero_stage": 3}]
+    _, (_, has_context) = run(2, trained_on_simulated_devices, runs=runs, broken=True)
+    assert has_context == [True, True]
