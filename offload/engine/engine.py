@@ -106,10 +106,10 @@ class Engine:
                 "engine.step was called where gradients are off (torch.no_grad or torch.inference_mode), and would "
                 "train nothing: call it outside, or engine.evaluate for a loss."
             )
-        self._state.snapshot.check(trains=True)
+        confirm = self._state.snapshot.check(trains=True)
         self._own_loop.refuse_middle("engine.step")
         self._own_loop.is_open = False  # a forward of an own loop that had no backward is dropped
-        return self._steps.step(batch, loss_fn)
+        return self._steps.step(batch, loss_fn, confirm)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
@@ -117,13 +117,13 @@ class Engine:
         """
         with torch.inference_mode(False):  # tensors of its kind are good for no later step
             self._recovery.check_usable()
-            self._state.snapshot.check(trains=False)
+            self._state.snapshot.check(trains=False)()
             return self._steps.evaluate(batch, loss_fn)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._recovery.check_usable()
-        self._state.snapshot.check(trains=True)
+        self._state.snapshot.check(trains=True)()
         self._own_loop.backward(loss)
 
     def update(self) -> StepResult:
@@ -233,7 +233,7 @@ class Engine:
         Raises, on all ranks, ConfigError or DiskError.
         """
         self._recovery.check_open()
-        self._state.snapshot.check(trains=False)
+        self._state.snapshot.check(trains=False)()
         self._recovery.settle("export")
         with self._recovery.working(), self.counters.unchanged():
             export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)

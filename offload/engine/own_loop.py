@@ -76,7 +76,7 @@ class OwnLoop:
                 self._before_forward(module, args, kwargs)
             return
         recovery.recover()
-        state.snapshot.check(torch.is_grad_enabled())
+        state.snapshot.check(torch.is_grad_enabled())()
         with recovery.working():
             state.slots.settle()
             if not torch.is_grad_enabled():

@@ -78,8 +78,11 @@ class Steps:
         self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
         self.spans: list[Span] = []
 
-    def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
-        """Train on a batch, which is on this rank's side still."""
+    def step(self, batch: Batch, loss_fn: LossFunction | None, confirm: Callable[[], None]) -> StepResult:
+        """Train on a batch, which is on this rank's side still. `confirm` is called before anything is updated, where
+        the host waits for the device in any case, if it does.
+        """
+        self._state.updates.confirm = confirm
         self.rehearsal.forget_other_modes()
         known = self._meet("step", batch, loss_fn, self.lr)
         batch = self._bring(batch)

@@ -111,6 +111,7 @@ class StreamLanes(Lanes):
     ) -> None:
         self.accelerator = accelerator
         self.timed: deque[_Stretch] = deque()
+        self._met: tuple[Ticket, float] | None = None  # what the host has waited for last, and when that was over
         self.pool: list[torch.Event] = []
         self._shown_until: dict[str, float] = {}
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
@@ -167,7 +168,8 @@ class StreamLanes(Lanes):
             if not ticket.is_over:
                 begin = time.perf_counter()
                 ticket.event.synchronize()
-                self.timeline.expose(ticket.lane, time.perf_counter() - begin)
+                self._met = ticket, time.perf_counter()
+                self.timeline.expose(ticket.lane, self._met[1] - begin)
 
     def finish(self) -> None:
         super().finish()  # until it is in the streams
@@ -178,11 +180,14 @@ class StreamLanes(Lanes):
         return super().end_step()
 
     def _show(self) -> None:
-        """Put on the timeline what is over, and let go of its events. Waits for compute."""
-        now = self.now()
-        if not now.event.query():
-            now.event.synchronize()
-        now_s = time.perf_counter()
+        """Put on the timeline what is over, and let go of its events. Waits for compute, unless the host has waited
+        for something in this step: then it knows when that was.
+        """
+        (now, now_s), self._met = self._met or (self.now(), 0.0), None
+        if not now_s:
+            if not now.event.query():
+                now.event.synchronize()
+            now_s = time.perf_counter()
         while self.timed and self.timed[0].end.is_over:
             stretch = self.timed.popleft()
             begin = now_s - stretch.begin.event.elapsed_time(now.event) / 1e3

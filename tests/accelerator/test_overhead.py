@@ -30,21 +30,20 @@ def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytes
 
 @pytest.mark.parametrize("num_layers", [2, 6])
 @pytest.mark.parametrize("case", overhead.CASES)
-def test_a_caller_waits_no_oftener_for_more_units(sim: Control, case: str, num_layers: int) -> None:
-    """For the norm and the loss; and where a step begins and ends, for a device that has nothing else to do."""
+def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str, num_layers: int) -> None:
     sim.set_jitter(200, 1)
     _, calls = overhead.counts_of(sim, overhead.engine_steps, case, num_layers)
-    assert calls.c["compute", "Event.synchronize"] <= 4
+    assert calls.c["compute", "Event.synchronize"] <= 1
     assert not calls.c["compute", "Stream.synchronize"]
 
 
 @pytest.mark.parametrize("num_layers", [2, 6])
-def test_a_step_whose_states_are_on_the_device_waits_for_it_five_times(
+def test_a_step_whose_states_are_on_the_device_waits_for_what_its_updates_have_counted_too(
     sim: Control, monkeypatch: pytest.MonkeyPatch, num_layers: int
 ) -> None:
-    """By its own counter, as no lane of the host takes part: for the count of weights that are not finite, too."""
+    """By its own counter, as no lane of the host takes part; transformers waits once, for a mask."""
     on_device = {"parameters": "device", "optimizer": "device"}
     monkeypatch.setattr(overhead, "CASES", {"on the device": ({}, on_device)})
     sim.set_jitter(200, 1)
     found, _ = overhead.counts_of(sim, overhead.engine_steps, "on the device", num_layers)
-    assert 2 < found["waits"] <= 2 + 5, "two are of the benchmark, at the step's end"
+    assert 2 < found["waits"] <= 2 + 3, "two are of the benchmark, at the step's end"

@@ -50,6 +50,7 @@ class Measures:
         self.squares = [0.0] * len(self._infos)
         self._known.clear()
         self._pending.clear()
+        self._comes_down = False
         self._shares.clear()
 
     def know(self, index: int, square: float | None) -> None:
@@ -101,8 +102,9 @@ class Measures:
     def finish(self) -> None:
         """All gradients have landed: let the ranks agree on what they have not yet, and note what came from a GPU."""
         regions = [region for region in self._regions if region.index in self._shares]
-        if self._store.exchanges is self._lanes.here and (regions or self._pending):  # compute's own has no tickets
+        if self._comes_down:  # from compute's own work, which has no tickets
             self._lanes.wait(self._lanes.mark())
+            self._comes_down = False
         if regions:
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
             # As values: tensors may be on their way for the next step.
@@ -117,7 +119,10 @@ class Measures:
 
     def _brought_down(self, values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Return values on the host, there once the lane has done its present work."""
-        return values if values.is_cpu else room.copy_(values, non_blocking=True)
+        if values.is_cpu:
+            return values
+        self._comes_down = self._store.exchanges is self._lanes.here
+        return room.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:
         """Note squares, and of several ranks on how many of them each parameter received a gradient."""

@@ -78,6 +78,8 @@ class Updates:
         self._lane: Lane = store.updating
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
+        self.confirm: Callable[[], None] = lambda: None
+        """Raises what speaks against any update of the step."""
         self._updated: list[Landed] = []
         self._counts: list[
             tuple[Region, torch.Tensor]
@@ -112,6 +114,8 @@ class Updates:
         self._updated, self._counts = [], []
         self._flow.opens = self._early.begin if self.waits and not waits and self._early.are_possible else None
         self._flow.landing.landed = None if waits or self.waits else self._update_at_once
+        if self._flow.landing.landed is not None or self._store.comm.size > 1:  # the others are not to wait for a norm
+            self.confirm()
 
     def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
         """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
@@ -134,6 +138,7 @@ class Updates:
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
         self._flow.landing.finish()
+        self.confirm()
         norm = total_norm(self._measures.squares)
         if not math.isfinite(norm):
             if self._skips:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -174,8 +174,9 @@ class Snapshot:
         self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
 
-    def check(self, trains: bool) -> None:
+    def check(self, trains: bool) -> Callable[[], None]:
         """Raise ConfigError where the model is not the one that was taken over, because the change would do nothing.
+        Return what does so where weights were written to, and waits for the device to say it, the first time.
 
         trains: whether it matters which parameters take gradients. What was to be trained may be frozen and thawed
         again between steps; what was not has no states. It compares identities, and reads one number.
@@ -195,10 +196,15 @@ class Snapshot:
                     frozen.add(place.parameter)
                 elif trains and found.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
-        for dtype, nans in self._hold.nans.items():
-            if not self._device.bring_down(nans.isnan().all())():
-                written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
-                raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
+        asked = [(*each, self._device.bring_down(each[1].isnan().all())) for each in self._hold.nans.items()]
+
+        def confirm() -> None:
+            while asked:
+                dtype, nans, is_whole = asked.pop()
+                if not is_whole():
+                    written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
+                    raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
+
         if len(frozen) == self._num_trainable:
             if trains:
                 raise ConfigError("every parameter is frozen by now (requires_grad=False): there is nothing to train.")
@@ -206,6 +212,7 @@ class Snapshot:
             self.frozen = frozenset(frozen)
             for unit in self._units:
                 unit.freeze(self.frozen)
+        return confirm
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: Sequence[str]) -> NoReturn:
         for key in {**children, **module._modules}:
