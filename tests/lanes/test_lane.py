@@ -467,9 +467,14 @@ def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
     submitted = time.perf_counter()
     updated = lanes.update.submit(nothing)
     fetched = lanes.h2d.submit(nothing, reads=[updated])
-    begin = time.perf_counter()
-    within(lambda: lanes.wait([fetched]))
-    end = time.perf_counter()
+    begun = []
+
+    def wait():  # on a thread that a busy machine may begin late
+        begun.append(time.perf_counter())
+        lanes.wait([fetched])
+
+    within(wait)
+    begin, end = begun[0], time.perf_counter()
     within(lambda: lanes.wait([updated, fetched]))  # nothing to wait for
     seconds, times, _ = lanes.end_step()
     assert updated.begin >= submitted
