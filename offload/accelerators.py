@@ -58,6 +58,11 @@ def own_accelerator(
     return found[index]
 
 
+def device_of(accelerator: Accelerator | None) -> torch.device:
+    """Return the device of an accelerator; the CPU for None."""
+    return torch.device("cpu") if accelerator is None else accelerator.device
+
+
 def open_accelerator(device: torch.device) -> Accelerator:
     """Return the accelerator of a device that is not the CPU."""
     module = torch.get_device_module(device)

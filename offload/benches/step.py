@@ -136,10 +136,10 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
     """Make plain PyTorch: all states resident, clipping, fused AdamW; in micro-batches of so many rows, or without."""
     import torch
 
-    from offload.accelerators import own_accelerator
+    from offload.accelerators import device_of, own_accelerator
 
     accelerator = own_accelerator()
-    device = torch.device("cpu") if accelerator is None else accelerator.device
+    device = device_of(accelerator)
     model.to(device)
     masters = list(model.parameters())
     if precision == "bf16":
@@ -216,12 +216,10 @@ def deepspeed_zero3(
     folder: str | None,
 ) -> Contender:
     """Make DeepSpeed's ZeRO-3 with optimizer states and parameters on the CPU, or in files in `folder`."""
-    import torch
-
-    from offload.accelerators import own_accelerator
+    from offload.accelerators import device_of, own_accelerator
 
     accelerator = own_accelerator()
-    device = torch.device("cpu") if accelerator is None else accelerator.device
+    device = device_of(accelerator)
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}
     for key, value in {
         "DS_ACCELERATOR": device.type,

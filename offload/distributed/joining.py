@@ -11,10 +11,9 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from offload.accelerators import accelerators, own_accelerator
+from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks
 from offload.distributed.staged_ranks import StagedRanks
@@ -57,7 +56,7 @@ def open_comm(
             f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
             f"most {num_devices} with --nproc-per-node."
         )
-    where, backend = (torch.device("cpu"), None) if own is None else (own.device, own.backend)
+    where, backend = device_of(own), None if own is None else own.backend
     kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
     begun = time.monotonic()
     try:

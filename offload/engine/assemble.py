@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.accelerators import own_accelerator
+from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
@@ -48,8 +48,7 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
 
 def engine_device(settings: Settings, comm: Comm) -> torch.device:
     """Return where the engine computes: where its ranks exchange tensors, if there are several. Raises ConfigError."""
-    own = own_accelerator(settings.device)
-    device = torch.device("cpu") if own is None else own.device
+    device = device_of(own_accelerator(settings.device))
     if comm.size == 1 or comm.device == device:
         return device
     if settings.device is not None:

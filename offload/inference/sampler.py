@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
-from offload.accelerators import Accelerator
+from offload.accelerators import Accelerator, device_of
 from offload.checkpoint.folder import offering_another
 from offload.checkpoint.given import is_checkpoint
 from offload.checkpoint.stored import read_stored
@@ -90,7 +90,7 @@ class Sampler:
             self.stream = WeightStream(self.model, weights.source, memory_bytes=memory_bytes, accelerator=accelerator)
             opened.callback(self.stream.close)
             self._opened = opened.pop_all()
-        self._device = torch.device("cpu") if accelerator is None else accelerator.device
+        self._device = device_of(accelerator)
 
     def encode(self, prompt: str, *, chat: bool = False) -> torch.Tensor:
         """Return the tokens of a prompt, [1, n]; with `chat`, of the conversation that it opens. Raises ConfigError."""

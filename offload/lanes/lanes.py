@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from offload.lanes.lane import InlineLane, Lane, ThreadLane
@@ -14,6 +14,33 @@ from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
 from offload.lanes.waiting import wait_until_done
 from offload.telemetry.timeline import LaneTime, Span, Timeline
+
+
+class Here(Lane):
+    """Does work on compute itself, which raises its errors where it is submitted. It is over when compute has done it:
+    on an accelerator when its stream has, and not when it was launched.
+    """
+
+    name = "compute"
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def submit(
+        self,
+        work: Callable[[], object],
+        *,
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
+        name: str = "",
+        **_rest: object,
+    ) -> Ticket:
+        self.position += 1
+        self._lanes.compute_after(reads, fills=fills)
+        begin = self._lanes.now()
+        work()
+        self._lanes.computed(name, begin)
+        return Ticket(self.name, end=time.perf_counter(), is_done=True)
 
 
 class Lanes:
@@ -47,7 +74,7 @@ class Lanes:
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
-        self.here = self._inline("compute")
+        self.here = Here(self)
         self._updating = (self.update_read, self.update, self.update_write)  # the way of a failure
         up = dict.fromkeys((self.h2d, self.returning))
         copying = (self.fetch_read, self.activation_read, *up, self.d2h, self.collective, self.activation_write)

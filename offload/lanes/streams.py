@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lane import InlineLane, Lane, ThreadLane, Work
+from offload.lanes.lane import Lane, ThreadLane, Work
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
@@ -87,20 +87,6 @@ class StreamLane(ThreadLane):
             work.ticket.event.synchronize()
 
 
-class _Here(InlineLane):
-    """Compute's own work, which is over when its stream is, and not when it was launched."""
-
-    def __init__(self, lanes: StreamLanes) -> None:
-        super().__init__("compute", lanes.timeline, lambda reads, fills: lanes.compute_after(reads, fills=fills))
-        self._lanes = lanes
-
-    def _do(self, work: Callable[[], object], name: str) -> Ticket:
-        begin = self._lanes.now()
-        work()
-        self._lanes.computed(name, begin)
-        return Ticket(self.name, is_done=True)
-
-
 class StreamLanes(Lanes):
     """h2d, returning, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits
     for the events of what they read or overwrite.
@@ -118,9 +104,6 @@ class StreamLanes(Lanes):
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else StreamLane(name, self, name)
-
-    def _inline(self, _name: str) -> Lane:
-        return _Here(self)
 
     def _open_returning(self) -> Lane:
         # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.
@@ -183,11 +166,13 @@ class StreamLanes(Lanes):
         """Put on the timeline what is over, and let go of its events. Waits for compute, unless the host has waited
         for something in this step: then it knows when that was.
         """
-        (now, now_s), self._met = self._met or (self.now(), 0.0), None
-        if not now_s:
+        met, self._met = self._met, None
+        if met is None:
+            now = self.now()
             if not now.event.query():
                 now.event.synchronize()
-            now_s = time.perf_counter()
+            met = now, time.perf_counter()
+        now, now_s = met
         while self.timed and self.timed[0].end.is_over:
             stretch = self.timed.popleft()
             begin = now_s - stretch.begin.event.elapsed_time(now.event) / 1e3

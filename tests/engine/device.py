@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from offload.accelerators import own_accelerator
+from offload.accelerators import device_of, own_accelerator
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def own_device() -> torch.device:
     """Return the device of an engine that is told none."""
-    accelerator = own_accelerator()
-    return torch.device("cpu") if accelerator is None else accelerator.device
+    return device_of(own_accelerator())
 
 
 def twin(model: _Module, device: torch.device | None = None) -> _Module:

@@ -81,9 +81,8 @@ class Updates:
         self.confirm: Callable[[], None] = lambda: None
         """Raises what speaks against any update of the step."""
         self._updated: list[Landed] = []
-        self._counts: list[
-            tuple[Region, torch.Tensor]
-        ] = []  # of weights that are not finite, known to the device alone
+        self._counts: list[tuple[Region, torch.Tensor]] = []
+        """Of weights that are not finite, known to the device alone."""
         self.lr = self._rule.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
