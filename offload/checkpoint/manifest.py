@@ -5,8 +5,10 @@
     "meta": {...},                                             what the caller wants to have back
     "attached": {"config.json": {"num_bytes": n, "checksum": "<xxh3_64>"}, ...},    small files, as given
     "files": {"rank-0.bin": {"num_bytes": n, "chunk_bytes": 4194304, "checksums": ["<xxh3_64 of a chunk>", ...]}},
-    "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "slices": [
+    "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "block": 1, "slices": [
         [begin, end, file, offset], ...]}}}}}                  elements of the flat parameter; bytes in the file
+
+A plane has an element for each weight, or for each block of so many neighbours ("block", 1 where it is not said).
 
 A slice is known by its parameter's name and its elements, never by a rank, a region or a tile, so any other layout can
 read it. Numbers in files are little-endian. xxh3 has 64 bits here: a damaged chunk passes with a chance of 2**-64, and
@@ -19,7 +21,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -51,14 +53,17 @@ DTYPE_OF = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What there is of one parameter: its shape, and the dtype of each of its planes (`weights`, `exp_avg`, ...)."""
+    """What there is of one parameter: its shape, the dtype of each of its planes (`weights`, `exp_avg`, ...), and of
+    those that have one element for a block of weights, how many these are.
+    """
 
     shape: tuple[int, ...]
     planes: Mapping[str, torch.dtype]
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def count(self, plane: str) -> int:
+        """Return the elements of a plane."""
+        return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
 
 
 Contents = Mapping[str, Entry]
@@ -101,10 +106,13 @@ class Attached(BaseModel):
 
 
 class Plane(BaseModel):
-    """A plane of a parameter; its slices are in order and cover it exactly once."""
+    """A plane of a parameter, with an element for each weight or each block of so many; its slices are in order and
+    cover it exactly once.
+    """
 
     model_config = _STRICT
     dtype: str
+    block: Annotated[int, Field(strict=True, gt=0)] = 1
     slices: list[Slice]
 
 
@@ -130,7 +138,11 @@ class Manifest(BaseModel):
     def contents(self) -> dict[str, Entry]:
         """Return what is in the checkpoint."""
         return {
-            name: Entry(tuple(each.shape), {plane: DTYPE_OF[it.dtype] for plane, it in each.planes.items()})
+            name: Entry(
+                tuple(each.shape),
+                {plane: DTYPE_OF[it.dtype] for plane, it in each.planes.items()},
+                {plane: it.block for plane, it in each.planes.items() if it.block > 1},
+            )
             for name, each in self.parameters.items()
         }
 
@@ -189,7 +201,7 @@ class Manifest(BaseModel):
                 if found.dtype not in DTYPE_OF:
                     raise ValueError(f"{what} has the unknown dtype {found.dtype!r}")
                 width = DTYPE_OF[found.dtype].itemsize
-                _check_cover(what, found.slices, math.prod(parameter.shape))
+                _check_cover(what, found.slices, -(-math.prod(parameter.shape) // found.block))
                 for begin, end, file_name, offset in found.slices:
                     num_bytes = (end - begin) * width
                     if file_name not in self.files or offset + num_bytes > self.files[file_name].num_bytes:
@@ -228,7 +240,7 @@ def gather(
         name: Parameter(
             shape=list(entry.shape),
             planes={
-                plane: Plane(dtype=name_of(dtype), slices=sorted(slices[name, plane]))
+                plane: Plane(dtype=name_of(dtype), block=entry.blocks.get(plane, 1), slices=sorted(slices[name, plane]))
                 for plane, dtype in entry.planes.items()
             },
         )
@@ -242,7 +254,7 @@ def gather(
 def without_moved(contents: Contents) -> dict[str, Entry]:
     """Return what of a checkpoint belongs to the model's own state."""
     found = {
-        name: Entry(entry.shape, {plane: dtype for plane, dtype in entry.planes.items() if not plane.startswith(MOVED)})
+        name: replace(entry, planes={its: dtype for its, dtype in entry.planes.items() if not its.startswith(MOVED)})
         for name, entry in contents.items()
     }
     return {name: entry for name, entry in found.items() if entry.planes}
@@ -269,9 +281,10 @@ def check_span(contents: Contents, name: str, plane: str, begin: int, tensor: to
         raise ValueError(f"there is no {plane} of {name} in the checkpoint")
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"{plane} of {name} goes by contiguous {dtype} on the cpu, not {tensor.dtype}")
-    if not 0 <= begin <= begin + tensor.numel() <= entry.numel:
+    if not 0 <= begin <= begin + tensor.numel() <= entry.count(plane):
         raise ValueError(
-            f"elements {begin} to {begin + tensor.numel()} of {plane} of {name} were asked for; it has {entry.numel}"
+            f"elements {begin} to {begin + tensor.numel()} of {plane} of {name} were asked for; it has "
+            f"{entry.count(plane)}"
         )
 
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -62,8 +63,8 @@ class Saving:
         comm, contents = engine.comm, _contents(engine)
         moved = engine.moved.find(comm, _buffers(engine))
         for name, entry in moved.items():
-            planes = contents[name].planes if name in contents else {}
-            contents[name] = Entry(entry.shape, {**planes, **entry.planes})
+            known = contents.get(name, Entry(entry.shape, {}))
+            contents[name] = replace(known, planes={**known.planes, **entry.planes})
         self._comm, self._contents, self._save = comm, contents, None
         self._random = _random(engine)
         own = {**decided, "step": engine.runner.step_number, "updates": dict(_updates(engine))}
@@ -122,7 +123,9 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
     """Return how much host memory this rank may take for a copy of its share: what is left of its budget, which it
     gives back as soon as somebody else needs it, or without one half of what is free.
     """
-    share = sum(entry.numel * dtype.itemsize for entry in contents.values() for dtype in entry.planes.values())
+    share = sum(
+        entry.count(name) * dtype.itemsize for entry in contents.values() for name, dtype in entry.planes.items()
+    )
     host = engine.host
     if host.budget_bytes is not None:
         free = host.budget_bytes - host.current_bytes
@@ -210,8 +213,9 @@ def _contents(engine: EngineState) -> dict[str, Entry]:
     contents = {}
     for state in engine.store.states:
         planes = {plane.name: plane.dtype for plane in state.region.states}
+        blocks = {plane.name: plane.block for plane in state.region.states if plane.block > 1}
         for index in state.region.parameters:
-            contents[engine.infos[index].name] = Entry(tuple(engine.infos[index].shape), planes)
+            contents[engine.infos[index].name] = Entry(tuple(engine.infos[index].shape), planes, blocks)
     for name, buffer in _buffers(engine).items():
         contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
@@ -262,12 +266,12 @@ def _write(engine: EngineState, writer: Writer) -> None:
         for region, tile, lease in lent:
             shard = sharding.shard(region)
             engine.lanes.wait(lease.reads)
-            for name, plane in lease.planes.items():
+            for plane in map(region.plane, lease.planes):
                 for index, begin, end, start in _pieces(engine, region, tile):
                     begin, end = max(begin, shard.start), min(end, shard.stop)
                     if begin < end:
-                        piece = plane[begin - tile.begin : end - tile.begin].cpu()
-                        writer.write(engine.infos[index].name, name, begin - start, piece)
+                        piece = lease.planes[plane.name][plane.cut(slice(begin - tile.begin, end - tile.begin))].cpu()
+                        writer.write(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
 
 
 def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, None]:
@@ -295,9 +299,9 @@ def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, No
 
 def _wanted(engine: EngineState, state: RegionState, tile: Tile) -> Iterator[Span]:
     """Yield what `_fill` reads, in its order."""
-    for name in tile.states:
+    for plane in map(state.region.plane, tile.states):
         for index, begin, end, start in _pieces(engine, state.region, tile):
-            yield engine.infos[index].name, name, begin - start, end - begin
+            yield engine.infos[index].name, plane.name, (begin - start) // plane.block, plane.numel(end - begin)
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile) -> None:
@@ -306,16 +310,17 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile) -> No
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        for name in tile.states:
-            plane, filled = lease.planes[name], tile.begin
+        for plane in map(region.plane, tile.states):
+            flat, filled = lease.planes[plane.name], 0
             for index, begin, end, start in _pieces(engine, region, tile):
-                plane[filled - tile.begin : begin - tile.begin] = 0  # between parameters
-                target, filled = plane[begin - tile.begin : end - tile.begin], end
+                its = plane.cut(slice(begin - tile.begin, end - tile.begin))
+                flat[filled : its.start] = 0  # between parameters
+                target, filled = flat[its], its.stop
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-                reader.read(engine.infos[index].name, name, begin - start, piece)
+                reader.read(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
                 if piece is not target:
                     target.copy_(piece)
-            plane[filled - tile.begin :] = 0
+            flat[filled:] = 0
         give_back = lease.done_writing
     finally:
         give_back(Ticket("compute", is_done=True))

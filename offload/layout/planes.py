@@ -1,5 +1,5 @@
-"""The planes of a region's states: flat arrays with an element for each weight. Which there are is decided by the
-precision and by the update rule, which hands its own down.
+"""The planes of a region's states: flat arrays with an element for each weight, or for each block of weights. Which
+there are is decided by the precision and by the update rule, which hands its own down.
 """
 
 from __future__ import annotations
@@ -15,22 +15,47 @@ MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The kinds of states, each with the ZeRO stage from which on it is cut."""
+PARAMETER_ALIGNMENT = 128
+"""Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it, and
+where a block begins: none lies across two parameters.
+"""
+PAGE_BYTES = 4096
+"""A page, and a block of any disk."""
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One of a region's arrays, of at least 2 bytes an element, so that a shard is whole pages on disk. `kind`, one of
-    `CUT_FROM`, says with what it is placed and cut.
+    """One of a region's arrays. `kind`, one of `CUT_FROM`, says with what it is placed and cut; `block` how many
+    neighbouring weights have an element together, a divisor of PARAMETER_ALIGNMENT.
     """
 
     name: str
     dtype: torch.dtype
     kind: str = "optimizer"
+    block: int = 1
 
     @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
+    def label(self) -> str:
+        """What it is called in plans, ledgers and reports."""
+        of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+        is_plain = self.kind != "optimizer" or self.name == "low" or self.dtype == torch.float32
+        return self.name.replace("_", " ") + ("" if is_plain else f" {of}")
+
+    def numel(self, num_weights: int) -> int:
+        """Return its elements for so many weights."""
+        return -(-num_weights // self.block)
+
+    def num_bytes(self, num_weights: int) -> int:
+        """Return its bytes for so many weights."""
+        return self.numel(num_weights) * self.dtype.itemsize
+
+    def disk_bytes(self, num_weights: int) -> int:
+        """Return its bytes on disk for so many weights: whole pages."""
+        return -(-self.num_bytes(num_weights) // PAGE_BYTES) * PAGE_BYTES
+
+    def cut(self, weights: slice) -> slice:
+        """Return the elements of some weights, which begin where a block does."""
+        return slice(weights.start // self.block, self.numel(weights.stop))
 
     @property
     def cut_from(self) -> int:
@@ -54,10 +79,10 @@ def table(compute: str, moments: Sequence[Plane]) -> tuple[Plane, ...]:
         Plane("gradients", travels, "gradients"),
     )
     names = [plane.name for plane in made]
-    wrong = [plane.name for plane in moments if plane.width < 2 or names.count(plane.name) > 1]
+    wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]
     if wrong:
         raise ConfigError(
             f"the update rule has a plane {wrong[0]}, which cannot be: each has a name of its own, beside weights, low "
-            "and gradients, and at least 2 bytes an element."
+            f"and gradients, and blocks that {PARAMETER_ALIGNMENT} is a multiple of."
         )
     return made

@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from offload.layout.planes import CUT_FROM, MASTER, Plane, table
+from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, Plane, table
 
-PARAMETER_ALIGNMENT = 128
-"""Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it."""
 SHARD_MULTIPLE = 2048
-"""Elements. A shard of a 2-byte plane is then a multiple of 4096 bytes: a page, and a block of any disk."""
+"""Elements. A shard of a 2-byte plane is then whole pages."""
 
 SCRATCH_BYTES = 32 << 20
 """Of the device, per rank, at most, for pieces of gradients that are to be summed."""
@@ -34,6 +32,7 @@ class ParameterInfo:
     bf16_source: bool  # the values came in bf16, so that a frozen parameter has no low half
     lr_scale: float = 1.0
     weight_decay: float = 0.0
+    rule: int = 0  # the number of its update rule
 
     @property
     def numel(self) -> int:
@@ -46,7 +45,7 @@ class Region:
 
     `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-
     rate multiplier and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that
-    uses the region: more than one where weights are tied.
+    uses the region: more than one where weights are tied. `rule`: the number of its update rule.
     """
 
     index: int
@@ -60,6 +59,7 @@ class Region:
     numel: int
     units: tuple[str, ...]
     table: tuple[Plane, ...]
+    rule: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -88,17 +88,13 @@ class Region:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the plane that goes to the device."""
-        return self.numel * self.plane("weights").width
+        return self.plane("weights").num_bytes(self.numel)
 
     def update_bytes(self, numel: int) -> int:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted.
         """
-        return 2 * numel * self._state_width
-
-    @cached_property
-    def _state_width(self) -> int:
-        return sum(plane.width for plane in self.states)
+        return 2 * sum(plane.num_bytes(numel) for plane in self.states)
 
 
 def align(size: int, multiple: int) -> int:
@@ -109,11 +105,11 @@ def align(size: int, multiple: int) -> int:
 def build_regions(
     parameters: Sequence[ParameterInfo],
     units: Mapping[str, Sequence[int]],
-    moments: Sequence[Plane],
+    moments: Sequence[Sequence[Plane]],
     world_size: int = 1,
 ) -> tuple[Region, ...]:
     """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
-    `moments` that the update rule has of each.
+    `moments` that the update rule of each has, by its number.
 
     Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
     alike.
@@ -126,15 +122,17 @@ def build_regions(
     for index, names in users.items():
         info = parameters[index]
         has_low = info.compute == "bf16" and (info.trainable or not info.bf16_source)
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low), []).append(info)
+        rule = info.rule if info.trainable else 0
+        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule), []).append(info)
     regions: list[Region] = []
-    for (names, compute, trainable, has_low), members in groups.items():
+    for (names, compute, trainable, has_low, rule), members in groups.items():
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
         offsets, end = [], 0
         for info in members:
             offsets.append(end)
             end = align(end + info.numel, PARAMETER_ALIGNMENT)
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
+        suffix += f" (rule {rule + 1})" if rule else ""
         regions.append(
             Region(
                 index=len(regions),
@@ -147,7 +145,8 @@ def build_regions(
                 sizes=tuple(info.numel for info in members),
                 numel=align(end, SHARD_MULTIPLE * world_size),
                 units=names,
-                table=table(compute, moments),
+                table=table(compute, moments[rule]),
+                rule=rule,
             )
         )
     return tuple(regions)
@@ -246,15 +245,17 @@ class DiskLayout:
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
         """Return the bytes of the record of a tile of so many elements, of this rank's range or of another's."""
-        return numel * sum(region.plane(plane).width for plane in self.on_disk(region, is_own))
+        return sum(region.plane(plane).disk_bytes(numel) for plane in self.on_disk(region, is_own))
 
     def num_bytes(self, regions: Iterable[Region]) -> int:
         """Return the bytes of all records."""
-        total = 0
-        for region in regions:
-            own = region.numel // self.sharding.num_ranges
-            total += self.record_bytes(region, own) + self.record_bytes(region, region.numel - own, is_own=False)
-        return total
+        sizes = (
+            self.record_bytes(region, end - begin, owner == self.sharding.owner)
+            for region in regions
+            for owner in range(self.sharding.num_ranges)
+            for begin, end in self.tiles(region, owner)
+        )
+        return sum(sizes)
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ def update_bytes_per_second(
     """Return the bytes of states that `update(states, gradients)`, of fp32 weights and these moments, reads and writes
     in a second.
     """
-    states = {plane.name: torch.zeros(_NUM_ELEMENTS, dtype=plane.dtype) for plane in moments}
+    states = {plane.name: torch.zeros(plane.numel(_NUM_ELEMENTS), dtype=plane.dtype) for plane in moments}
     states["weights"], gradients = torch.zeros(_NUM_ELEMENTS), torch.zeros(_NUM_ELEMENTS)
     return 2 * sum(flat.nbytes for flat in states.values()) / _best_seconds(lambda: update(states, gradients))
 

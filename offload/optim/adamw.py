@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,10 +27,13 @@ class AdamW(UpdateRule):
     eps: float = 1e-8
     weight_decay: float = 0.01
     decay_1d: bool = False
-    groups: tuple[tuple[str, Mapping[str, float]], ...] = ()
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
-    moments: ClassVar[tuple[Plane, ...]] = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
     can_correct: ClassVar[bool] = True
+
+    @property
+    def moments(self) -> tuple[Plane, ...]:
+        return Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.adamw(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 
@@ -27,9 +27,11 @@ class Lion(UpdateRule):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     decay_1d: bool = False
-    groups: tuple[tuple[str, Mapping[str, float]], ...] = ()
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
-    moments: ClassVar[tuple[Plane, ...]] = (Plane("exp_avg", torch.float32),)
+    @property
+    def moments(self) -> tuple[Plane, ...]:
+        return (Plane("exp_avg", torch.float32),)
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.lion(

@@ -6,15 +6,41 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from offload.errors import ConfigError, nearest
 from offload.layout.planes import Plane
 
-_GROUP_KEYS = ("lr_scale", "weight_decay")
+_GROUP_KEYS = ("lr_scale", "weight_decay", "rule")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rule may choose by, of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_embedding: bool = False
+    """True for the table of an embedding, and for what is tied to it."""
+    in_block: bool = False
+    """True within one of a row of blocks that are alike."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a parameter is updated."""
+
+    rule: int
+    """Which of the `parts` of the rule that was asked."""
+    lr_scale: float
+    """What multiplies the learning rate."""
+    weight_decay: float
+    """The decoupled weight decay."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +55,50 @@ class UpdateStep:
     """The decoupled weight decay."""
     scale: float
     """What multiplies the gradients: the clipping coefficient."""
+    key: int = 0
+    """64 bits that stand for the parameter and the run's seed, for rules that update `by_parameter`."""
+    element: int = 0
+    """The place of the first weight in its flat parameter, for those."""
 
 
 class UpdateRule(ABC):
     """A rule is a frozen dataclass with at least the settings below.
 
-    `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y}); the first expression that
-    `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default. Parameters with
-    fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group sets
-    `weight_decay`.
+    `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y, "rule": another rule}); the first
+    expression that `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default.
+    Parameters with fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group
+    sets `weight_decay`. Another rule goes by its own settings; its learning rate keeps its ratio to that of this one.
     """
 
-    moments: ClassVar[tuple[Plane, ...]] = ()
-    """The planes that the rule keeps of what it trains."""
     can_correct: ClassVar[bool] = False
     """True where there is a `correct`, which speculative clipping needs."""
+    by_parameter: ClassVar[bool] = False
+    """True where an update has to know which weights of which parameter it is given: only those of one at a time."""
 
     lr: float
     weight_decay: float
     decay_1d: bool
-    groups: tuple[tuple[str, Mapping[str, float]], ...]
+    groups: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def moments(self) -> tuple[Plane, ...]:
+        """The planes that the rule keeps of what it trains."""
+        return ()
+
+    @property
+    def others(self) -> tuple[UpdateRule, ...]:
+        """Rules by which `choose_other` has some parameters updated, without regard to groups."""
+        return ()
+
+    def choose_other(self, parameter: Trained) -> int | None:  # noqa: ARG002
+        """Return which of the `others` a parameter has; None for this one."""
+        return None
+
+    @cached_property
+    def parts(self) -> tuple[UpdateRule, ...]:
+        """All rules that parameters may have; this one is the first."""
+        rules = [values["rule"] for _, values in self.groups if "rule" in values]
+        return (self, *self.others, *(part for rule in rules for part in rule.parts))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
@@ -67,21 +117,39 @@ class UpdateRule(ABC):
                 if key not in _GROUP_KEYS:
                     raise ConfigError(
                         f"optimizer.groups[{pattern!r}]: unknown key {key!r}{nearest(key, _GROUP_KEYS)}; allowed: "
-                        f"lr_scale, weight_decay."
+                        f"{', '.join(_GROUP_KEYS)}."
                     )
-                if not isinstance(values[key], int | float) or not 0.0 <= values[key] < math.inf:
+                if key == "rule":
+                    if not isinstance(values[key], UpdateRule):
+                        raise ConfigError(f"optimizer.groups[{pattern!r}]: rule is {values[key]!r}; it must be a rule.")
+                elif not isinstance(values[key], int | float) or not 0.0 <= values[key] < math.inf:
                     raise ConfigError(
                         f"optimizer.groups[{pattern!r}]: {key} is {values[key]!r}; it must be a number, finite and not "
                         "negative."
                     )
 
-    def settings(self, name: str, num_dimensions: int) -> tuple[float, float]:
-        """Return (learning-rate multiplier, weight decay) of the parameter called `name`."""
-        decay = self.weight_decay if num_dimensions >= 2 or self.decay_1d else 0.0
+    def choose(self, parameter: Trained) -> Choice:
+        """Return how a parameter is updated. Raises ConfigError."""
+        other = self.choose_other(parameter)
+        decay = self.weight_decay if len(parameter.shape) >= 2 or self.decay_1d else 0.0
+        chosen, first = Choice(0 if other is None else 1 + other, 1.0, decay), 1 + len(self.others)
         for pattern, values in self.groups:
-            if re.search(pattern, name):
-                return values.get("lr_scale", 1.0), values.get("weight_decay", decay)
-        return 1.0, decay
+            rule = values.get("rule")
+            if re.search(pattern, parameter.name):
+                if rule is not None:
+                    chosen = rule.choose(parameter)
+                    chosen = replace(chosen, rule=first + chosen.rule, lr_scale=chosen.lr_scale * self._ratio(rule))
+                scale, decay = values.get("lr_scale", 1.0), values.get("weight_decay", chosen.weight_decay)
+                return replace(chosen, lr_scale=chosen.lr_scale * scale, weight_decay=decay)
+            first += 0 if rule is None else len(rule.parts)
+        return chosen
+
+    def _ratio(self, rule: UpdateRule) -> float:
+        if not self.lr:
+            raise ConfigError(
+                "optimizer.lr is 0, and another rule's learning rate has no ratio to it: give another one."
+            )
+        return rule.lr / self.lr
 
     @abstractmethod
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
@@ -107,6 +175,11 @@ def _checked_betas(betas: Sequence[float]) -> tuple[float, float]:
     if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
         raise ConfigError(f"optimizer.betas is {betas}; it must be two numbers, each in [0, 1).")
     return first, second
+
+
+def parameter_key(name: str, seed: int) -> int:
+    """Return `UpdateStep.key`."""
+    return xxh3_64_intdigest(name.encode(), seed % 2**64)
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

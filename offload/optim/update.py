@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 
 from offload.layout.regions import ParameterInfo
-from offload.optim.rule import UpdateRule, UpdateStep
+from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.tiers.store import RegionState, Tile
 
 
@@ -18,12 +18,13 @@ def update_tile(
     planes: Mapping[str, torch.Tensor],
     gradients: torch.Tensor,
     touched: Sequence[bool],
-    rule: UpdateRule,
+    rules: Sequence[UpdateRule],
     infos: Sequence[ParameterInfo],
     *,
     lr: float,
     scale: float,
     applied_scale: float | None = None,
+    seed: int = 0,
 ) -> int | torch.Tensor:
     """Update the parameters of a tile of a region that received a gradient; return how many weights are no longer
     finite: of an accelerator, as a 0-dim int64 tensor there, for which nobody has waited.
@@ -31,12 +32,17 @@ def update_tile(
     `planes` and `gradients` (fp32, or bf16) are flat over the tile; `scale` multiplies the gradients (the clipping
     coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch. With
     `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
-    have brought it.
+    have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw.
     """
     num_wrong: int | torch.Tensor = 0
-    for span, (steps, lr_scale, weight_decay) in _runs(state, tile, touched, infos):
-        states = {name: flat[span] for name, flat in planes.items()}
-        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
+    rule = rules[state.region.rule]
+    for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, rule.by_parameter):
+        states = {name: flat[state.region.plane(name).cut(span)] for name, flat in planes.items()}
+        place: tuple[int, ...] = ()
+        if position is not None:
+            name = infos[state.region.parameters[position]].name
+            place = parameter_key(name, seed), tile.begin + span.start - state.region.offsets[position]
+        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale, *place)
         if applied_scale is None:
             num_wrong += rule.update(states, gradients[span], by)
         else:
@@ -44,19 +50,20 @@ def update_tile(
     return num_wrong
 
 
-_Alike = tuple[int, float, float]
+_Alike = tuple[int, float, float, int | None]
 
 
 def _runs(
-    state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo]
+    state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo], by_parameter: bool
 ) -> Iterator[tuple[slice, _Alike]]:
     """Yield the elements of a tile (counted from its beginning) over which neighbouring touched parameters are updated
-    alike, and what these have in common.
+    alike, and what these have in common; `by_parameter`, the place of one in its region too.
     """
 
     def alike(position: int) -> _Alike | None:
         info = infos[state.region.parameters[position]]
-        return (state.steps[position], info.lr_scale, info.weight_decay) if touched[position] else None
+        common = state.steps[position], info.lr_scale, info.weight_decay, position if by_parameter else None
+        return common if touched[position] else None
 
     for common, run in groupby(range(len(touched)), alike):
         positions = list(run)

@@ -93,7 +93,8 @@ class _States:
 
     def _bytes(self, region: Region, kinds: Sequence[str], with_gradients: bool) -> int:
         planes = region.planes if with_gradients else region.states
-        return sum(self.sharding.share(plane, plane.width * region.numel) for plane in planes if plane.kind in kinds)
+        sizes = (self.sharding.share(plane, plane.num_bytes(region.numel)) for plane in planes if plane.kind in kinds)
+        return sum(sizes)
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
@@ -104,7 +105,7 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):
-            fetch = max(fetch, region.plane("weights").width * numel)
+            fetch = max(fetch, region.plane("weights").num_bytes(numel))
     sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 

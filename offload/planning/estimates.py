@@ -20,10 +20,14 @@ def update_seconds(
     rule: UpdateRule, regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]
 ) -> float:
     """Estimate what the update of all that this rank updates takes."""
-    num_bytes = sum(r.update_bytes(r.numel // sharding.num_ranges) for r in regions if r.trainable)
-    update = partial(rule.update, by=UpdateStep(step=1, lr=1e-3, weight_decay=0.0, scale=1.0))
-    seconds = num_bytes / update_bytes_per_second(update, rule.moments)
-    return max(seconds, throttles.get("update", Throttle()).seconds(num_bytes))
+    by, seconds, total_bytes = UpdateStep(step=1, lr=1e-3, weight_decay=0.0, scale=1.0), 0.0, 0
+    for number, part in enumerate(rule.parts):
+        its = [region for region in regions if region.trainable and region.rule == number]
+        num_bytes = sum(region.update_bytes(region.numel // sharding.num_ranges) for region in its)
+        if num_bytes:
+            seconds += num_bytes / update_bytes_per_second(partial(part.update, by=by), part.moments)
+            total_bytes += num_bytes
+    return max(seconds, throttles.get("update", Throttle()).seconds(total_bytes))
 
 
 def forward_seconds(

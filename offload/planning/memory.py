@@ -61,7 +61,7 @@ def staging_bytes(
     """
     wide = accumulates and sharding.size > 1
     own = sharding.size if wide else sharding.num_ranges
-    sizes = [r.numel * (4 if wide else r.plane("gradients").width) // own for r in regions if r.trainable]
+    sizes = [(4 if wide else r.plane("gradients").dtype.itemsize) * r.numel // own for r in regions if r.trainable]
     return window_bytes(sizes, stagings)
 
 
@@ -106,9 +106,9 @@ def plan_memory(
     for region in regions:
         on_disk = layout.of(region)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
-            key = "nvme" if plane.name in on_disk else states_tier, plane.name
-            totals[key] = totals.get(key, 0) + sharding.share(plane, plane.width * region.numel)
-    plan = [Allocation(tier, plane.replace("_", " "), num_bytes) for (tier, plane), num_bytes in totals.items()]
+            key = "nvme" if plane.name in on_disk else states_tier, plane.label
+            totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
+    plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
         plan.append(Allocation("cpu", "gradient staging", staging_bytes(staged, stagings, sharding)))

@@ -73,10 +73,11 @@ class Settings:
                 raise ConfigError(f"run.{key} is {getattr(self, key)!r}; it must be a whole number.")
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
-        if self.clip == "speculative" and not self.optimizer.can_correct:
+        lacking = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
+        if self.clip == "speculative" and lacking:
             raise ConfigError(
                 f"train.clip is speculative, which updates before the norm is known and corrects afterwards, and "
-                f"{type(self.optimizer).__name__} has no correction: set --train.clip deferred or auto."
+                f"{lacking[0]} has no correction: set --train.clip deferred or auto."
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
@@ -98,7 +99,7 @@ class Settings:
         """When clipped updates are made, as far as that follows from the settings: deferred where there is nothing to
         correct, or no way to.
         """
-        corrects = self.optimizer.can_correct and self.max_grad_norm and not self.skips
+        corrects = all(rule.can_correct for rule in self.optimizer.parts) and self.max_grad_norm and not self.skips
         return self.clip if corrects else "deferred"
 
     @property

@@ -16,6 +16,7 @@ from offload.files.scratch import open_nameless
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
+from offload.layout.planes import Plane
 from offload.layout.regions import stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.telemetry.counters import Counters
@@ -141,7 +142,7 @@ class Record:
 
     name: str
     numel: int
-    planes: dict[str, torch.dtype]
+    planes: Mapping[str, Plane]
     file: Stripes
     offset: int
     fetches: Channel
@@ -247,16 +248,16 @@ class Record:
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
         """Return the bytes of the record from which to which these planes lie."""
         first, end, spans = 0, 0, {}
-        for name, dtype in self.planes.items():
-            first, end = end, end + self.numel * dtype.itemsize
+        for name, plane in self.planes.items():
+            first, end = end, end + plane.disk_bytes(self.numel)
             spans[name] = first, end
         return spans[names[0]][0], spans[names[-1]][1]
 
     def _views(self, names: Sequence[str], stretch: Stretch) -> dict[str, torch.Tensor]:
         views, end = {}, 0
-        for name in names:
-            begin, end = end, end + self.numel * self.planes[name].itemsize
-            views[name] = stretch.flat[begin:end].view(self.planes[name])
+        for plane in map(self.planes.__getitem__, names):
+            views[plane.name] = stretch.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)
+            end += plane.disk_bytes(self.numel)
         return views
 
 
@@ -303,10 +304,11 @@ class Nvme:
         self.updates = Channel(update, lanes.update_read, lanes.update_write, counters)
         self.activations = Channel(activation, lanes.activation_read, lanes.activation_write, counters)
 
-    def record(self, name: str, numel: int, planes: dict[str, torch.dtype]) -> Record:
+    def record(self, name: str, numel: int, planes: Sequence[Plane]) -> Record:
         """Return the next record."""
-        record = Record(name, numel, planes, self._states, self._next, self.fetches, self.updates)
-        self._next += numel * sum(dtype.itemsize for dtype in planes.values())
+        by_name = {plane.name: plane for plane in planes}
+        record = Record(name, numel, by_name, self._states, self._next, self.fetches, self.updates)
+        self._next += sum(plane.disk_bytes(numel) for plane in planes)
         return record
 
     def extent(self, num_bytes: int) -> tuple[Stripes, int]:

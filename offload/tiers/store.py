@@ -16,7 +16,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import MASTER
+from offload.layout.planes import MASTER, Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.native import kernels
 from offload.telemetry.counters import Counters
@@ -187,11 +187,14 @@ class Store:
         self.down, self.updating, self.exchanges = lanes_of_states
         self._arenas: dict[str, Arena] = {}
         wanted = {
-            region: {plane.name: plane.dtype for plane in region.states if plane.name not in self._layout.of(region)}
+            region: [plane for plane in region.states if plane.name not in self._layout.of(region)]
             for region in regions
         }
         made = self._allocate("states", wanted)
-        self.states = [self._state(region, {n: made[region, n] for n in names}) for region, names in wanted.items()]
+        self.states = [
+            self._state(region, {plane.name: made[region, plane.name] for plane in planes})
+            for region, planes in wanted.items()
+        ]
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
@@ -202,17 +205,17 @@ class Store:
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles of a rank's range, with what this rank holds of them."""
         is_own, tiles = owner == self.sharding.owner, []
-        dtypes = {name: region.plane(name).dtype for name in self._layout.on_disk(region, is_own)}
+        on_disk = [region.plane(name) for name in self._layout.on_disk(region, is_own)]
         for begin, end in self._layout.tiles(region, owner):
             record = None
-            if dtypes:
+            if on_disk:
                 assert self._nvme is not None
-                record = self._nvme.record(region.name, end - begin, dtypes)
+                record = self._nvme.record(region.name, end - begin, on_disk)
             mine = {}
-            for name, flat in planes.items():
-                start = self.sharding.held(region, name).start
-                if is_own or not self.sharding.is_cut(region.plane(name)):
-                    mine[name] = flat[begin - start : end - start]
+            for plane in map(region.plane, planes):
+                start = self.sharding.held(region, plane.name).start
+                if is_own or not self.sharding.is_cut(plane):
+                    mine[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
             tiles.append(Tile(begin, end, mine, record))
         return tiles
 
@@ -227,11 +230,13 @@ class Store:
         """
         trained = [state for state in self.states if state.region.trainable]
         wanted = {
-            s.region: {"gradients": torch.float32 if accumulates else s.region.plane("gradients").dtype}
+            s.region: [replace(plane, dtype=torch.float32) if accumulates else plane]
             for s in trained
             if accumulates or (waits and not s.has_room_on_disk)
+            for plane in [s.region.plane("gradients")]
         }
-        if wanted == {s.region: {"gradients": s.gradients.dtype} for s in trained if s.gradients is not None}:
+        held = {s.region: s.gradients.dtype for s in trained if s.gradients is not None}
+        if held == {region: plane.dtype for region, (plane,) in wanted.items()}:
             return
         for state in trained:
             state.gradients = None
@@ -258,25 +263,25 @@ class Store:
         if self.tier == "cpu":
             self._counters.d2h_bytes += num_bytes
 
-    def _allocate(
-        self, kind: str, wanted: dict[Region, dict[str, torch.dtype]]
-    ) -> dict[tuple[Region, str], torch.Tensor]:
+    def _allocate(self, kind: str, wanted: dict[Region, list[Plane]]) -> dict[tuple[Region, str], torch.Tensor]:
         """Make planes: by one arena on the host, one by one on the device."""
         planes = [
-            (region, name, dtype, self.sharding.share(region.plane(name), region.numel))
-            for region, names in wanted.items()
-            for name, dtype in names.items()
+            (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
+            for region, its in wanted.items()
+            for plane in its
         ]
         if self.tier == "device":
             return {
-                (region, name): self._device.allocate(name.replace("_", " "), numel * dtype.itemsize).view(dtype)
-                for region, name, dtype, numel in planes
+                (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
+                for region, plane, num_bytes in planes
             }
-        for _, name, dtype, numel in planes:
-            self._host.reserve(name.replace("_", " "), numel * dtype.itemsize)
-        num_bytes = sum(numel * dtype.itemsize for _, _, dtype, numel in planes)
-        arena = self._arenas[kind] = Arena(num_bytes, self._device.pinning)
-        return {(region, name): arena.take(numel, dtype) for region, name, dtype, numel in planes}
+        for _, plane, num_bytes in planes:
+            self._host.reserve(plane.label, num_bytes)
+        arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), self._device.pinning)
+        return {
+            (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
+            for region, plane, num_bytes in planes
+        }
 
     def __getitem__(self, region: Region) -> RegionState:
         return self.states[region.index]

@@ -35,7 +35,7 @@ def planes(contents: Contents, step: int) -> Iterator[tuple[str, str, torch.Tens
             bits = torch.randint(
                 0,
                 256,
-                (entry.numel * dtype.itemsize,),
+                (entry.count(plane) * dtype.itemsize,),
                 dtype=torch.uint8,
                 generator=torch.Generator().manual_seed(seed),
             )

@@ -39,8 +39,9 @@ def states(engine: Engine) -> dict[str, State]:
 
 def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
     """Return a copy of a parameter's share of a plane, flat, wherever it rests; None where there is none."""
+    cut = store.states[store._home[index][0]].region.plane(name).cut
     pieces = [
-        planes[name][mine].to("cpu", copy=True) for planes, mine, _ in store.opened(index, name) if name in planes
+        planes[name][cut(mine)].to("cpu", copy=True) for planes, mine, _ in store.opened(index, name) if name in planes
     ]
     return torch.cat(pieces) if pieces else None
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from offload import AdamW
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep
+from offload.optim.rule import Choice, Trained, UpdateRule, UpdateStep, parameter_key
 from tests.engine.device import own_device, twin
 
 Batch = Mapping[str, torch.Tensor]
@@ -52,7 +52,9 @@ class Reference:
         micro_batch_size: int | None = None,
         kept: Callable[[str], bool] = lambda name: False,
         group: Callable[[nn.Module], None] = lambda model: None,
+        seed: int = 0,
     ) -> None:
+        self.seed = seed
         self.device = own_device()
         self.model = twin(model)
         group(self.model)
@@ -66,7 +68,11 @@ class Reference:
         self.split = {name for name in self.named if precision == "bf16" and not kept(name)}
         self.masters = {name: uses[0].detach().to("cpu", torch.float32, copy=True) for name, uses in self.named.items()}
         self.states = {
-            name: {"weights": m} | {plane.name: torch.zeros_like(m, dtype=plane.dtype) for plane in self.rule.moments}
+            name: {"weights": m}
+            | {
+                p.name: torch.zeros(p.numel(m.numel()), dtype=p.dtype)
+                for p in self.rule.parts[self._choice(name).rule].moments
+            }
             for name, m in self.masters.items()
         }
         self.steps = dict.fromkeys(self.named, 0)
@@ -127,13 +133,23 @@ class Reference:
             if name in self.split:
                 gradient = gradient.bfloat16()
             gradient = gradient.to(self.masters[name].device)
-            lr_scale, decay = self.rule.settings(name, gradient.dim())
+            choice = self._choice(name)
             self.steps[name] += 1
-            self.rule.update(
-                self.states[name], gradient, UpdateStep(self.steps[name], self.rule.lr * lr_scale, decay, scale)
-            )
+            lr, key = self.rule.lr * choice.lr_scale, parameter_key(name, self.seed)
+            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key)
+            states = {plane: values.view(-1) for plane, values in self.states[name].items()}
+            self.rule.parts[choice.rule].update(states, gradient.reshape(-1), by)
             self._show(name)
         return comparable(norm)
+
+    def _choice(self, name: str) -> Choice:
+        tables = [id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        in_blocks = {
+            id(p) for module in self.model.modules() if isinstance(module, nn.ModuleList) for p in module.parameters()
+        }
+        uses = [id(p) for p in self.named[name]]
+        place = any(use in tables for use in uses), any(use in in_blocks for use in uses)
+        return self.rule.choose(Trained(name, tuple(self.named[name][0].shape), *place))
 
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""

@@ -21,7 +21,7 @@ def read_all(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     with Reader(folder) as reader:
         for name, entry in reader.contents.items():
             for plane, dtype in entry.planes.items():
-                flat = torch.empty(entry.numel, dtype=dtype)
+                flat = torch.empty(entry.count(plane), dtype=dtype)
                 reader.read(name, plane, 0, flat)
                 found[name, plane] = flat.view(torch.uint8) if flat.numel() else flat
     return found

@@ -14,7 +14,7 @@ from offload import AdamW, Engine, Lion, Placement
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, master
+from offload.optim.rule import Trained, UpdateRule, master
 from offload.planning import disk
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import twin
@@ -64,6 +64,72 @@ class Counting(UpdateRule):
         return whole.isfinite().logical_not_().sum()
 
 
+@dataclass(frozen=True)
+class Blocks(Counting):
+    """What only blocks, elements and parameters tell apart: for each weight a byte, and for each 128 the largest."""
+
+    by_parameter = True
+    moments = (Plane("code", torch.int8), Plane("largest", torch.float32, block=128))
+
+    def update(self, states, gradients, by):
+        numel = gradients.numel()
+        assert by.element % 128 == 0
+        element = torch.arange(by.element, by.element + numel)
+        states["code"] += ((element * 31 + by.key % 1009 + by.step) % 5).to(torch.int8)
+        padded = torch.zeros(-(-numel // 128) * 128)
+        padded[:numel] = gradients.float().abs() * by.scale
+        torch.maximum(states["largest"], padded.view(-1, 128).amax(1), out=states["largest"])
+        weights = master(states)
+        whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
+        change = states["largest"].repeat_interleave(128)[:numel] * states["code"] * 1e-3
+        whole -= change
+        if isinstance(weights, tuple):
+            for half, new in zip(weights, kernels.split(whole), strict=True):
+                half.copy_(new)
+        return whole.isfinite().logical_not_().sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_planes_of_bytes_and_of_blocks_are_those_of_the_reference(place: str, precision: str, tmp_path: Path) -> None:
+    settings = {"optimizer": Blocks(), "precision": precision}
+    engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
+    engine.finish()
+
+    def compare(engine: Engine) -> None:
+        for info in engine._state.infos:
+            for plane in ("code", "largest"):
+                found = stored_plane(engine._state.store, info.index, plane)
+                assert torch.equal(found, reference.states[info.name][plane].view(-1)), (info.name, plane)
+
+    compare(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    other = Engine(build(llama), **settings)
+    other.load_checkpoint(tmp_path / "saved")
+    compare(other)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
+    groups = (
+        ("norm", {"rule": Counting(lr=0.2), "lr_scale": 0.5}),
+        ("mlp", {"rule": Blocks(groups=(("up", {"lr_scale": 2.0}),)), "weight_decay": 0.0}),
+        ("q_proj", {"lr_scale": 0.1}),
+    )
+    rule = AdamW(lr=0.01, groups=groups)
+    engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path))
+    engine.finish()
+    for info in engine._state.infos:
+        own = [
+            plane.name for plane in engine._state.store.states[engine._state.store._home[info.index][0]].region.states
+        ]
+        kind = "times" if "norm" in info.name else "code" if "mlp" in info.name else "exp_avg"
+        assert kind in own
+        found = stored_plane(engine._state.store, info.index, kind)
+        assert torch.equal(found, reference.states[info.name][kind].view(-1)), info.name
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rule_has_the_planes_that_it_names(place: str, precision: str, tmp_path: Path) -> None:
@@ -94,7 +160,7 @@ def test_a_rule_without_a_correction_is_deferred() -> None:
 
 
 @pytest.mark.parametrize(
-    "plane", [Plane("low", torch.float32), Plane("weights", torch.float32), Plane("q", torch.int8)]
+    "plane", [Plane("low", torch.float32), Plane("weights", torch.float32), Plane("q", torch.int8, block=96)]
 )
 def test_a_plane_that_cannot_be_is_refused(plane: Plane) -> None:
     @dataclass(frozen=True)
@@ -162,7 +228,8 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
         engine.step(tokens(seed))
         after = weights(engine)
         for name, p in plain.named_parameters():
-            lr_scale, decay = LION.settings(name, p.dim())
+            choice = LION.choose(Trained(name, tuple(p.shape)))
+            lr_scale, decay = choice.lr_scale, choice.weight_decay
             assert (lr_scale, decay) == (0.5 if "q_proj" in name else 1.0, 0.5 if p.dim() > 1 else 0.0)
             lr, (beta1, beta2), m = LION.lr * lr_scale, LION.betas, moments[name]
             gradient = p.grad.cpu()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload.layout.regions import ParameterInfo, Region, align, build_regions
 from offload.optim.adamw import AdamW
 
-MOMENTS = AdamW.moments
+MOMENTS = [AdamW().moments]
 ALIGNMENT, SHARD = 128, 2048  # elements: 256 bytes of bf16, and pages of 4096 bytes in the planes of two
 
 shapes = st.sampled_from([(), (0,), (1,), (127,), (128,), (129,), (7, 9), (2048,), (3, 683), (70, 60)])
@@ -129,7 +129,7 @@ def test_planes_of_a_parameter(change, states, bytes_each):
     (region,) = build_regions([replace(info, **change)], {"unit": [0]}, MOMENTS)
     assert [plane.name for plane in region.states] == states.split()
     assert [plane.name for plane in region.planes[len(region.states) :]] == ["gradients"] * region.trainable
-    assert sum(plane.width for plane in region.planes) == bytes_each
+    assert sum(plane.num_bytes(1) for plane in region.planes) == bytes_each
 
 
 @pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])

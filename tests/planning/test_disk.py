@@ -35,12 +35,12 @@ def region(index: int, shards: int, compute: str = "bf16", trainable: bool = Tru
         sizes=(shards * SHARD_MULTIPLE,),
         numel=shards * SHARD_MULTIPLE,
         units=(f"unit {index}",),
-        table=table(compute, AdamW.moments),
+        table=table(compute, AdamW().moments),
     )
 
 
 def plane_bytes(region: Region) -> dict[str, int]:
-    return {plane.name: plane.width * region.numel for plane in region.planes}
+    return {plane.name: plane.num_bytes(region.numel) for plane in region.planes}
 
 
 sizes = st.one_of(st.integers(1, 9), st.integers(1, 5000), st.integers(1, HUGE))

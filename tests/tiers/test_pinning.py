@@ -161,7 +161,7 @@ def test_a_fork_does_not_copy_pinned_pages(driver: PlayedDriver) -> None:
 
 def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) -> None:
     infos = [ParameterInfo(number, str(number), (64, 64), True, "bf16", False) for number in range(4)]
-    regions = build_regions(infos, {"a": [0, 1], "b": [2, 3]}, AdamW.moments)
+    regions = build_regions(infos, {"a": [0, 1], "b": [2, 3]}, [AdamW().moments])
     device = PlayedDevice(Pinning(driver, 1 << 16), driver)
     lanes = Lanes(overlap=False, throttle={})
     store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes)

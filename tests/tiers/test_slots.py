@@ -30,7 +30,7 @@ class Bench:
             for number, shape in enumerate(shapes):
                 units.setdefault(unit, []).append(len(self.infos))
                 self.infos.append(ParameterInfo(len(self.infos), f"{unit}.{number}", shape, True, precision, False))
-        self.regions = build_regions(self.infos, units, AdamW.moments)
+        self.regions = build_regions(self.infos, units, [AdamW().moments])
         self.device, self.host, self.counters = (
             CpuDevice(Ledger("device", device_memory), False),
             Ledger("cpu"),

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -73,8 +74,8 @@ class Updates:
         self._device = device
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
-        self._rule, self._max_norm = settings.optimizer, settings.max_grad_norm
-        self._skips, self._debug = settings.skips, bool(settings.debug)
+        self._rules, self._max_norm = settings.optimizer.parts, settings.max_grad_norm
+        self._skips, self._debug, self._seed = settings.skips, bool(settings.debug), settings.seed
         self._lane: Lane = store.updating
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
@@ -83,7 +84,7 @@ class Updates:
         self._updated: list[Landed] = []
         self._counts: list[tuple[Region, torch.Tensor]] = []
         """Of weights that are not finite, known to the device alone."""
-        self.lr = self._rule.lr
+        self.lr = settings.optimizer.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
         self._due: dict[Region, Landed] = {}
@@ -248,7 +249,16 @@ class Updates:
             if not landed.counts:
                 return 0
             num_wrong = update_tile(
-                state, tile, planes, gradients, touched, self._rule, self._infos, lr=lr, scale=landed.scale
+                state,
+                tile,
+                planes,
+                gradients,
+                touched,
+                self._rules,
+                self._infos,
+                lr=lr,
+                scale=landed.scale,
+                seed=self._seed,
             )
             if tile is last:
                 state.count(touched)
@@ -262,8 +272,12 @@ class Updates:
         state, touched, lr = self._store[landed.region], self._measures.touched[landed.region.index], self.lr
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            scales = {"scale": scale, "applied_scale": landed.scale}  # which the update has found by now
-            return update_tile(state, tile, planes, gradients, touched, self._rule, self._infos, lr=lr, **scales)
+            how: dict[str, Any] = {
+                "scale": scale,
+                "applied_scale": landed.scale,
+                "seed": self._seed,
+            }  # it was updated by now
+            return update_tile(state, tile, planes, gradients, touched, self._rules, self._infos, lr=lr, **how)
 
         self._enter(landed, correct, "correct", publishes=False)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
-from offload.optim.rule import UpdateRule
+from offload.optim.rule import Trained, UpdateRule
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _RESIDENT_SHARE = 16
@@ -60,6 +60,8 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
         raise ConfigError("every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
     kept = _kept_in_fp32(model)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    in_blocks = {id(parameter) for block in _blocks(model) for parameter in block.parameters()}
     infos = []
     for index, (name, parameter) in enumerate(named):
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -75,7 +77,8 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
         fp32 = precision == "fp32" or (
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
         )
-        lr_scale, weight_decay = optimizer.settings(name, parameter.dim())
+        place = id(parameter) in tables, id(parameter) in in_blocks
+        choice = optimizer.choose(Trained(name, tuple(parameter.shape), *place))
         infos.append(
             ParameterInfo(
                 index=index,
@@ -84,8 +87,9 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
                 trainable=parameter.requires_grad,
                 compute="fp32" if fp32 else "bf16",
                 bf16_source=parameter.dtype == torch.bfloat16,
-                lr_scale=lr_scale,
-                weight_decay=weight_decay,
+                lr_scale=choice.lr_scale,
+                weight_decay=choice.weight_decay,
+                rule=choice.rule,
             )
         )
     return infos
