@@ -141,7 +141,7 @@ type: $(READY)
 	$(BIN)/mypy
 
 SANITIZED := $(wildcard tests/native/*.cpp) $(filter-out csrc/bind%, $(filter %.cpp, $(KERNELS)))
-SANITIZE := $(CXX) -std=c++17 -O1 -g -ffp-contract=off -Wno-maybe-uninitialized -Icsrc $(SANITIZED) -pthread
+SANITIZE := $(CXX) -std=c++17 -O1 -g -ffp-contract=off -Wno-maybe-uninitialized -Wno-uninitialized -Icsrc $(SANITIZED) -pthread
 
 sanitize: build/sanitized-address build/sanitized-thread
 	build/sanitized-address

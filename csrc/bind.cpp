@@ -4,7 +4,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -35,36 +39,31 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
-int64_t py_adamw(Address master, Address lo, Address exp_avg, Address exp_avg_sq, Address grad, bool grad_is_bf16,
-                 int64_t n, double grad_scale, double decay, double lerp_weight, double beta2, double one_minus_beta2,
-                 double sqrt_correction2, double eps, double neg_step_size, int threads, int isa) {
-  const AdamwArrays arrays{at<void>(master),      at<int16_t>(lo), at<float>(exp_avg), at<float>(exp_avg_sq),
-                           at<const void>(grad), grad_is_bf16,    n};
-  const auto f = [](double x) { return static_cast<float>(x); };
-  const AdamwScalars scalars{f(grad_scale),      f(decay),            f(lerp_weight), f(beta2),
-                             f(one_minus_beta2), f(sqrt_correction2), f(eps),         f(neg_step_size)};
-  return adamw(arrays, scalars, execution(threads, isa));
+// The kernel of an update rule. `states` is a number of States; `moments` are addresses, each followed by that of its
+// scales where they are int8; `scalars` are the members of Scalars in their order; key, step and element are what
+// moments are rounded with.
+template <class Scalars, int64_t (*kKernel)(const UpdateArrays&, const Scalars&, Execution)>
+int64_t py_update(Address master, Address lo, int states, const std::vector<Address>& moments, Address grad,
+                  bool grad_is_bf16, int64_t n, const std::vector<double>& scalars, uint64_t key, uint32_t step,
+                  uint64_t element, int threads, int isa) {
+  UpdateArrays arrays{at<void>(master), at<int16_t>(lo), {static_cast<States>(states), {}, {}, {key, step, 0}, element},
+                      at<const void>(grad), grad_is_bf16, n};
+  const size_t each = arrays.moments.states == States::int8 ? 2 : 1;
+  for (size_t k = 0; k < moments.size(); k += each) {
+    arrays.moments.values[k / each] = at<void>(moments[k]);
+    if (each == 2) arrays.moments.scales[k / each] = at<float>(moments[k + 1]);
+  }
+  float rounded[sizeof(Scalars) / sizeof(float)];
+  if (scalars.size() != std::size(rounded)) throw std::invalid_argument("scalars");
+  std::copy(scalars.begin(), scalars.end(), rounded);
+  Scalars given;
+  memcpy(&given, rounded, sizeof given);
+  return kKernel(arrays, given, execution(threads, isa));
 }
 
-int64_t py_correct_adamw(Address master, Address lo, Address exp_avg, Address exp_avg_sq, Address grad,
-                         bool grad_is_bf16, int64_t n, double applied_scale, double grad_scale, double lerp_weight,
-                         double one_minus_beta2, double least_v_per_m2, double sqrt_correction2, double eps,
-                         double neg_step_size, int threads, int isa) {
-  const AdamwArrays arrays{at<void>(master),      at<int16_t>(lo), at<float>(exp_avg), at<float>(exp_avg_sq),
-                           at<const void>(grad), grad_is_bf16,    n};
-  const auto f = [](double x) { return static_cast<float>(x); };
-  const CorrectionScalars scalars{f(applied_scale),  f(grad_scale),       f(lerp_weight), f(one_minus_beta2),
-                                  f(least_v_per_m2), f(sqrt_correction2), f(eps),         f(neg_step_size)};
-  return correct_adamw(arrays, scalars, execution(threads, isa));
-}
-
-int64_t py_lion(Address master, Address lo, Address exp_avg, Address grad, bool grad_is_bf16, int64_t n,
-                double grad_scale, double decay, double beta1, double one_minus_beta1, double beta2,
-                double one_minus_beta2, double lr, int threads, int isa) {
-  const LionArrays arrays{at<void>(master), at<int16_t>(lo), at<float>(exp_avg), at<const void>(grad), grad_is_bf16, n};
-  const auto f = [](double x) { return static_cast<float>(x); };
-  const LionScalars scalars{f(grad_scale), f(decay), f(beta1), f(one_minus_beta1), f(beta2), f(one_minus_beta2), f(lr)};
-  return lion(arrays, scalars, execution(threads, isa));
+void py_draw(Address out, int64_t n, uint64_t key, uint32_t step, uint32_t purpose, uint64_t element, int threads,
+             int isa) {
+  draw(at<uint32_t>(out), n, {key, step, purpose}, element, execution(threads, isa));
 }
 
 void py_split(Address master, Address hi, Address lo, int64_t n, int threads, int isa) {
@@ -113,14 +112,15 @@ void py_sum_squares_segments(Address x, bool x_is_bf16, Address offsets, Address
   else run(at<const float>(x));
 }
 
-void py_roofline_fp32(Address p, Address m, Address v, Address g, int64_t n, int variant, int threads, int isa) {
-  roofline_fp32(at<float>(p), at<float>(m), at<float>(v), at<const float>(g), n, variant, execution(threads, isa));
-}
-
-void py_roofline_split(Address hi, Address lo, Address m, Address v, Address g, int64_t n, int variant, int threads,
-                       int isa) {
-  roofline_split(at<uint16_t>(hi), at<int16_t>(lo), at<float>(m), at<float>(v), at<const uint16_t>(g), n, variant,
-                 execution(threads, isa));
+void py_roofline(const std::vector<Address>& written, const std::vector<int>& bytes, Address read, int read_bytes,
+                 int64_t n, int variant, int threads, int isa) {
+  RooflineArrays arrays{static_cast<int>(written.size()), {}, {}, at<const void>(read), read_bytes, n};
+  if (written.size() > kMostWritten || bytes.size() != written.size()) throw std::invalid_argument("written");
+  for (size_t k = 0; k < written.size(); ++k) {
+    arrays.written[k] = at<void>(written[k]);
+    arrays.bytes[k] = bytes[k];
+  }
+  roofline(arrays, variant, execution(threads, isa));
 }
 
 }  // namespace
@@ -132,9 +132,11 @@ NB_MODULE(_core, module) {
   const auto no_gil = nb::call_guard<WithoutGil>();
   module.def("supported_isas", &supported_isas);
   module.def("physical_cores", &physical_cores);
-  module.def("adamw", &py_adamw, no_gil);
-  module.def("correct_adamw", &py_correct_adamw, no_gil);
-  module.def("lion", &py_lion, no_gil);
+  module.def("adamw", &py_update<AdamwScalars, &adamw>, no_gil);
+  module.def("correct_adamw", &py_update<CorrectionScalars, &correct_adamw>, no_gil);
+  module.def("lion", &py_update<LionScalars, &lion>, no_gil);
+  module.def("sgd", &py_update<SgdScalars, &sgd>, no_gil);
+  module.def("draw", &py_draw, no_gil);
   module.def("split", &py_split, no_gil);
   module.def("join", &py_join, no_gil);
   module.def("to_bf16", &py_to_bf16, no_gil);
@@ -143,8 +145,7 @@ NB_MODULE(_core, module) {
   module.def("sum_squares", &py_sum_squares, no_gil);
   module.def("copy_sum_squares", &py_copy_sum_squares);
   module.def("sum_squares_segments", &py_sum_squares_segments, no_gil);
-  module.def("roofline_fp32", &py_roofline_fp32, no_gil);
-  module.def("roofline_split", &py_roofline_split, no_gil);
+  module.def("roofline", &py_roofline, no_gil);
   module.attr("NUM_ROOFLINE_VARIANTS") = kNumRooflineVariants;
   bind_io(module);
 }

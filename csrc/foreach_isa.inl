@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #endif
 
+// For what keeps its vectors in registers only where it is part of the loop around it.
+#define OFFLOAD_INLINE __attribute__((always_inline))
 #define OFFLOAD_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define OFFLOAD_TARGET_BEGIN(features) \

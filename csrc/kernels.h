@@ -37,23 +37,41 @@ struct CorrectionScalars {
   float neg_step_size;
 };
 
+enum class States { fp32, bf16, int8 };
+
+// What is drawn at random is a function of these and of an element's number; see philox.inl.
+struct Draws {
+  uint64_t key;
+  uint32_t step;
+  uint32_t purpose;
+};
+
+// The moments of an update rule, as many as it has. fp32; bf16, rounded at random; or int8, a code for each weight and a
+// scale for every 128. Those two are told which element of its parameter the first one is: a multiple of 128.
+struct Moments {
+  States states;
+  void* values[2];
+  float* scales[2];
+  Draws draws;
+  uint64_t element;
+};
+
 // master: fp32 where lo is null; else `master` is the bfloat16 plane and `lo` the int16 plane of a split master.
-struct AdamwArrays {
+struct UpdateArrays {
   void* master;
   int16_t* lo;
-  float* exp_avg;
-  float* exp_avg_sq;
+  Moments moments;
   const void* grad;
   bool grad_is_bf16;
   int64_t n;
 };
 
 // Returns how many new master weights are not finite, judged in fp32 (a split NaN can look like a zero in its high half).
-int64_t adamw(const AdamwArrays& arrays, const AdamwScalars& scalars, Execution how);
+int64_t adamw(const UpdateArrays& arrays, const AdamwScalars& scalars, Execution how);
 
 // Brings the states after adamw to where another gradient scale would have brought them; returns as adamw does. Where
-// the two scales are equal it counts and writes nothing.
-int64_t correct_adamw(const AdamwArrays& arrays, const CorrectionScalars& scalars, Execution how);
+// the two scales are equal it counts and writes nothing. The moments are fp32.
+int64_t correct_adamw(const UpdateArrays& arrays, const CorrectionScalars& scalars, Execution how);
 
 struct LionScalars {
   float grad_scale;  // 1 for none
@@ -65,17 +83,21 @@ struct LionScalars {
   float lr;
 };
 
-struct LionArrays {  // as AdamwArrays
-  void* master;
-  int16_t* lo;
-  float* exp_avg;
-  const void* grad;
-  bool grad_is_bf16;
-  int64_t n;
+// Returns as adamw does.
+int64_t lion(const UpdateArrays& arrays, const LionScalars& scalars, Execution how);
+
+struct SgdScalars {
+  float grad_scale;  // 1 for none
+  float weight_decay;
+  float momentum;
+  float lr;
 };
 
-// Returns as adamw does.
-int64_t lion(const LionArrays& arrays, const LionScalars& scalars, Execution how);
+// With one fp32 moment, or none where that is null. Returns as adamw does.
+int64_t sgd(const UpdateArrays& arrays, const SgdScalars& scalars, Execution how);
+
+// Writes 32 random bits for each of n elements, of which the first is number `element`, a multiple of 64.
+void draw(uint32_t* out, int64_t n, const Draws& draws, uint64_t element, Execution how);
 
 void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
 void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);
@@ -95,10 +117,18 @@ constexpr int64_t kFew = 1 << 17;
 template <class T>
 double copy_sum_squares(const T* x, T* out, int64_t n, Execution how);
 
-// The memory traffic of adamw without its arithmetic, for the benchmark: variants differ in how far they prefetch.
+// The memory traffic of an update without its arithmetic, for the benchmark: reads `read`, and adds 1 to the words of each
+// of the arrays in `written`, whose elements have so many bytes. Variants differ in how far they prefetch.
 constexpr int kNumRooflineVariants = 3;
-void roofline_fp32(float* p, float* m, float* v, const float* g, int64_t n, int variant, Execution how);
-void roofline_split(uint16_t* hi, int16_t* lo, float* m, float* v, const uint16_t* g, int64_t n, int variant,
-                    Execution how);
+constexpr int kMostWritten = 4;
+struct RooflineArrays {
+  int num_written;
+  void* written[kMostWritten];
+  int bytes[kMostWritten];
+  const void* read;
+  int read_bytes;
+  int64_t n;
+};
+void roofline(const RooflineArrays& arrays, int variant, Execution how);
 
 }  // namespace offload

@@ -5,7 +5,7 @@
 
 namespace offload {
 
-int64_t lion(const LionArrays& arrays, const LionScalars& scalars, Execution how) {
+int64_t lion(const UpdateArrays& arrays, const LionScalars& scalars, Execution how) {
   return update_chunks(arrays.n, how.threads, [&](int64_t begin, int64_t end) {
     return OFFLOAD_DISPATCH(how.isa, lion_chunk(arrays, scalars, begin, end));
   });

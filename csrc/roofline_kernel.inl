@@ -1,36 +1,37 @@
-// The reads and writes of the AdamW kernels with next to no arithmetic: what memory alone allows. One loop per mix;
-// kAhead is how many elements ahead of the loop it prefetches, 0 for leaving that to the hardware.
+// The reads and writes of an update with next to no arithmetic: what memory alone allows. kAhead is how many elements
+// ahead of the loop it prefetches, 0 for leaving that to the hardware.
 
 template <int64_t kAhead>
-inline void prefetch(const void* p) {
-  if constexpr (kAhead > 0) __builtin_prefetch(static_cast<const char*>(p));
-}
-
-template <int64_t kAhead>
-void roofline_fp32_range(float* p, float* m, float* v, const float* g, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i + 16 <= end; i += 16) {  // 16 floats are a cache line
-    prefetch<kAhead>(p + i + kAhead), prefetch<kAhead>(m + i + kAhead);
-    prefetch<kAhead>(v + i + kAhead), prefetch<kAhead>(g + i + kAhead);
-    for (int64_t k = i; k < i + 16; k += Wide::kWidth) {
-      const auto grad = Wide::load(g + k);
-      Wide::store(p + k, Wide::add(Wide::load(p + k), grad));
-      Wide::store(m + k, Wide::add(Wide::load(m + k), grad));
-      Wide::store(v + k, Wide::add(Wide::load(v + k), grad));
+inline void touch(char* p, int64_t bytes, int64_t i, int64_t count) {
+  char* const from = p + i * bytes;
+  for (int64_t k = 0; k < count * bytes; k += 64) {
+    if constexpr (kAhead > 0) __builtin_prefetch(from + kAhead * bytes + k);
+    for (int64_t w = k; w < k + 64; w += 4 * Wide::kWidth) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(from + w);
+      Wide::store_int(words, Wide::add_int(Wide::load_int(words), Wide::set_int(1)));
     }
   }
 }
 
 template <int64_t kAhead>
-void roofline_split_range(uint16_t* hi, int16_t* lo, float* m, float* v, const uint16_t* g, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i + 32 <= end; i += 32) {  // 32 halves are a cache line
-    prefetch<kAhead>(hi + i + kAhead), prefetch<kAhead>(lo + i + kAhead), prefetch<kAhead>(g + i + kAhead);
-    prefetch<kAhead>(m + i + kAhead), prefetch<kAhead>(m + i + 16 + kAhead);
-    prefetch<kAhead>(v + i + kAhead), prefetch<kAhead>(v + i + 16 + kAhead);
-    for (int64_t k = i; k < i + 32; k += Wide::kWidth) {
-      const auto grad = Wide::load_bf16(g + k);
-      Wide::split(hi + k, lo + k, Wide::add(Wide::join(hi + k, lo + k), grad));
-      Wide::store(m + k, Wide::add(Wide::load(m + k), grad));
-      Wide::store(v + k, Wide::add(Wide::load(v + k), grad));
+inline void look(const char* p, int64_t bytes, int64_t i, int64_t count, typename Wide::Int& sum) {
+  const char* const from = p + i * bytes;
+  for (int64_t k = 0; k < count * bytes; k += 64) {
+    if constexpr (kAhead > 0) __builtin_prefetch(from + kAhead * bytes + k);
+    for (int64_t w = k; w < k + 64; w += 4 * Wide::kWidth) {
+      sum = Wide::add_int(sum, Wide::load_int(reinterpret_cast<const uint32_t*>(from + w)));
     }
   }
+}
+
+// Returns something that depends on what was read, so that the reads are made.
+template <int64_t kAhead>
+int64_t roofline_range(const RooflineArrays& a, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = 64;  // a cache line of the smallest elements
+  auto sum = Wide::set_int(0);
+  for (int64_t i = begin; i + kBlock <= end; i += kBlock) {
+    look<kAhead>(static_cast<const char*>(a.read), a.read_bytes, i, kBlock, sum);
+    for (int k = 0; k < a.num_written; ++k) touch<kAhead>(static_cast<char*>(a.written[k]), a.bytes[k], i, kBlock);
+  }
+  return Wide::largest(sum);
 }

@@ -2,6 +2,7 @@
 
 struct Wide {
   using Vec = __m256;
+  using Int = __m256i;
   static constexpr int64_t kWidth = 8;
 
   static Vec set(float x) { return _mm256_set1_ps(x); }
@@ -38,6 +39,12 @@ struct Wide {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 16), low));
   }
 
+  static void store_bf16_between(uint16_t* p, Vec x, Int random) {
+    const __m256i sum = _mm256_srli_epi32(_mm256_add_epi32(bits(x), random), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    store_low(p, _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7FC0), nan));
+  }
+
   static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
@@ -55,6 +62,65 @@ struct Wide {
     const __m256i exponent = _mm256_set1_epi32(0x7F800000);
     const __m256i found = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(x), exponent), exponent);
     return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(found))));
+  }
+
+  static Vec magnitude(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+  static Vec magnitude_at_least(Vec a, Vec b) { return _mm256_max_ps(magnitude(a), b); }
+  static Vec at_most(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+
+  static Int set_int(int32_t x) { return _mm256_set1_epi32(x); }
+  static Int load_int(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static void store_int(uint32_t* p, Int x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+  static Int load_code(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_code(uint8_t* p, Int x) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
+  static void store_signed_code(uint8_t* p, Int x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i code = _mm_xor_si128(_mm_packs_epi16(words, words), _mm_set1_epi8(127));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), code);
+  }
+  static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static Int low_half(Int a) { return _mm256_and_si256(a, _mm256_set1_epi32(0xFFFF)); }
+  template <int kBits>
+  static Int shift_right(Int a) { return _mm256_srli_epi32(a, kBits); }
+  static int32_t largest(Int a) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1)));
+  }
+  static Int bits(Vec x) { return _mm256_castps_si256(x); }
+  static Vec to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+  static Int truncate(Vec x) { return _mm256_cvttps_epi32(x); }
+  static Vec flip_by_sign(Vec x, Vec of) { return _mm256_xor_ps(x, _mm256_and_ps(of, _mm256_set1_ps(-0.0f))); }
+  static Vec with_other_sign(Vec x, Vec of) { return _mm256_or_ps(x, _mm256_andnot_ps(of, _mm256_set1_ps(-0.0f))); }
+  static Int increment_if_at_least(Int a, Vec x, Vec y) {
+    return _mm256_sub_epi32(a, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GE_OQ)));
+  }
+  static Vec pick(const float* table, Int index) { return _mm256_permutevar8x32_ps(_mm256_load_ps(table), index); }
+
+  static Vec pick16(const float* table, Int index) {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // bit 3 at the sign
+    return _mm256_blendv_ps(pick(table, index), pick(table + 8, index), upper);
+  }
+  static Int pick16(const int32_t* table, Int index) {
+    return bits(pick16(reinterpret_cast<const float*>(table), index));
+  }
+
+  using Long = __m256i;
+  static constexpr int64_t kLongs = 4;
+  static Long set_long(uint64_t x) { return _mm256_set1_epi64x(static_cast<int64_t>(x)); }
+  static Long count_by_two(uint64_t first) { return _mm256_add_epi64(set_long(first), _mm256_setr_epi64x(0, 2, 4, 6)); }
+  static Long add_long(Long a, Long b) { return _mm256_add_epi64(a, b); }
+  static Long xor_long(Long a, Long b, Long c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+  static Long multiply(Long a, Long b) { return _mm256_mul_epu32(a, b); }
+  static Long upper(Long a) { return _mm256_srli_epi64(a, 32); }
+  static void store_zipped(uint32_t* p, Long a, Long b) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xAA));
   }
 
   static void copy_line(void* to, const void* from) {

@@ -2,6 +2,7 @@
 
 struct Wide {
   using Vec = __m512;
+  using Int = __m512i;
   static constexpr int64_t kWidth = 16;
 
   static Vec set(float x) { return _mm512_set1_ps(x); }
@@ -36,6 +37,11 @@ struct Wide {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 16), low));
   }
 
+  static void store_bf16_between(uint16_t* p, Vec x, Int random) {
+    const __m512i sum = _mm512_srli_epi32(_mm512_add_epi32(bits(x), random), 16);
+    store_low(p, _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0)));
+  }
+
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
@@ -52,6 +58,62 @@ struct Wide {
   static int64_t count_nonfinite(Vec x) {
     constexpr int kQuietNan = 0x01, kPlusInf = 0x08, kMinusInf = 0x10, kSignalingNan = 0x80;
     return __builtin_popcount(_mm512_fpclass_ps_mask(x, kQuietNan | kPlusInf | kMinusInf | kSignalingNan));
+  }
+
+  static Vec magnitude(Vec x) { return _mm512_abs_ps(x); }
+  static Vec magnitude_at_least(Vec a, Vec b) { return _mm512_range_ps(a, b, 0x0B); }  // the larger magnitude, sign 0
+  static Vec at_most(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+
+  static Int set_int(int32_t x) { return _mm512_set1_epi32(x); }
+  static Int load_int(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static void store_int(uint32_t* p, Int x) { _mm512_storeu_si512(p, x); }
+  static Int load_code(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_code(uint8_t* p, Int x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  }
+  static void store_signed_code(uint8_t* p, Int x) {  // 127 - x is x ^ 127 in a byte, after saturation to -128 ... 127
+    const __m128i code = _mm_xor_si128(_mm512_cvtsepi32_epi8(x), _mm_set1_epi8(127));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), code);
+  }
+  static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static Int low_half(Int a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xFFFF)); }
+  template <int kBits>
+  static Int shift_right(Int a) { return _mm512_srli_epi32(a, kBits); }
+  static int32_t largest(Int a) { return _mm512_reduce_max_epi32(a); }
+  static Int bits(Vec x) { return _mm512_castps_si512(x); }
+  static Vec to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static Int truncate(Vec x) { return _mm512_cvttps_epi32(x); }
+  static Vec flip_by_sign(Vec x, Vec of) {  // (of & the sign bit) ^ x
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(of), _mm512_set1_epi32(INT32_MIN), bits(x), 0x6A));
+  }
+  static Vec with_other_sign(Vec x, Vec of) {  // (~of & the sign bit) | x
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(of), _mm512_set1_epi32(INT32_MIN), bits(x), 0xAE));
+  }
+  static Int increment_if_at_least(Int a, Vec x, Vec y) {
+    return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), a, _mm512_set1_epi32(1));
+  }
+  static Vec pick(const float* table, Int index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
+
+  static Vec pick16(const float* table, Int index) { return pick(table, index); }
+  static Int pick16(const int32_t* table, Int index) {
+    return _mm512_permutexvar_epi32(index, _mm512_load_si512(table));
+  }
+
+  using Long = __m512i;
+  static constexpr int64_t kLongs = 8;
+  static Long set_long(uint64_t x) { return _mm512_set1_epi64(static_cast<int64_t>(x)); }
+  static Long count_by_two(uint64_t first) {
+    return _mm512_add_epi64(set_long(first), _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14));
+  }
+  static Long add_long(Long a, Long b) { return _mm512_add_epi64(a, b); }
+  static Long xor_long(Long a, Long b, Long c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+  static Long multiply(Long a, Long b) { return _mm512_mul_epu32(a, b); }
+  static Long upper(Long a) { return _mm512_srli_epi64(a, 32); }
+  static void store_zipped(uint32_t* p, Long a, Long b) {
+    _mm512_storeu_si512(p, _mm512_mask_mov_epi32(a, 0xAAAA, _mm512_slli_epi64(b, 32)));
   }
 
   static void copy_line(void* to, const void* from) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }

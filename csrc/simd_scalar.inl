@@ -15,6 +15,7 @@ inline float float_of(uint32_t bits) {
 
 struct Narrow {
   using Vec = float;
+  using Int = int32_t;
   static constexpr int64_t kWidth = 1;
 
   static Vec set(float x) { return x; }
@@ -41,6 +42,13 @@ struct Narrow {
     return float_of((static_cast<uint32_t>(*hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(*lo)));
   }
 
+  // Rounds to one of both neighbours, up in magnitude where the dropped bits and 16 random ones carry: with the probability
+  // of its distance to the other one. A NaN stays a NaN.
+  static void store_bf16_between(uint16_t* p, Vec x, Int random) {
+    const uint32_t bits = bits_of(x);
+    *p = x == x ? static_cast<uint16_t>((bits + static_cast<uint32_t>(random)) >> 16) : 0x7FC0;
+  }
+
   static Vec add(Vec a, Vec b) { return a + b; }
   static Vec sub(Vec a, Vec b) { return a - b; }
   static Vec mul(Vec a, Vec b) { return a * b; }
@@ -51,6 +59,46 @@ struct Narrow {
   static Vec if_equal(Vec a, Vec b, Vec yes, Vec no) { return a == b ? yes : no; }  // `no` where a or b is NaN
   static Vec if_at_most(Vec a, Vec b, Vec yes, Vec no) { return a <= b ? yes : no; }
   static int64_t count_nonfinite(Vec x) { return (bits_of(x) & 0x7F800000) == 0x7F800000; }
+
+  static Vec magnitude(Vec x) { return float_of(bits_of(x) & 0x7FFFFFFF); }
+  static Vec magnitude_at_least(Vec a, Vec b) { return magnitude(a) > b ? magnitude(a) : b; }  // of numbers, b above 0
+  static Vec at_most(Vec a, Vec b) { return a < b ? a : b; }
+
+  static Int set_int(int32_t x) { return x; }
+  static Int load_int(const uint32_t* p) { return static_cast<int32_t>(*p); }
+  static void store_int(uint32_t* p, Int x) { *p = static_cast<uint32_t>(x); }
+  static Int load_code(const uint8_t* p) { return *p; }
+  static void store_code(uint8_t* p, Int x) { *p = static_cast<uint8_t>(x); }  // 0 to 255
+  static void store_signed_code(uint8_t* p, Int x) { *p = static_cast<uint8_t>(x > 127 ? 0 : 127 - x); }  // from -128 on
+  static Int add_int(Int a, Int b) { return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }
+  static Int max_int(Int a, Int b) { return a > b ? a : b; }
+  static Int low_half(Int a) { return a & 0xFFFF; }
+  template <int kBits>
+  static Int shift_right(Int a) { return static_cast<int32_t>(static_cast<uint32_t>(a) >> kBits); }
+  static int32_t largest(Int a) { return a; }  // of all lanes
+  static Int bits(Vec x) { return static_cast<int32_t>(bits_of(x)); }
+  static Vec to_float(Int a) { return static_cast<float>(a); }  // nearest, ties to even
+  static Int truncate(Vec x) { return static_cast<int32_t>(x); }
+  static Vec flip_by_sign(Vec x, Vec of) { return bits(of) < 0 ? -x : x; }
+  static Vec with_other_sign(Vec x, Vec of) { return bits(of) < 0 ? x : -x; }  // of an x that is not negative
+  static Int increment_if_at_least(Int a, Vec x, Vec y) { return a + (x >= y); }
+  static Vec pick(const float* table, Int index) { return table[index & 7]; }  // of 8 entries that are there twice
+  static Vec pick16(const float* table, Int index) { return table[index & 15]; }
+  static Int pick16(const int32_t* table, Int index) { return table[index & 15]; }
+
+  // 64-bit lanes. multiply is that of the lower halves; store_zipped writes the lower halves of a and b by turns.
+  using Long = uint64_t;
+  static constexpr int64_t kLongs = 1;
+  static Long set_long(uint64_t x) { return x; }
+  static Long count_by_two(uint64_t first) { return first; }  // first, first + 2, ...
+  static Long add_long(Long a, Long b) { return a + b; }
+  static Long xor_long(Long a, Long b, Long c) { return a ^ b ^ c; }
+  static Long multiply(Long a, Long b) { return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF); }
+  static Long upper(Long a) { return a >> 32; }
+  static void store_zipped(uint32_t* p, Long a, Long b) {
+    p[0] = static_cast<uint32_t>(a);
+    p[1] = static_cast<uint32_t>(b);
+  }
 
   // 64 bytes to an address that is a multiple of 64. stream_line passes the caches by where the processor can; fence
   // must follow before another thread may read.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine as Engine
     from offload.optim.adamw import AdamW as AdamW
     from offload.optim.lion import Lion as Lion
+    from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
     from offload.training.trainer import Trainer as Trainer
@@ -24,6 +25,7 @@ _HOMES = {
     "Engine": "offload.engine.engine",
     "AdamW": "offload.optim.adamw",
     "Lion": "offload.optim.lion",
+    "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",
     "Trainer": "offload.training.trainer",

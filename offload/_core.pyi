@@ -4,6 +4,8 @@
 `isa` is the number of an instruction set in csrc/cpu.h.
 """
 
+from collections.abc import Sequence
+
 NUM_ROOFLINE_VARIANTS: int
 
 def supported_isas() -> list[str]: ...
@@ -11,19 +13,15 @@ def physical_cores() -> int: ...
 def adamw(
     master: int,
     lo: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    states: int,
+    moments: Sequence[int],
     grad: int,
     grad_is_bf16: bool,
     n: int,
-    grad_scale: float,
-    decay: float,
-    lerp_weight: float,
-    beta2: float,
-    one_minus_beta2: float,
-    sqrt_correction2: float,
-    eps: float,
-    neg_step_size: float,
+    scalars: Sequence[float],
+    key: int,
+    step: int,
+    element: int,
     threads: int,
     isa: int,
     /,
@@ -31,19 +29,15 @@ def adamw(
 def correct_adamw(
     master: int,
     lo: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    states: int,
+    moments: Sequence[int],
     grad: int,
     grad_is_bf16: bool,
     n: int,
-    applied_scale: float,
-    grad_scale: float,
-    lerp_weight: float,
-    one_minus_beta2: float,
-    least_v_per_m2: float,
-    sqrt_correction2: float,
-    eps: float,
-    neg_step_size: float,
+    scalars: Sequence[float],
+    key: int,
+    step: int,
+    element: int,
     threads: int,
     isa: int,
     /,
@@ -51,21 +45,36 @@ def correct_adamw(
 def lion(
     master: int,
     lo: int,
-    exp_avg: int,
+    states: int,
+    moments: Sequence[int],
     grad: int,
     grad_is_bf16: bool,
     n: int,
-    grad_scale: float,
-    decay: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    lr: float,
+    scalars: Sequence[float],
+    key: int,
+    step: int,
+    element: int,
     threads: int,
     isa: int,
     /,
 ) -> int: ...
+def sgd(
+    master: int,
+    lo: int,
+    states: int,
+    moments: Sequence[int],
+    grad: int,
+    grad_is_bf16: bool,
+    n: int,
+    scalars: Sequence[float],
+    key: int,
+    step: int,
+    element: int,
+    threads: int,
+    isa: int,
+    /,
+) -> int: ...
+def draw(out: int, n: int, key: int, step: int, purpose: int, element: int, threads: int, isa: int, /) -> None: ...
 def split(master: int, hi: int, lo: int, n: int, threads: int, isa: int, /) -> None: ...
 def join(hi: int, lo: int, master: int, n: int, threads: int, isa: int, /) -> None: ...
 def to_bf16(source: int, out: int, n: int, threads: int, isa: int, /) -> None: ...
@@ -76,9 +85,16 @@ def copy_sum_squares(x: int, out: int, is_bf16: bool, n: int, threads: int, isa:
 def sum_squares_segments(
     x: int, x_is_bf16: bool, offsets: int, sizes: int, sums: int, num_segments: int, threads: int, isa: int, /
 ) -> None: ...
-def roofline_fp32(p: int, m: int, v: int, g: int, n: int, variant: int, threads: int, isa: int, /) -> None: ...
-def roofline_split(
-    hi: int, lo: int, m: int, v: int, g: int, n: int, variant: int, threads: int, isa: int, /
+def roofline(
+    written: Sequence[int],
+    num_bytes: Sequence[int],
+    read: int,
+    read_bytes: int,
+    n: int,
+    variant: int,
+    threads: int,
+    isa: int,
+    /,
 ) -> None: ...
 
 class IoRequest: ...

@@ -14,7 +14,7 @@ from offload.config.command_line import run_command
 # name -> what it measures. The module offload.benches.NAME
 # has add_arguments(parser) and run(arguments) -> list[Result].
 BENCHMARKS = {
-    "adam": "AdamW on the CPU against the memory roofline, torch and DeepSpeed",
+    "adam": "updates on the CPU against the memory roofline, torch, DeepSpeed and 8-bit AdamW",
     "nvme": "files read and written by the I/O engines, against fio",
     "step": "a training step against plain PyTorch and DeepSpeed",
 }

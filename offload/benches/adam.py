@@ -1,4 +1,5 @@
-"""AdamW on the CPU: our kernels against the memory roofline, torch's fused AdamW and DeepSpeed's.
+"""Updates on the CPU: our kernels of every rule and width against the memory roofline of their own bytes, and AdamW
+against torch's fused one, DeepSpeed's, and those with 8-bit states of bitsandbytes and torchao.
 
 All contenders run in one process, one after the other, round after round: a ratio is the median over the rounds of the
 quotient of two times that were measured a moment apart, so that a busy machine disturbs both sides alike.
@@ -24,9 +25,9 @@ from offload.native import kernels
 STEP = 100
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-# Bytes per parameter that must move: fp32 reads p, m, v, g and writes p, m, v; split reads hi, lo, m, v and a bfloat16
-# g and writes hi, lo, m, v; the norm reads that g once more.
-FP32_BYTES, SPLIT_BYTES, NORM_BYTES = 28, 26, 2
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # the scales of int8, one for 128, are counted below
+RULES = {"adamw": 2, "lion": 1, "sgd": 1, "sgd without momentum": 0}  # with how many moments
+NORM_BYTES = 2  # a parameter, when a bfloat16 gradient is read once more for its norm
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Contender:
 
     name: str
     run: Callable[[int], object]
-    bytes_per_parameter: int | None = None
+    bytes_per_parameter: float | None = None
     reference: str | None = None
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -73,10 +74,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
         raise ConfigError("the C++ kernels are missing: there is nothing to measure; build them with `make build`.")
     import torch
 
-    others = [*with_torch(n), *with_deepspeed(n)]
-    contenders = [*rooflines(n), *ours(n, chain=others[-1].name), *others]
+    groups = [[*rooflines(n, is_split), *ours(n, is_split)] for is_split in (False, True)]
+    others = [*with_torch(n), *with_deepspeed(n), *with_eight_bits(n)]
+    chain = next(one.name for one in reversed(others) if "chain" in one.name)
     results = []
     for num_threads in threads:
+        contenders = [contender for group in groups for contender in group] + [clipped(n, chain), *others]
         torch.set_num_threads(num_threads)
         for round_number in range(arguments.reps + 1):
             for contender in contenders:
@@ -102,54 +105,111 @@ def parse_count(text: str) -> int:
     return count
 
 
-def rooflines(n: int) -> list[Contender]:
+@dataclass(frozen=True)
+class Kind:
+    """What an update moves: its rule, the width of moments, a master of fp32 or split and with gradients in bf16."""
+
+    rule: str
+    states: str
+    is_split: bool
+
+    @property
+    def name(self) -> str:
+        width = f" {self.states}" if self.states != "fp32" else ""
+        return f"{self.rule}{width}, {'split' if self.is_split else 'fp32'}"
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Master and moments are read and written, the gradient is read."""
+        scales = 4 / kernels.BLOCK if self.states == "int8" else 0
+        return 2 * (4 + RULES[self.rule] * (MOMENT_BYTES[self.states] + scales)) + (2 if self.is_split else 4)
+
+    def moments(self, n: int) -> list[Any]:
+        """Make them, of zeros that are in memory."""
+        import torch
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[self.states]
+        # Ones first: fresh zeros are pages that do not exist yet.
+        made = [torch.ones(n, dtype=dtype).zero_() for _ in range(RULES[self.rule])]
+        return [(each, torch.zeros(-(-n // kernels.BLOCK))) for each in made] if self.states == "int8" else made
+
+
+FP32, SPLIT = (Kind("adamw", "fp32", is_split) for is_split in (False, True))
+
+
+def kinds(is_split: bool) -> list[Kind]:
+    """Return all that there are."""
+    widths = [("adamw", states) for states in MOMENT_BYTES] + [("lion", states) for states in MOMENT_BYTES]
+    return [Kind(*each, is_split) for each in (*widths, ("sgd", "fp32"), ("sgd without momentum", "fp32"))]
+
+
+def rooflines(n: int, is_split: bool) -> list[Contender]:
     """Make what memory alone allows: the reads and writes of our kernels with one addition for arithmetic."""
     import torch
 
-    p, m, v, g = (torch.ones(n).zero_() for _ in range(4))  # ones first: fresh zeros are pages that do not exist yet
-    halves = p.view(torch.int16)
-    planes, bf16_grad = (halves[:n], halves[n:]), g.view(torch.bfloat16)[:n]
+    master, gradient = torch.ones(n), torch.ones(n, dtype=torch.bfloat16 if is_split else torch.float32)
+    halves = master.view(torch.int16)
+    planes = [halves[:n], halves[n:]] if is_split else [master]
+    lent = [torch.ones(n) for _ in range(2)]
+    contenders = []
+    for kind in {kind.bytes_per_parameter: kind for kind in kinds(is_split)}.values():
+        written = planes + [
+            each.view(torch.uint8)[: n * MOMENT_BYTES[kind.states]] for each in lent[: RULES[kind.rule]]
+        ]
 
-    def variants(name: str, num_bytes: int, *arrays: Any) -> list[Contender]:
-        def run(variant: int, threads: int) -> None:
-            kernels.roofline(*arrays, variant=variant, threads=threads)
+        def run(variant: int, threads: int, written: list[Any]) -> None:
+            kernels.roofline(written, gradient, variant=variant, threads=threads)
 
-        return [Contender(name, partial(run, each), num_bytes) for each in range(kernels.NUM_ROOFLINE_VARIANTS)]
-
-    return [
-        *variants("roofline fp32", FP32_BYTES, p, m, v, g),
-        *variants("roofline split", SPLIT_BYTES, planes, m, v, bf16_grad),
-    ]
+        for variant in range(kernels.NUM_ROOFLINE_VARIANTS):
+            move = partial(run, variant, written=written)
+            contenders.append(Contender(_roofline(kind), move, kind.bytes_per_parameter))
+    return contenders
 
 
-def ours(n: int, chain: str) -> list[Contender]:
-    """Make our kernels, and the split one after the pass over the gradients that clipping needs.
+def _roofline(kind: Kind) -> str:
+    return f"roofline {kind.bytes_per_parameter:g} B"
 
-    chain: the name of the contender that does the work of the latter in separate passes.
+
+def ours(n: int, is_split: bool) -> list[Contender]:
+    """Make our kernels."""
+    import torch
+
+    weights, gradient = torch.randn(n).mul_(0.02), torch.randn(n).mul_(1e-2)
+    master, gradient = (kernels.split(weights), gradient.bfloat16()) if is_split else (weights, gradient)
+    contenders = []
+    for kind in kinds(is_split):
+        moments = kind.moments(n)
+        how: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
+        if not kind.rule.startswith("sgd"):
+            how = {"step": STEP} | {
+                key: x for key, x in HYPERPARAMETERS.items() if kind.rule == "adamw" or key != "eps"
+            }
+        kernel: Callable[..., object] = getattr(kernels, kind.rule.partition(" ")[0])
+
+        def run(threads: int, kernel: Any = kernel, moments: Any = moments or [None], how: Any = how) -> None:
+            kernel(master, *moments, gradient, threads=threads, **how)
+
+        contenders.append(Contender(f"offload {kind.name}", run, kind.bytes_per_parameter, _roofline(kind)))
+    return contenders
+
+
+def clipped(n: int, chain: str) -> Contender:
+    """Make the split AdamW after the pass over the gradients that clipping needs.
+
+    chain: the name of the contender that does this in separate passes.
     """
     import torch
 
-    p, g = torch.randn(n).mul_(0.02), torch.randn(n).mul_(1e-2)
-    m, v = torch.ones(n).zero_(), torch.ones(n).zero_()
-    planes, split_m, split_v, bf16_grad = kernels.split(p), m.clone(), v.clone(), g.bfloat16()
+    master, gradient = kernels.split(torch.randn(n).mul_(0.02)), torch.randn(n).mul_(1e-2).bfloat16()
+    moments = torch.ones(n).zero_(), torch.ones(n).zero_()
 
-    def fp32(threads: int) -> None:
-        kernels.adamw(p, m, v, g, step=STEP, threads=threads, **HYPERPARAMETERS)
+    def run(threads: int) -> None:
+        norm = kernels.sum_squares(gradient, threads=threads) ** 0.5
+        scale = min(1.0, 1.0 / (norm + 1e-6))
+        kernels.adamw(master, *moments, gradient, step=STEP, grad_scale=scale, threads=threads, **HYPERPARAMETERS)
 
-    def split(threads: int, grad_scale: float = 1.0) -> None:
-        kernels.adamw(
-            planes, split_m, split_v, bf16_grad, step=STEP, grad_scale=grad_scale, threads=threads, **HYPERPARAMETERS
-        )
-
-    def clipped(threads: int) -> None:
-        norm = kernels.sum_squares(bf16_grad, threads=threads) ** 0.5
-        split(threads, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
-
-    return [
-        Contender("offload fp32", fp32, FP32_BYTES, "roofline fp32"),
-        Contender("offload split", split, SPLIT_BYTES, "roofline split"),
-        Contender("offload split, norm, clip", clipped, SPLIT_BYTES + NORM_BYTES, chain),
-    ]
+    bytes_per_parameter = Kind("adamw", "fp32", True).bytes_per_parameter + NORM_BYTES
+    return Contender("offload adamw, split, norm, clip", run, bytes_per_parameter, chain)
 
 
 def with_torch(n: int) -> list[Contender]:
@@ -167,6 +227,32 @@ def with_deepspeed(n: int) -> list[Contender]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return _around("DeepSpeedCPUAdam", "DeepSpeed bf16 chain", n, partial(DeepSpeedCPUAdam, adamw_mode=True))
+
+
+def with_eight_bits(n: int) -> list[Contender]:
+    """Make AdamW with 8-bit states of bitsandbytes and torchao, on fp32 weights; nothing where they are missing."""
+    import torch
+
+    makers: dict[str, Callable[..., Any]] = {}
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        from bitsandbytes.optim import AdamW8bit
+
+        makers["bitsandbytes AdamW8bit"] = AdamW8bit
+    if importlib.util.find_spec("torchao") is not None:
+        from torchao.optim import AdamW8bit as AoAdamW8bit
+
+        makers["torchao AdamW8bit"] = AoAdamW8bit
+    contenders = []
+    for name, make in makers.items():
+        parameter = torch.nn.Parameter(torch.randn(n).mul_(0.02))
+        parameter.grad = torch.randn(n).mul_(1e-2)
+
+        def run(_threads: int, step: Callable[[], object]) -> None:
+            step()
+
+        step = make([parameter], **HYPERPARAMETERS).step
+        contenders.append(Contender(name, partial(run, step=step), None, "offload adamw int8, fp32"))
+    return contenders
 
 
 def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Contender]:
@@ -193,9 +279,9 @@ def _around(alone: str, chain: str, n: int, make: Callable[..., Any]) -> list[Co
         bf16_weights.copy_(parameter.detach())
 
     return [
-        Contender(alone, bare, FP32_BYTES, "roofline fp32"),
-        Contender(f"{chain}: casts", cast, None, "roofline split"),
-        Contender(f"{chain}: casts, norm, clip", partial(cast, clips=True), None, "roofline split"),
+        Contender(alone, bare, FP32.bytes_per_parameter, _roofline(FP32)),
+        Contender(f"{chain}: casts", cast, None, _roofline(SPLIT)),
+        Contender(f"{chain}: casts, norm, clip", partial(cast, clips=True), None, _roofline(SPLIT)),
     ]
 
 

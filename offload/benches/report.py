@@ -52,7 +52,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of what was compared; what is not installed is left out."""
     found = {"python": platform.python_version(), "system": platform.system()}
-    for package in ("offload", "torch", "transformers", "numpy", "deepspeed"):
+    for package in ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

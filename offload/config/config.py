@@ -37,7 +37,16 @@ BUILTIN_DEVICE_MEMORY = 8 * 2**20
 """Of the built-in run on a CPU: its states are 16 MiB, so they have to stream. (A GPU's allocator, which a budget
 bounds, takes more at once.)
 """
-_FIXED = ("data", "model.path", "model.preset", "train.batch_size", "train.precision", "optimizer.name", "run.seed")
+_FIXED = (
+    "data",
+    "model.path",
+    "model.preset",
+    "train.batch_size",
+    "train.precision",
+    "optimizer.name",
+    "optimizer.states",
+    "run.seed",
+)
 """Sections and keys that make another run when they change: other data, another order, another model."""
 _OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
 _NAMES_OF_FILES = (
@@ -49,6 +58,8 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
+_OF_RULES = {"betas": ("adamw", "lion"), "eps": ("adamw",), "states": ("adamw", "lion"), "momentum": ("sgd",)}
+"""Settings that not all rules have, with those that do."""
 _OF_LION = {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1}
 """Its defaults. By the paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times smaller than AdamW's, and
 its weight decay as many times larger.
@@ -200,15 +211,19 @@ class Config(BaseModel):
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
-        eps = self.optimizer.eps
-        if self.optimizer.name == "lion" and eps != OptimizerSection.model_fields["eps"].default:
+        rule, states = self.optimizer.name, self.optimizer.states
+        for key, rules in _OF_RULES.items():
+            value = getattr(self.optimizer, key)
+            if rule not in rules and value != OptimizerSection.model_fields[key].default:
+                raise ConfigError(
+                    f"optimizer.{key} is {value}, and {rule} has no such setting; leave it out, or set "
+                    f"--optimizer.name {' or '.join(rules)}."
+                )
+        if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
+            lacking = rule if states == "fp32" else f"{rule} with states in {states}"
             raise ConfigError(
-                f"optimizer.eps is {eps}, and lion has no such setting; leave it out, or set --optimizer.name adamw."
-            )
-        if self.optimizer.name == "lion" and self.train.clip == "speculative":
-            raise ConfigError(
-                "train.clip is speculative, which corrects updates once the norm is known, and lion has no correction: "
-                "set --train.clip deferred or auto."
+                "train.clip is speculative, which corrects updates once the norm is known, and "
+                f"{lacking} has no correction: set --train.clip deferred or auto."
             )
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(

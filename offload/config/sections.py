@@ -288,23 +288,35 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """The update rule and its learning rate."""
 
-    name: Literal["adamw", "lion"] = Field(
-        default="adamw", description="Update rule. lion has one moment, and takes 4 bytes less of each parameter."
+    name: Literal["adamw", "lion", "sgd"] = Field(
+        default="adamw",
+        description="Update rule. lion has one moment, and takes 4 bytes less of each parameter; so has sgd, and none "
+        "without momentum.",
     )
     lr: Rate | None = Field(
         default=None,
         description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with "
         "lion a tenth of it.",
     )
+    states: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="How adamw and lion store moments: 4, 2 or about 1 byte each. bf16 is rounded at random (from "
+        "run.seed); int8 has a scale for 128, and keeps embeddings and parameters of fewer than 4096 elements in fp32. "
+        "Clipping is deferred with both.",
+    )
     betas: Betas = Field(
         default=(0.9, 0.95),
         description="Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and "
         "after it, 0.9 and 0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.",
     )
-    eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment. Not for lion.")
+    eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment. For adamw.")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Decay of sgd's moment, in [0, 1). 0: none, and no state but the weights."
+    )
     weight_decay: Rate = Field(
         default=0.01,
-        description="Decoupled weight decay, scaled by the learning rate. With lion 0.1 unless set.",
+        description="Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion "
+        "0.1 unless set.",
     )
     decay_1d: bool = Field(
         default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."

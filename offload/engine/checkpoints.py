@@ -198,7 +198,7 @@ def check_contents(engine: EngineState, reader: Reader) -> None:
             raise ConfigError(
                 f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
                 f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters, the --train.precision and "
-                "the --optimizer.name that it was made with."
+                "the --optimizer.name and --optimizer.states that it was made with."
             )
 
 

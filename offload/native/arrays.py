@@ -16,11 +16,15 @@ FP32 = frozenset({"float32"})
 BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: its bits travel as int16 or uint16
 FP32_OR_BF16 = FP32 | BF16
 BITS16 = frozenset({"bits16"})
+UINT8 = frozenset({"uint8"})
+INT32 = frozenset({"int32"})
 _ALLOWED = {
     FP32: "float32",
     BF16: "bfloat16, or its bits as int16 or uint16",
     FP32_OR_BF16: "float32 or bfloat16, or the bits of bfloat16 as int16 or uint16",
     BITS16: "int16",
+    UINT8: "uint8",
+    INT32: "int32",
 }
 
 
@@ -46,9 +50,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
     if not contiguous:
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     if length >= 0 and num_elements != length:
-        raise ConfigError(
-            f"{name} has {num_elements} elements, the first array of this call has {length}; they must be equal."
-        )
+        raise _wrong_length(name, num_elements, length)
     return address, num_elements, kind != "float32"
 
 
@@ -71,10 +73,14 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
     return address, num_bytes
 
 
-def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, or int16 for BITS16.
+def tensor(
+    name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | None = None, length: int | None = None
+) -> torch.Tensor:
+    """Return the array as a one-dimensional tensor over the same memory: float32, bfloat16, int16 for BITS16, or what
+    else is allowed.
 
-    `like` is a tensor whose length and device it must share. Raises ConfigError, which calls the array `name`.
+    `like` is a tensor whose device it must share, and whose length unless there is another `length`. Raises
+    ConfigError, which calls the array `name`.
     """
     import torch
 
@@ -83,18 +89,21 @@ def tensor(name: str, array: Any, allowed: frozenset[str], like: torch.Tensor | 
     if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
-    if kind != "float32":
+    if kind in FP32_OR_BF16 - FP32:
         result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
     if like is not None and result.device != like.device:
         raise ConfigError(
             f"{name} is on {result.device}, the first array of this call on {like.device}; they must be on one device."
         )
-    if like is not None and result.numel() != like.numel():
-        raise ConfigError(
-            f"{name} has {result.numel()} elements, the first array of this call has {like.numel()}; "
-            "they must be equal."
-        )
+    if like is not None and result.numel() != (like.numel() if length is None else length):
+        raise _wrong_length(name, result.numel(), like.numel() if length is None else length)
     return result
+
+
+def _wrong_length(name: str, found: int, wanted: int) -> ConfigError:
+    if name.endswith(" scale"):
+        return ConfigError(f"{name} has {found} elements; it must have {wanted}, one for each 128 of the first array.")
+    return ConfigError(f"{name} has {found} elements, the first array of this call has {wanted}; they must be equal.")
 
 
 def on_cpu(array: Any) -> bool:
@@ -131,11 +140,13 @@ def kind_of(name: str, array: Any) -> str | None:
         import torch
 
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "bits16", torch.uint16: "bits16"}
+        names |= {torch.uint8: "uint8", torch.int32: "int32"}
         _kinds.update(names)
         return _kinds.get(array.dtype)
     if hasattr(array, "__array_interface__"):
         import numpy
 
         _kinds.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
+        _kinds.update({numpy.dtype("u1"): "uint8", numpy.dtype("i4"): "int32"})
         return _kinds.get(array.dtype)
     raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")

@@ -1,4 +1,4 @@
-"""The kernels on flat arrays: AdamW, Lion, the split master, sums of squares, bfloat16.
+"""The kernels on flat arrays: update rules, the split master, sums of squares, bfloat16.
 
 Beside `offload.native.io` this is the only caller of the C++ module `offload._core`. Arrays are torch tensors or
 numpy arrays, contiguous, of any shape; those of one call do not overlap. What lies on the CPU goes to C++; where that
@@ -11,12 +11,26 @@ Every function that computes takes `threads` and `isa`, None for the defaults; n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.errors import ConfigError, nearest
-from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, empty_like, flat, kind_of, on_cpu, tensor
+from offload.native.arrays import (
+    BF16,
+    BITS16,
+    FP32,
+    FP32_OR_BF16,
+    INT32,
+    UINT8,
+    empty_like,
+    flat,
+    kind_of,
+    memory,
+    on_cpu,
+    tensor,
+)
 from offload.native.core import core as _core
 from offload.native.core import missing_because as _missing_because
 
@@ -79,8 +93,8 @@ def describe() -> dict[str, Any]:
 
 def adamw(
     master: A | tuple[A, A],
-    exp_avg: A,
-    exp_avg_sq: A,
+    exp_avg: A | tuple[A, A],
+    exp_avg_sq: A | tuple[A, A],
     grad: A,
     *,
     step: int,
@@ -89,6 +103,8 @@ def adamw(
     eps: float,
     weight_decay: float,
     grad_scale: float = 1.0,
+    key: int = 0,
+    element: int = 0,
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
@@ -100,8 +116,12 @@ def adamw(
     All arrays have the same number of elements.
 
     master: float32, or a split master (hi: bfloat16, lo: int16), see `split`.
-    exp_avg, exp_avg_sq: float32. grad: float32 or bfloat16, not modified.
-    step: the number of this step; the first is 1.
+    exp_avg, exp_avg_sq: float32; or bfloat16; or (codes: uint8 [n], scale: float32 [ceil(n / 128)]). Weights get what
+    the new moments are before these are rounded. To bfloat16 at random, by a function of `key`, `step` and the element,
+    of which the first is number `element`, a multiple of 128. To the code of the nearest number of the dynamic map, of
+    two equally near that of the one farther from 0, times the largest magnitude of a block, its scale; which is 0 where
+    no moment is a normal number, and NaN where one is not finite.
+    grad: float32 or bfloat16, not modified. step: the number of this step; the first is 1.
 
     For tensors on another device the count is a 0-dim int64 tensor there, so that nobody waits for that device.
     """
@@ -119,7 +139,7 @@ def adamw(
         -(lr / (1 - beta1**step)),
     )
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return _update("adamw", master, moments, grad, scalars, threads, isa)
+    return _update("adamw", master, moments, grad, scalars, threads, isa, (key, step, element))
 
 
 def correct_adamw(
@@ -171,13 +191,16 @@ def correct_adamw(
 
 def lion(
     master: A | tuple[A, A],
-    exp_avg: A,
+    exp_avg: A | tuple[A, A],
     grad: A,
     *,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     grad_scale: float = 1.0,
+    step: int = 1,
+    key: int = 0,
+    element: int = 0,
     threads: int | None = None,
     isa: str | None = None,
 ) -> int | torch.Tensor:
@@ -189,12 +212,66 @@ def lion(
         exp_avg = beta2 exp_avg + (1 - beta2) grad
 
     The sign of 0 is 0. Where the gradient or exp_avg is not finite, neither is the weight. Arrays are as `adamw` takes
-    them, and so is what is returned.
+    them, and so is what is returned; `step`, `key` and `element` are for the rounding of a bfloat16 exp_avg.
     """
-    _check_settings(1, lr, betas, weight_decay=weight_decay, grad_scale=grad_scale)
+    _check_settings(step, lr, betas, weight_decay=weight_decay, grad_scale=grad_scale)
     beta1, beta2 = betas
     scalars = (grad_scale, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)
-    return _update("lion", master, {"exp_avg": exp_avg}, grad, scalars, threads, isa)
+    return _update("lion", master, {"exp_avg": exp_avg}, grad, scalars, threads, isa, (key, step, element))
+
+
+def sgd(
+    master: A | tuple[A, A],
+    momentum_buffer: A | None,
+    grad: A,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> int | torch.Tensor:
+    """Do one step of gradient descent in place and return how many of the new master weights are not finite.
+
+    On the gradient times `grad_scale`, in the order of operations of `torch.optim.SGD(foreach=False, fused=False)`:
+
+        change          = grad + weight_decay master
+        momentum_buffer = momentum momentum_buffer + change
+        master          = master - lr momentum_buffer
+
+    Without a buffer (None) the change itself is taken. Arrays are as `adamw` takes them, the buffer float32.
+    """
+    _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
+    buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    for name, buffer in buffers.items():
+        if _stored(name, buffer) != "fp32":
+            raise ConfigError(f"{name} has dtype {getattr(buffer, 'dtype', 'of a pair')}; it must be float32.")
+    return _update("sgd", master, buffers, grad, (grad_scale, weight_decay, momentum, lr), threads, isa)
+
+
+def draw(
+    out: A, *, key: int, step: int, purpose: int, element: int = 0, threads: int | None = None, isa: str | None = None
+) -> A:
+    """Fill `out` (int32) with 32 random bits for each element from number `element`, a multiple of 64, on; return it.
+
+    They are a function of the arguments: docs/design.md, "Randomness". `key` has 64 bits, `step` and `purpose` 32.
+    """
+    address, n = memory("out", out, writable=True) if on_cpu(out) else (0, 0)
+    wrong = kind_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
+    if wrong:
+        raise ConfigError(
+            f"out has dtype {out.dtype}, key is {key}, step {step} and element {element}; they must be int32, of 64 "
+            "and of 32 bits, and a multiple of 64."
+        )
+    if _core is None or not on_cpu(out):
+        from offload.native import philox
+
+        flattened = tensor("out", out, INT32)
+        flattened.copy_(philox.words(flattened.numel(), key, step, purpose, element, flattened.device))
+    else:
+        _core.draw(address, n // 4, key, step, purpose, element, *_execution(threads, isa))
+    return out
 
 
 def split(
@@ -294,32 +371,22 @@ NUM_ROOFLINE_VARIANTS = 3
 
 
 def roofline(
-    master: A | tuple[A, A],
-    exp_avg: A,
-    exp_avg_sq: A,
-    grad: A,
-    *,
-    variant: int,
-    threads: int | None = None,
-    isa: str | None = None,
+    written: Sequence[Any], read: Any, *, variant: int, threads: int | None = None, isa: str | None = None
 ) -> None:
-    """Read and write what `adamw` does, with one addition for arithmetic: the time that memory alone takes.
+    """Read and write what an update does, with one addition for arithmetic: the time that memory alone takes.
 
-    Float32 master and gradient, or split master and bfloat16 gradient; the arrays are added to. For the benchmark, C++
-    only.
+    Reads `read`, and adds 1 to all words of at most 4 arrays `written`, whose bits lose their meaning. All have as many
+    elements, of any dtype. For the benchmark, C++ only.
     `variant` 0 to NUM_ROOFLINE_VARIANTS - 1 prefetch differently; the fastest is the roofline.
     """
     if _core is None:
         raise ConfigError(f"the C++ kernels are missing ({_missing_because}); build them with `make build`.")
-    is_split = isinstance(master, tuple)
-    planes = master if isinstance(master, tuple) else (master,)
-    names = (("hi", BF16), ("lo", BITS16)) if is_split else (("master", FP32),)
-    n = flat("exp_avg", exp_avg, FP32)[1]
-    addresses = [flat(name, plane, kind, n)[0] for (name, kind), plane in zip(names, planes, strict=True)]
-    addresses += [flat("exp_avg", exp_avg, FP32, n)[0], flat("exp_avg_sq", exp_avg_sq, FP32, n)[0]]
-    addresses.append(flat("grad", grad, BF16 if is_split else FP32, n)[0])
-    move = _core.roofline_split if is_split else _core.roofline_fp32
-    move(*addresses, n, variant, *_execution(threads, isa))
+    arrays = [memory("written", array, writable=True) for array in written]
+    address, num_bytes = memory("read", read, writable=False)
+    n = math.prod(read.shape)
+    sizes = [size // n for _, size in arrays]
+    place = [place for place, _ in arrays], sizes, address, num_bytes // n, n
+    _core.roofline(*place, variant, *_execution(threads, isa))
 
 
 _INFINITY = float("inf")
@@ -333,46 +400,89 @@ def _update(
     scalars: tuple[float, ...],
     threads: int | None,
     isa: str | None,
+    drawn: tuple[int, int, int] = (0, 0, 0),
 ) -> int | torch.Tensor:
-    """Call an update rule's function with its master, moments (by name, in fp32), gradient and scalars."""
+    """Call an update rule's function with its master, moments (by name), gradient and scalars; `drawn`: the key, step
+    and element by which moments are rounded.
+    """
     whole, lo = master if isinstance(master, tuple) else (master, None)
-    arrays = [
-        ("master", whole, FP32) if lo is None else ("hi", whole, BF16),
-        ("lo", lo, BITS16),
-        *((name, moment, FP32) for name, moment in moments.items()),
-        ("grad", grad, FP32_OR_BF16),
-    ]
-    count: int | torch.Tensor = _call(function, arrays, threads, isa, scalars)
-    return int(count) if on_cpu(whole) else count
+    name, kinds = ("master", FP32) if lo is None else ("hi", BF16)
+    key, step, element = drawn
+    if not (0 <= key < 2**64 and 0 <= step < 2**32 and element >= 0 and element % BLOCK == 0):
+        raise ConfigError(
+            f"key is {key}, step {step} and element {element}; they must be of 64 and of 32 bits, and a multiple of "
+            f"{BLOCK}."
+        )
+    stored = {_stored(name, moment) for name, moment in moments.items()} or {"fp32"}
+    if len(stored) > 1:
+        raise ConfigError(f"{' and '.join(moments)} are {' and '.join(sorted(stored))}; they must be alike.")
+    states = stored.pop()
+    if _core is None or not on_cpu(whole):
+        from offload.native import torch_fallback
+
+        first = tensor(name, whole, kinds)
+        low = None if lo is None else tensor("lo", lo, BITS16, first)
+        blocks = -(-first.numel() // BLOCK)
+        checked = [
+            (tensor(name, moment[0], UINT8, first), tensor(f"{name} scale", moment[1], FP32, first, blocks))
+            if isinstance(moment, tuple)
+            else tensor(name, moment, _MOMENTS[states], first)
+            for name, moment in moments.items()
+        ]
+        gradient = tensor("grad", grad, FP32_OR_BF16, first)
+        rule = getattr(torch_fallback, function)
+        count: torch.Tensor = torch_fallback.update(rule, states, first, low, checked, gradient, scalars, drawn)
+        return int(count) if on_cpu(whole) else count
+    address, n, _ = flat(name, whole, kinds)
+    low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
+    addresses = []
+    for name, moment in moments.items():
+        if isinstance(moment, tuple):
+            addresses.append(flat(name, moment[0], UINT8, n)[0])
+            addresses.append(flat(f"{name} scale", moment[1], FP32, -(-n // BLOCK))[0])
+        else:
+            addresses.append(flat(name, moment, _MOMENTS[states], n)[0])
+    grad_address, _, is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
+    how = _execution(threads, isa)
+    arrays = address, low_address, _STATES[states], addresses, grad_address, is_bf16, n
+    return int(getattr(_core, function)(*arrays, scalars, key, step, element, *how))
+
+
+BLOCK = 128
+"""Weights whose moments have a scale together where they are stored in bytes."""
+_STATES = {"fp32": 0, "bf16": 1, "int8": 2}  # enum States in csrc/kernels.h
+_MOMENTS = {"fp32": FP32, "bf16": BF16}
+
+
+def _stored(name: str, moment: Any) -> str:
+    if isinstance(moment, tuple):
+        return "int8"
+    return "bf16" if kind_of(name, moment) in BF16 else "fp32"
 
 
 def _call(
-    function: str,
-    arrays: Sequence[tuple[str, Any, frozenset[str]]],
-    threads: int | None,
-    isa: str | None,
-    scalars: tuple[float, ...] = (),
+    function: str, arrays: Sequence[tuple[str, Any, frozenset[str]]], threads: int | None, isa: str | None
 ) -> Any:
     """Check arrays (name, array, allowed dtypes) of one length and call that function, where the first of them lies.
 
-    The C++ module takes their addresses, whether the one that may be either is bfloat16, the length and the scalars;
-    `torch_fallback` takes tensors and the scalars. An array that is None is not there: address 0, or None.
+    The C++ module takes their addresses, whether the one that may be either is bfloat16, and the length;
+    `torch_fallback` takes tensors.
     """
     (name, array, allowed), *others = arrays
     if _core is None or not on_cpu(array):
         from offload.native import torch_fallback
 
         first = tensor(name, array, allowed)
-        rest = [None if other is None else tensor(name, other, kinds, first) for name, other, kinds in others]
-        return getattr(torch_fallback, function)(first, *rest, *scalars)
+        rest = [tensor(name, other, kinds, first) for name, other, kinds in others]
+        return getattr(torch_fallback, function)(first, *rest)
     address, n, is_bf16 = flat(name, array, allowed)
     addresses, flags = [address], [is_bf16] if allowed is FP32_OR_BF16 else []
     for name, other, kinds in others:
-        address, _, is_bf16 = (0, n, False) if other is None else flat(name, other, kinds, n)
+        address, _, is_bf16 = flat(name, other, kinds, n)
         addresses.append(address)
         if kinds is FP32_OR_BF16:
             flags.append(is_bf16)
-    return getattr(_core, function)(*addresses, *flags, n, *scalars, *_execution(threads, isa))
+    return getattr(_core, function)(*addresses, *flags, n, *_execution(threads, isa))
 
 
 def _least_v_per_m2(step: int, beta1: float, beta2: float) -> float:

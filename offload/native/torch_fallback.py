@@ -6,25 +6,70 @@ spelled in torch operations that round alike on every device; on the CPU the res
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from offload.native.moments import BLOCK, decode, encode, random_halves, round_between
 
 _CHUNK = 1 << 18  # elements at a time on the CPU: temporaries stay in the cache, and small
 SCRATCH_BYTES = 128 << 20
 """The most that an update takes for temporaries on another device. Pieces are as large as that allows: each takes 16 to
 30 launches, which on a GPU cost more than small pieces do."""
-_BYTES_AN_ELEMENT = 32  # at most, of temporaries
+_BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # at most, of temporaries; by how moments are stored
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
 
 
+_Rule = Callable[..., None]
+
+
 @torch.no_grad()
-def adamw(
+def update(
+    rule: _Rule,
+    states: str,
     master: Tensor,
     lo: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Sequence[Tensor | tuple[Tensor, Tensor]],
+    grad: Tensor,
+    scalars: tuple[float, ...],
+    drawn: tuple[int, int, int],
+) -> Tensor:
+    """Update in place by a `rule` below; return the number of new master weights that are not finite, 0-dim int64 on
+    the device of the arrays.
+
+    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: as `states` says, see
+    `offload.native.kernels.adamw`; `drawn`: the key, step and element they are rounded with.
+    """
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+    key, step, element = drawn
+    for part in _parts(master, _BYTES_AN_ELEMENT[states]):
+        weight = master[part] if lo is None else join(master[part], lo[part])
+        blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+        wide = []
+        for which, moment in enumerate(moments):
+            if isinstance(moment, tuple):
+                wide.append(decode(moment[0][part], moment[1][blocks], which == 0))
+            else:
+                wide.append(moment[part].float())  # itself where it is fp32
+        rule(weight, wide, grad[part], *scalars)
+        num_nonfinite += _count_nonfinite(weight)
+        if lo is not None:
+            split(weight, master[part], lo[part])
+        del weight
+        if states == "bf16":
+            random = random_halves(wide[0].numel(), key, step, element + part.start, master.device)
+        for which, moment in enumerate(moments):
+            if isinstance(moment, tuple):
+                encode(wide[which], moment[0][part], moment[1][blocks], which == 0)
+            elif states == "bf16":
+                round_between(wide[which], moment[part], random)
+    return num_nonfinite
+
+
+def adamw(
+    weight: Tensor,
+    moments: Sequence[Tensor],
     grad: Tensor,
     grad_scale: float,
     decay: float,
@@ -34,39 +79,23 @@ def adamw(
     sqrt_correction2: float,
     eps: float,
     neg_step_size: float,
-) -> Tensor:
-    """Do one AdamW step in place; return the number of new master weights that are not finite, 0-dim int64.
-
-    The count is on the device of the arrays. master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a
-    split master. See `offload.native.kernels.adamw`.
-    """
-    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
+) -> None:
+    """Do one AdamW step. See `offload.native.kernels.adamw`."""
+    m, v = moments
     # CUDA divides by a Python number through its reciprocal; by a tensor it divides.
-    correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
-    for part in _parts(master):
-        m, v = exp_avg[part], exp_avg_sq[part]
-        scaled = grad[part].float() * grad_scale
-        m.lerp_(scaled, lerp_weight)
-        v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
-        del scaled
-        denom = _sqrt(v).div_(correction).add_(eps)
-        change = (m * neg_step_size).div_(denom)  # addcdiv_, whose order differs between CPU and CUDA
-        del denom
-        weight = master[part] if lo is None else join(master[part], lo[part])
-        weight.mul_(decay).add_(change)
-        del change
-        num_nonfinite += _count_nonfinite(weight)
-        if lo is not None:
-            split(weight, master[part], lo[part])
-    return num_nonfinite
+    correction = _scalar(sqrt_correction2, weight)
+    scaled = grad.float() * grad_scale
+    m.lerp_(scaled, lerp_weight)
+    v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
+    del scaled
+    denom = _sqrt(v).div_(correction).add_(eps)
+    change = (m * neg_step_size).div_(denom)  # addcdiv_, whose order differs between CPU and CUDA
+    weight.mul_(decay).add_(change)
 
 
-@torch.no_grad()
 def correct_adamw(
-    master: Tensor,
-    lo: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    weight: Tensor,
+    moments: Sequence[Tensor],
     grad: Tensor,
     applied_scale: float,
     grad_scale: float,
@@ -76,47 +105,36 @@ def correct_adamw(
     sqrt_correction2: float,
     eps: float,
     neg_step_size: float,
-) -> Tensor:
-    """Turn a step that was done with `applied_scale` into one with `grad_scale`, in place; return what `adamw` does.
-
-    See `offload.native.kernels.correct_adamw`.
+) -> None:
+    """Turn a step that was done with `applied_scale` into one with `grad_scale`. See
+    `offload.native.kernels.correct_adamw`.
     """
-    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
-    correction = torch.full((), sqrt_correction2, dtype=torch.float32, device=master.device)
-    weight1 = torch.full((), lerp_weight, dtype=torch.float32, device=master.device)
+    if applied_scale == grad_scale:
+        return
+    correction, weight1 = _scalar(sqrt_correction2, weight), _scalar(lerp_weight, weight)
 
     def change(m: Tensor, v: Tensor) -> Tensor:
         return (m * neg_step_size).div_(_sqrt(v).div_(correction).add_(eps))
 
-    for part in _parts(master):
-        m, v = exp_avg[part], exp_avg_sq[part]
-        weight = master[part] if lo is None else join(master[part], lo[part])
-        if applied_scale != grad_scale:
-            raw = grad[part].float()
-            applied, scaled = raw * applied_scale, raw * grad_scale
-            del raw
-            old_change = change(m, v)
-            nothing_else = m == applied * lerp_weight
-            m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
-            factor = applied * one_minus_beta2
-            nothing_else = v <= factor * applied
-            v.addcmul_(factor.neg(), applied)
-            v.copy_(torch.where(nothing_else, (m * least_v_per_m2).mul_(m), v))
-            m.addcmul_(scaled, weight1)
-            v.addcmul_(scaled * one_minus_beta2, scaled)
-            weight.add_(change(m, v).sub_(old_change))
-            del applied, scaled, old_change, factor, nothing_else
-            if lo is not None:
-                split(weight, master[part], lo[part])
-        num_nonfinite += _count_nonfinite(weight)
-    return num_nonfinite
+    m, v = moments
+    raw = grad.float()
+    applied, scaled = raw * applied_scale, raw * grad_scale
+    del raw
+    old_change = change(m, v)
+    nothing_else = m == applied * lerp_weight
+    m.addcmul_(applied.neg(), weight1).masked_fill_(nothing_else, 0)  # addcmul_ without value: one fma
+    factor = applied * one_minus_beta2
+    nothing_else = v <= factor * applied
+    v.addcmul_(factor.neg(), applied)
+    v.copy_(torch.where(nothing_else, (m * least_v_per_m2).mul_(m), v))
+    m.addcmul_(scaled, weight1)
+    v.addcmul_(scaled * one_minus_beta2, scaled)
+    weight.add_(change(m, v).sub_(old_change))
 
 
-@torch.no_grad()
 def lion(
-    master: Tensor,
-    lo: Tensor | None,
-    exp_avg: Tensor,
+    weight: Tensor,
+    moments: Sequence[Tensor],
     grad: Tensor,
     grad_scale: float,
     decay: float,
@@ -125,30 +143,40 @@ def lion(
     beta2: float,
     one_minus_beta2: float,
     lr: float,
-) -> Tensor:
-    """Do one Lion step in place; return what `adamw` does. See `offload.native.kernels.lion`."""
-    num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
-    weight1, weight2 = (
-        torch.full((), value, dtype=torch.float32, device=master.device) for value in (one_minus_beta1, one_minus_beta2)
-    )
-    for part in _parts(master):
-        m = exp_avg[part]
-        weight = master[part] if lo is None else join(master[part], lo[part])
-        scaled = grad[part].float() * grad_scale
-        mix = (m * beta1).addcmul_(scaled, weight1)  # without value: one fma
-        m.mul_(beta2).addcmul_(scaled, weight2)
-        weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))
-        num_nonfinite += _count_nonfinite(weight)
-        if lo is not None:
-            split(weight, master[part], lo[part])
-    return num_nonfinite
+) -> None:
+    """Do one Lion step. See `offload.native.kernels.lion`."""
+    (m,) = moments
+    scaled = grad.float() * grad_scale
+    mix = (m * beta1).addcmul_(scaled, _scalar(one_minus_beta1, weight))  # without value: one fma
+    m.mul_(beta2).addcmul_(scaled, _scalar(one_minus_beta2, weight))
+    weight.mul_(decay).sub_((mix.sign() * lr).add_(mix - mix))
 
 
-def _parts(master: Tensor) -> Iterator[slice]:
+def sgd(
+    weight: Tensor,
+    moments: Sequence[Tensor],
+    grad: Tensor,
+    grad_scale: float,
+    weight_decay: float,
+    momentum: float,
+    lr: float,
+) -> None:
+    """Do one step of gradient descent. See `offload.native.kernels.sgd`."""
+    change = (grad.float() * grad_scale).addcmul_(weight, _scalar(weight_decay, weight))  # without value: one fma
+    if moments:
+        change = moments[0].mul_(momentum).add_(change)
+    weight.addcmul_(change, _scalar(-lr, weight))
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
     """Cut an array in pieces, by the memory that their temporaries take."""
-    size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // _BYTES_AN_ELEMENT
+    size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
     for begin in range(0, master.numel(), size):
-        yield slice(begin, begin + size)
+        yield slice(begin, min(begin + size, master.numel()))
 
 
 def _count_nonfinite(weight: Tensor) -> Tensor:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep, master
+from offload.optim.rule import UpdateStep, master
+from offload.optim.states import StoredMoments, stored
 
 
 @dataclass(frozen=True)
-class AdamW(UpdateRule):
+class AdamW(StoredMoments):
     """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), as `torch.optim.AdamW` computes
-    it; `groups` and `decay_1d` as `UpdateRule` says.
+    it; `groups` and `decay_1d` as `UpdateRule` says, `states` as `StoredMoments`: with others than fp32 an update
+    cannot be corrected.
 
     The defaults are torch's. Those of the command line are others: `optimizer.betas` is (0.9, 0.95) there, and the
     learning rate goes by the kind of weights.
@@ -28,18 +29,21 @@ class AdamW(UpdateRule):
     weight_decay: float = 0.01
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-
-    can_correct: ClassVar[bool] = True
+    states: str = "fp32"
 
     @property
-    def moments(self) -> tuple[Plane, ...]:
-        return Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)
+    def names(self) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    @property
+    def can_correct(self) -> bool:
+        return self.states == "fp32"
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.adamw(
             master(states),
-            states["exp_avg"],
-            states["exp_avg_sq"],
+            stored(states, "exp_avg"),
+            stored(states, "exp_avg_sq"),
             gradients,
             step=by.step,
             lr=by.lr,
@@ -47,6 +51,8 @@ class AdamW(UpdateRule):
             eps=self.eps,
             weight_decay=by.weight_decay,
             grad_scale=by.scale,
+            key=by.key,
+            element=by.element,
         )
 
     def correct(

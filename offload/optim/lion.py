@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep, master
+from offload.optim.rule import UpdateStep, master
+from offload.optim.states import StoredMoments, stored
 
 
 @dataclass(frozen=True)
-class Lion(UpdateRule):
+class Lion(StoredMoments):
     """Evolved sign momentum (Chen et al., arXiv:2302.06675, algorithm 2), with one moment; `groups` and `decay_1d` as
-    `UpdateRule` says.
+    `UpdateRule` says, `states` as `StoredMoments`.
 
     Every weight moves by the learning rate, so that it wants to be 3 to 10 times smaller than AdamW's, and the weight
     decay as many times larger (section 5 there). The defaults are the authors' own; those of the command line go by
@@ -28,18 +28,22 @@ class Lion(UpdateRule):
     weight_decay: float = 0.0
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    states: str = "fp32"
 
     @property
-    def moments(self) -> tuple[Plane, ...]:
-        return (Plane("exp_avg", torch.float32),)
+    def names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.lion(
             master(states),
-            states["exp_avg"],
+            stored(states, "exp_avg"),
             gradients,
             lr=by.lr,
             betas=self.betas,
             weight_decay=by.weight_decay,
             grad_scale=by.scale,
+            step=by.step,
+            key=by.key,
+            element=by.element,
         )

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -70,15 +70,20 @@ class UpdateRule(ABC):
     sets `weight_decay`. Another rule goes by its own settings; its learning rate keeps its ratio to that of this one.
     """
 
-    can_correct: ClassVar[bool] = False
-    """True where there is a `correct`, which speculative clipping needs."""
-    by_parameter: ClassVar[bool] = False
-    """True where an update has to know which weights of which parameter it is given: only those of one at a time."""
-
     lr: float
     weight_decay: float
     decay_1d: bool
     groups: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def can_correct(self) -> bool:
+        """True where there is a `correct`, which speculative clipping needs."""
+        return False
+
+    @property
+    def by_parameter(self) -> bool:
+        """True where an update has to know which weights of which parameter it gets: those of one at a time."""
+        return False
 
     @property
     def moments(self) -> tuple[Plane, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 from offload.optim.adamw import AdamW
 from offload.optim.lion import Lion
 from offload.optim.rule import UpdateRule
+from offload.optim.sgd import SGD
 
-_RULES: Mapping[str, Any] = {"adamw": AdamW, "lion": Lion}
+_RULES: Mapping[str, Any] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
 
 
 def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:

@@ -37,8 +37,18 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps"], ["--train.steps", "VALUE"]),
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
-        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adamw' or 'lion'"]),
+        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adamw', 'lion' or 'sgd'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
+        (
+            ["--optimizer.name", "sgd", "--optimizer.states", "int8"],
+            ["optimizer.states is int8", "sgd", "adamw or lion"],
+        ),
+        (["--optimizer.momentum", "0.9"], ["optimizer.momentum is 0.9", "adamw", "--optimizer.name sgd"]),
+        (["--optimizer.states", "int4"], ["optimizer.states", "'int4'", "'bf16' or 'int8'"]),
+        (
+            ["--optimizer.states", "bf16", "--train.clip", "speculative"],
+            ["train.clip is speculative", "adamw with states in bf16", "deferred"],
+        ),
         (
             ["--optimizer.name", "lion", "--train.clip", "speculative"],
             ["train.clip is speculative", "lion", "deferred"],

@@ -155,8 +155,23 @@ def plain_dropout() -> nn.Module:
     return gpt2(n_layer=1)
 
 
+def wide_llama() -> nn.Module:
+    """Its largest matrices have the 4096 elements from which on moments are bytes."""
+    return odd_llama(intermediate_size=107, num_hidden_layers=1)
+
+
+def first_row(seed: int, rows: int) -> dict[str, Tensor]:
+    """Rows of which only the first, the same for any number of them, has targets: gradients of all others are zero."""
+    batch = tokens(seed, 1)
+    ids = torch.cat([batch["input_ids"], *(tokens(100 + row, 1)["input_ids"] for row in range(1, rows))])
+    labels = torch.cat([batch["labels"], torch.full_like(ids[1:], -100)])
+    return {"input_ids": ids, "labels": labels}
+
+
 CASES = {
     "plain": Case(),
+    "first row": Case(wide_llama, first_row),
+    "first row in bf16": Case(wide_llama, first_row, precision="bf16"),
     "tied": Case(tied_llama),
     "frozen in bf16": Case(frozen_llama, precision="bf16"),
     "experts": Case(Mixture, routed, cross_entropy),

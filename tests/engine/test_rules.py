@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from offload import AdamW, Engine, Lion, Placement
+from offload import SGD, AdamW, Engine, Lion, Placement
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
+from offload.optim import states
 from offload.optim.rule import Trained, UpdateRule, master
 from offload.planning import disk
 from tests.engine.compare import assert_same, train_both, weights
@@ -22,7 +23,7 @@ from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import stored_plane
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, trained
+from tests.engine.ranks_child import CASES, trained, wide_llama
 from tests.engine.reference import Reference
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -277,3 +278,199 @@ def test_lion_goes_on_from_a_checkpoint(precision: str, tmp_path: Path) -> None:
         assert whole.step(tokens(seed)).loss.item() == resumed.step(tokens(seed)).loss.item()
     assert_same(weights(resumed), weights(whole))
     whole.close()
+
+
+# -- Moments in fewer bytes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most parameters of small models have bytes."""
+    monkeypatch.setattr(states, "LEAST_NUMEL", 1000)
+
+
+SMALL: dict[str, UpdateRule] = {
+    f"{kind.__name__} {width}": kind(lr=3e-3, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),), states=width)
+    for kind in (AdamW, Lion)
+    for width in ("bf16", "int8")
+}
+
+
+def assert_planes(engine: Engine, reference: Reference) -> None:
+    engine.finish()
+    for info in engine._state.infos:
+        for plane, wanted in reference.states[info.name].items():
+            if plane != "weights":
+                assert torch.equal(stored_plane(engine._state.store, info.index, plane), wanted), (info.name, plane)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", SMALL)
+def test_small_states_are_those_of_the_kernel_and_go_on_from_a_checkpoint(
+    rule: str, place: str, precision: str, tmp_path: Path, small_bytes: None
+) -> None:
+    """Bit for bit, whatever the tier and its tiles: a tile of 2048 elements ends within parameters."""
+    settings = {"optimizer": SMALL[rule], "precision": precision, "max_grad_norm": 0.2 if precision == "bf16" else None}
+    engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
+    assert_planes(engine, reference)
+    types = {plane.name: plane.dtype for region in engine._state.regions for plane in region.states}
+    assert types["exp_avg"] in (torch.float32, torch.bfloat16, torch.uint8)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    resumed = Engine(build(llama, seed=9), **settings)
+    resumed.load_checkpoint(tmp_path / "saved")
+    batch = tokens(3)
+    assert resumed.step(batch).loss.item() == reference.step(batch)[0].item()
+    assert_same(weights(resumed), reference.masters)
+    assert_planes(resumed, reference)
+
+
+@pytest.mark.parametrize("rule", SMALL)
+def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_bytes: None) -> None:
+    found = []
+    for seed in (0, 1):
+        engine = Engine(build(llama), SMALL[rule], seed=seed)
+        for number in range(2):
+            engine.step(tokens(number))
+        engine.finish()
+        info = next(info for info in engine._state.infos if "up_proj" in info.name)
+        found.append(stored_plane(engine._state.store, info.index, "exp_avg").clone())
+    assert torch.equal(*found) == ("int8" in rule)
+
+
+@pytest.mark.parametrize("rule", SMALL)
+def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
+    """One, two and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""
+    found = []
+    for size in (1, 2, 3):
+        runs = [
+            {"case": case, "rows": (1,) * size, "num_steps": 3, "optimizer": SMALL[rule], "max_grad_norm": None}
+            | {"zero_stage": stage, "placement": placement, "folder": str(tmp_path)}
+            for case in ("first row", "first row in bf16")
+            for stage, placement in ((0, {}), (3, PLACES["nvme"]))
+        ]
+        found.append(run(size, trained, runs=runs))
+    for by_rank in found:
+        for one in by_rank:
+            for other, wanted in zip(one, found[0][0], strict=True):
+                assert_same(other.weights, wanted.weights)
+
+
+def test_int8_keeps_embeddings_and_small_parameters_in_fp32() -> None:
+    rule = AdamW(states="int8", groups=(("up", {"rule": Lion(states="int8")}), ("q", {"lr_scale": 0.5})))
+    kept = {"is_embedding": True, "shape": (1000, 10)}, {"shape": (4095,)}, {"shape": (63, 65)}
+    for settings in kept:
+        for name, choices in (("q", (1, 0.5)), ("k", (1, 1.0)), ("up", (3, 1e-4 / 1e-3))):
+            choice = rule.choose(Trained(name, **settings))  # type: ignore[arg-type]
+            assert (choice.rule, choice.lr_scale) == choices
+            assert {plane.dtype for plane in rule.parts[choice.rule].moments} == {torch.float32}
+    for name, number in (("q", 0), ("up", 2)):
+        choice = rule.choose(Trained(name, (64, 64)))
+        assert choice.rule == number
+        assert rule.parts[number].moments[0] == Plane("exp_avg", torch.uint8)
+    assert AdamW(states="bf16").choose(Trained("a", (3,), is_embedding=True)).rule == 0
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "bytes_each"),
+    [
+        (AdamW(), 12),
+        (AdamW(states="bf16"), 8),
+        (AdamW(states="int8"), 4 + 2 * (1 + 4 / 128)),
+        (Lion(), 8),
+        (Lion(states="bf16"), 6),
+        (Lion(states="int8"), 4 + 1 + 4 / 128),
+    ],
+)
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_small_states_take_the_bytes_that_are_promised(
+    rule: UpdateRule, bytes_each: float, place: str, clips: bool, tmp_path: Path
+) -> None:
+    """In bf16, of the parameters that have them, to the byte: 2 for the gradient where it waits for the norm."""
+    settings = {"precision": "bf16", "max_grad_norm": 1.0 if clips else None, "clip": "deferred"}
+    engine = Engine(build(wide_llama), rule, placed(place, tmp_path), **settings)
+    layout = engine._state
+    small = sum(r.numel for r in layout.regions if r.rule == 0)
+    kept = sum(r.numel for r in layout.regions) - small
+    whole = 12 if isinstance(rule, AdamW) else 8
+    planes = ("weights", "low", "exp avg", "exp avg sq", "exp avg scale", "exp avg sq scale", "gradients")
+    held = sum(
+        size
+        for tier, name, size in engine.allocations
+        if tier == place and name.removesuffix(" bf16").removesuffix(" uint8") in planes
+    )
+    wanted = small * bytes_each + kept * whole + 2 * clips * (small + kept)
+    assert held == wanted if place == "cpu" else wanted <= held <= wanted + 4096 * 20
+    assert small
+
+
+@pytest.mark.parametrize(("width", "moment_bytes"), [("bf16", 2), ("int8", 1 + 4 / 128)])
+def test_a_step_moves_as_many_bytes_fewer_from_and_to_the_disk(
+    width: str, moment_bytes: float, tmp_path: Path, small_bytes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 1 << 20)  # of which little is the rest of a page
+    moved = []
+    for rule in (AdamW(), AdamW(states=width)):
+        model = build(lambda: llama(hidden_size=256, intermediate_size=512))
+        engine = Engine(model, rule, placed("nvme", tmp_path), precision="bf16", max_grad_norm=None)
+        engine.step(tokens(length=4))
+        engine.finish()
+        moved.append(engine.counters.nvme_read_bytes + engine.counters.nvme_write_bytes)
+        small = sum(region.numel for region in engine._state.regions if region.trainable and region.rule == 0)
+        engine.close()
+    fewer = 2 * 2 * (4 - moment_bytes) * small
+    assert moved[0] - moved[1] == pytest.approx(fewer, rel=0.02)
+
+
+def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.states is 'int4'.*; it must be one of fp32, bf16, int8"):
+        AdamW(states="int4")
+    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*AdamW"):
+        Engine(Stack(), AdamW(states="bf16"), clip="speculative")
+    engine = Engine(build(llama), AdamW(states="bf16"))
+    engine.save_checkpoint(tmp_path / "saved")
+    for other in ("fp32", "int8"):
+        with pytest.raises(ConfigError, match=r"exp_avg bfloat16.*--optimizer\.states"):
+            Engine(build(llama), AdamW(states=other)).load_checkpoint(tmp_path / "saved")
+
+
+# -- SGD ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_plain_torch_with_its_kernel(momentum: float, place: str, precision: str, tmp_path: Path) -> None:
+    rule = SGD(lr=0.1, momentum=momentum, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),))
+    settings = {"precision": precision, "max_grad_norm": 0.2}
+    engine, reference = train_both(
+        build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path), **settings
+    )
+    assert_planes(engine, reference)
+    names = {plane.name for region in engine._state.regions for plane in region.states}
+    assert names - {"weights", "low"} == ({"momentum_buffer"} if momentum else set())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs(momentum: float) -> None:
+    """To the bit, over five steps of a model that is trained by torch alone."""
+    model = build(llama)
+    plain = twin(model)
+    settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
+    engine = Engine(model, SGD(decay_1d=True, **settings), max_grad_norm=None)
+    optimizer = torch.optim.SGD(plain.parameters(), foreach=False, fused=False, **settings)
+    for seed in range(5):
+        optimizer.zero_grad()
+        plain(**tokens(seed)).loss.backward()
+        optimizer.step()
+        engine.step(tokens(seed))
+    assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
+
+
+def test_sgd_has_settings_of_its_own() -> None:
+    for wrong in (1.0, -0.1, "x"):
+        with pytest.raises(ConfigError, match=r"optimizer\.momentum"):
+            SGD(momentum=wrong)  # type: ignore[arg-type]
+    assert Engine(build(llama), SGD(), clip="auto", throttle={"update": 1e3}).resolve_clip(1) == "deferred"

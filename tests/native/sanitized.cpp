@@ -71,24 +71,40 @@ Outcome all_kernels(int64_t n, Execution how) {
   std::vector<int16_t> lo(static_cast<size_t>(n));
   const AdamwScalars scalars{0.5f, 0.99f, 0.1f, 0.999f, 0.001f, 0.3f, 1e-8f, -1e-3f};
 
-  adamw({p.data(), nullptr, m.data(), v.data(), g.data(), false, n}, scalars, how);
-  adamw({p.data(), nullptr, m.data(), v.data(), half.data(), true, n}, scalars, how);
+  const Moments whole{States::fp32, {m.data(), v.data()}, {}, {}, 0};
+  const auto with_all = [&](const Moments& moments, const auto& step) {
+    step({p.data(), nullptr, moments, g.data(), false, n});
+    step({p.data(), nullptr, moments, half.data(), true, n});
+    step({hi.data(), lo.data(), moments, g.data(), false, n});
+    step({hi.data(), lo.data(), moments, half.data(), true, n});
+  };
   split(p.data(), hi.data(), lo.data(), n, how);
-  adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, scalars, how);
-  adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, scalars, how);
+  const auto adamw_step = [&](const UpdateArrays& arrays) { adamw(arrays, scalars, how); };
+  with_all(whole, adamw_step);
   const CorrectionScalars correction{0.5f, 0.1f, 0.1f, 0.001f, 0.02f, 0.3f, 1e-8f, -1e-3f};
   const CorrectionScalars nothing{0.5f, 0.5f, 0.1f, 0.001f, 0.02f, 0.3f, 1e-8f, -1e-3f};
   for (const auto& c : {correction, nothing}) {
-    correct_adamw({p.data(), nullptr, m.data(), v.data(), g.data(), false, n}, c, how);
-    correct_adamw({p.data(), nullptr, m.data(), v.data(), half.data(), true, n}, c, how);
-    correct_adamw({hi.data(), lo.data(), m.data(), v.data(), g.data(), false, n}, c, how);
-    correct_adamw({hi.data(), lo.data(), m.data(), v.data(), half.data(), true, n}, c, how);
+    with_all(whole, [&](const UpdateArrays& arrays) { correct_adamw(arrays, c, how); });
   }
   const LionScalars lion_scalars{0.5f, 0.99f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f};
-  lion({p.data(), nullptr, m.data(), g.data(), false, n}, lion_scalars, how);
-  lion({p.data(), nullptr, m.data(), half.data(), true, n}, lion_scalars, how);
-  lion({hi.data(), lo.data(), m.data(), g.data(), false, n}, lion_scalars, how);
-  lion({hi.data(), lo.data(), m.data(), half.data(), true, n}, lion_scalars, how);
+  const auto lion_step = [&](const UpdateArrays& arrays) { lion(arrays, lion_scalars, how); };
+  with_all(whole, lion_step);
+  const SgdScalars sgd_scalars{0.5f, 0.1f, 0.9f, 1e-3f};
+  const auto sgd_step = [&](const UpdateArrays& arrays) { sgd(arrays, sgd_scalars, how); };
+  with_all(whole, sgd_step);
+  with_all({States::fp32, {}, {}, {}, 0}, sgd_step);
+  std::vector<uint16_t> small_m(static_cast<size_t>(n)), small_v(static_cast<size_t>(n));
+  const Moments in_bf16{States::bf16, {small_m.data(), small_v.data()}, {}, {0x0123456789ABCDEF, 7, 0}, 1280};
+  with_all(in_bf16, adamw_step);
+  with_all(in_bf16, lion_step);
+  const auto blocks = static_cast<size_t>((n + 127) / 128);
+  std::vector<uint8_t> m_codes(static_cast<size_t>(n)), v_codes(static_cast<size_t>(n));
+  std::vector<float> m_scales(blocks), v_scales(blocks);
+  const Moments in_bytes{States::int8, {m_codes.data(), v_codes.data()}, {m_scales.data(), v_scales.data()}, {}, 0};
+  with_all(in_bytes, adamw_step);
+  with_all(in_bytes, lion_step);
+  std::vector<uint32_t> drawn(static_cast<size_t>(n));
+  draw(drawn.data(), n, {0x0123456789ABCDEF, 7, 3}, 640, how);
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);
@@ -102,11 +118,15 @@ Outcome all_kernels(int64_t n, Execution how) {
 
   Outcome outcome{p, hi, lo, sums};
   for (const auto* x : {&m, &v, &g}) outcome.floats.insert(outcome.floats.end(), x->begin(), x->end());
-  outcome.hi.insert(outcome.hi.end(), rounded.begin(), rounded.end());
+  outcome.floats.insert(outcome.floats.end(), m_scales.begin(), m_scales.end());
+  outcome.floats.insert(outcome.floats.end(), v_scales.begin(), v_scales.end());
+  for (const auto* x : {&rounded, &small_m, &small_v}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
+  for (const auto* x : {&m_codes, &v_codes}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
+  for (const uint32_t word : drawn) outcome.sums.push_back(word);
 
   for (int variant = 0; variant < kNumRooflineVariants; ++variant) {
-    roofline_fp32(p.data(), m.data(), v.data(), g.data(), n, variant, how);
-    roofline_split(hi.data(), lo.data(), m.data(), v.data(), half.data(), n, variant, how);
+    roofline({3, {p.data(), m.data(), v.data()}, {4, 4, 4}, g.data(), 4, n}, variant, how);
+    roofline({4, {hi.data(), lo.data(), small_m.data(), m_codes.data()}, {2, 2, 2, 1}, half.data(), 2, n}, variant, how);
   }
   return outcome;
 }

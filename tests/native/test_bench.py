@@ -35,7 +35,15 @@ def test_json():
     document = json.loads(done.stdout)
     assert set(document) == {"machine", "versions", "results"}
     names = {result["name"] for result in document["results"]}
-    assert {"roofline fp32", "roofline split", "offload fp32", "offload split", "torch fused AdamW"} <= names
+    assert {
+        "roofline 28 B",
+        "roofline 26 B",
+        "offload adamw, fp32",
+        "offload adamw, split",
+        "torch fused AdamW",
+    } <= names
+    widths = {f"offload {rule}{width}, split" for rule in ("adamw", "lion") for width in ("", " bf16", " int8")}
+    assert widths | {"offload sgd, split", "offload sgd without momentum, fp32"} <= names
     for result in document["results"]:
         assert result["value"] > 0
         assert result["unit"] == "ms"

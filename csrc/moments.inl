@@ -1,0 +1,231 @@
+// How moments are stored: in fp32, in bf16 rounded at random, or as a byte each with a scale for 128 of them. A rule's
+// kernel loads and stores them between open() and close() of a block of neighbours, whatever they are stored as, and
+// settles each place of a closed block once, before it closes the next one.
+
+#include "philox.inl"
+
+template <int kNum>
+struct Fp32Moments {
+  static constexpr int64_t kBlock = 32;
+  float* p[kNum ? kNum : 1];
+
+  explicit Fp32Moments(const Moments& m) {
+    for (int which = 0; which < kNum; ++which) p[which] = static_cast<float*>(m.values[which]);
+  }
+  void prefetch(int64_t i) const {
+    for (int which = 0; which < kNum; ++which) prefetch_block<kBlock>(p[which] + i);
+  }
+  void open(int64_t) {}
+  void close(int64_t) {}
+  template <class Lane>
+  void settle(int64_t) {}
+  template <class Lane>
+  typename Lane::Vec load(int which, int64_t i) const { return Lane::load(p[which] + i); }
+  template <class Lane>
+  void store(int which, int64_t i, typename Lane::Vec x) { Lane::store(p[which] + i, x); }
+};
+
+// Both moments of an element are rounded by the same 16 bits: each is as unbiased as it would be by bits of its own, for
+// half the price. The elements 32 j ... 32 j + 15 have the low halves of words 16 j ... 16 j + 15, the next 16 the high ones.
+template <int kNum>
+struct Bf16Moments {
+  static constexpr int64_t kBlock = 2 * kDrawn;
+  uint16_t* p[kNum];
+  Draws draws;
+  Keys keys;
+  uint64_t element;
+  alignas(64) uint32_t words[kDrawn];
+
+  explicit Bf16Moments(const Moments& m) : draws(m.draws), keys(m.draws.key), element(m.element) {
+    for (int which = 0; which < kNum; ++which) p[which] = static_cast<uint16_t*>(m.values[which]);
+  }
+  void prefetch(int64_t i) const {
+    for (int which = 0; which < kNum; ++which) prefetch_block<kBlock>(p[which] + i);
+  }
+  OFFLOAD_INLINE void open(int64_t i) { draw_words(words, draws, keys, (element + static_cast<uint64_t>(i)) / kBlock); }
+  void close(int64_t) {}
+  template <class Lane>
+  void settle(int64_t) {}
+  template <class Lane>
+  typename Lane::Vec load(int which, int64_t i) const { return Lane::load_bf16(p[which] + i); }
+  template <class Lane>
+  void store(int which, int64_t i, typename Lane::Vec x) {
+    const int64_t k = i % kBlock;
+    const auto word = Lane::load_int(words + k / 32 * 16 + k % 16);
+    Lane::store_bf16_between(p[which] + i, x, k % 32 < 16 ? Lane::low_half(word) : Lane::template shift_right<16>(word));
+  }
+};
+
+// The dynamic map of Dettmers et al., "8-bit optimizers via block-wise quantization" (section 2), arXiv:2110.02861: seven
+// levels, each ten times the one before, in which numbers lie at equal distances: 1, 2, 4 ... 64 of them and as many below
+// zero, or, without a sign, twice as many; then 0 and 1. So within a level a number is linear in its code, and the code in
+// the number. Tables of eight entries are there twice: pick() takes an index modulo 16, of AVX2 modulo 8, so that the two
+// ends may share one.
+struct MapTables {
+  alignas(64) float by[16], from[16];  // by the exponent of the rank's float: number = by * rank + from
+  alignas(64) float next[16];          // by the upper exponent bits of a number: the one threshold between levels there
+  alignas(64) int32_t level[16];       // and the level below it
+  alignas(64) float slope[16], start[16], last[16];  // by level: place = slope * number + start, at most last
+};
+
+// A place is how far a code lies from that of 0. A rank is what a number is linear in so that its float's exponent tells
+// the level: without a sign place + 1, else twice the place with its sign, where 0 can go with the lone number of level 0.
+template <bool kIsSigned>
+constexpr MapTables make_map() {
+  constexpr double kUnits[7] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
+  const double most = kIsSigned ? 128 : 255;
+  MapTables map{};
+  map.by[7] = static_cast<float>(1 / (kIsSigned ? 256.0 : 255.0));
+  map.from[7] = kIsSigned ? 0 : -map.by[7];
+  map.slope[0] = map.last[0] = static_cast<float>(most + 0.5);
+  double before = 0;
+  float thresholds[8] = {};
+  for (int level = 0; level < 7; ++level) {
+    const double unit = kUnits[level], count = (kIsSigned ? 1 : 2) << level;
+    const double first = unit * (0.1 + 0.45 / count), place = kIsSigned ? count : count - 1;  // of the first number
+    thresholds[level] = static_cast<float>((before + first) / 2);
+    before = unit * (1 - 0.45 / count);
+    const double step = unit * 0.9 / count;
+    map.by[level] = static_cast<float>(kIsSigned ? step / 2 : step);
+    map.from[level] = static_cast<float>(first - count * step);
+    if (kIsSigned && level == 0) map.by[0] = static_cast<float>(first / 2), map.from[0] = 0;
+    map.slope[level + 1] = static_cast<float>(1 / step);
+    map.start[level + 1] = static_cast<float>(place - count / 9);
+    map.last[level + 1] = static_cast<float>(place + count - 0.5);
+  }
+  thresholds[7] = static_cast<float>((before + 1) / 2);
+  for (int k = 0; k < 8; ++k) {
+    map.by[8 + k] = map.by[k], map.from[8 + k] = map.from[k];
+    map.slope[8 + k] = map.slope[k], map.start[8 + k] = map.start[k], map.last[8 + k] = map.last[k];
+  }
+  double least = 0.5;  // of what has the upper exponent bits 15
+  for (int k = 15; k >= 0; --k, least /= 4) {
+    int level = 0;
+    while (level < 7 && thresholds[level] <= least) ++level;
+    map.next[k] = thresholds[level];
+    map.level[k] = level;
+  }
+  return map;
+}
+
+template <bool kIsSigned>
+constexpr MapTables kMap = make_map<kIsSigned>();
+
+// A block is quantised while the next one is updated: alone, each would wait for its own results most of the time.
+template <bool kIsSigned>
+struct ByteMoment {
+  static constexpr int64_t kBlock = 128;
+  uint8_t* codes;
+  float* scales;
+  float inverse = 0;                  // of the scale of the block that is to be quantised
+  uint8_t* to = nothing;              // where its codes go
+  float* fresh = buffers[0];          // the new numbers of this block
+  const float* waiting = buffers[1];  // and of that one
+  typename Wide::Int largest;         // bits of magnitudes, which have their order, with what is not finite above all
+  int32_t largest_in_tail;
+  alignas(64) float by[16], from[16];  // of the numbers times the block's scale
+  alignas(64) float buffers[2][kBlock] = {};
+  uint8_t nothing[kBlock];
+
+  ByteMoment(void* codes, float* scales) : codes(static_cast<uint8_t*>(codes)), scales(scales) {}
+  ByteMoment(const ByteMoment&) = delete;
+
+  void prefetch(int64_t i) const {
+    prefetch_block<kBlock>(codes + i);
+    __builtin_prefetch(scales + (i + kPrefetchAhead) / kBlock);
+  }
+
+  OFFLOAD_INLINE void open(int64_t i) {
+    const auto scale = Wide::set(scales[i / kBlock]);
+    for (int64_t k = 0; k < 16; k += Wide::kWidth) {
+      Wide::store(by + k, Wide::mul(Wide::load(kMap<kIsSigned>.by + k), scale));
+      Wide::store(from + k, Wide::mul(Wide::load(kMap<kIsSigned>.from + k), scale));
+    }
+    largest = Wide::set_int(0);
+    largest_in_tail = 0;
+  }
+
+  template <class Lane>
+  typename Lane::Vec load(int64_t i) const {
+    const auto code = Lane::to_float(Lane::load_code(codes + i));
+    const auto rank = kIsSigned ? Lane::fma(code, Lane::set(2), Lane::set(-254)) : Lane::add(code, Lane::set(1));
+    const auto exponent = Lane::template shift_right<23>(Lane::bits(rank));
+    const auto begin = Lane::pick(from, exponent);
+    return Lane::fma(Lane::pick(by, exponent), rank, kIsSigned ? Lane::flip_by_sign(begin, rank) : begin);
+  }
+
+  void store(Wide, int64_t i, typename Wide::Vec x) {
+    Wide::store(fresh + i % kBlock, x);
+    largest = Wide::max_int(largest, Wide::bits(Wide::magnitude(x)));
+  }
+  template <class Lane>
+  void store(Lane, int64_t i, typename Lane::Vec x) {
+    fresh[i % kBlock] = x;
+    largest_in_tail = Lane::max_int(largest_in_tail, Lane::bits(Lane::magnitude(x)));
+  }
+
+  // The scale is the largest magnitude. Where that is no normal number, all are 0; where one is not finite, all are NaN.
+  OFFLOAD_INLINE void close(int64_t i) {
+    const int32_t most = Narrow::max_int(Wide::largest(largest), largest_in_tail);
+    const float scale = float_of(static_cast<uint32_t>(most));
+    inverse = 1.0f / scale;
+    scales[i / kBlock] = scale;
+    if (most < 0x00800000 || most >= 0x7F800000) {
+      scales[i / kBlock] = most < 0x00800000 ? 0.0f : float_of(0x7FC00000);
+      inverse = 0;
+      for (int64_t k = 0; k < kBlock; ++k) fresh[k] = 0;  // 0 times what is not finite is no number
+    }
+    to = codes + i;
+    waiting = fresh;
+    fresh = fresh == buffers[0] ? buffers[1] : buffers[0];
+  }
+
+  // Stores the codes of the numbers nearest to those that wait; of two equally near that of the one farther from 0.
+  template <class Lane>
+  OFFLOAD_INLINE void quantise(int64_t k) {
+    const auto& map = kMap<kIsSigned>;
+    const auto x = Lane::mul(Lane::load(waiting + k), Lane::set(inverse));
+    const auto size = Lane::magnitude_at_least(x, Lane::set(1e-7f));  // below, all is 0
+    const auto octaves = Lane::template shift_right<24>(Lane::bits(size));
+    const auto level = Lane::increment_if_at_least(Lane::pick16(map.level, octaves), size, Lane::pick16(map.next, octaves));
+    const auto place = Lane::at_most(Lane::fma(Lane::pick(map.slope, level), size, Lane::pick(map.start, level)),
+                                     Lane::pick(map.last, level));
+    if constexpr (kIsSigned) Lane::store_signed_code(to + k, Lane::truncate(Lane::with_other_sign(place, x)));
+    else Lane::store_code(to + k, Lane::truncate(place));
+  }
+};
+
+template <int kNum>
+struct Int8Moments {
+  static constexpr int64_t kBlock = 128;
+  ByteMoment<true> first;
+  ByteMoment<false> second;
+
+  explicit Int8Moments(const Moments& m) : first(m.values[0], m.scales[0]), second(m.values[1], m.scales[1]) {}
+  void prefetch(int64_t i) const {
+    first.prefetch(i);
+    if constexpr (kNum > 1) second.prefetch(i);
+  }
+  void open(int64_t i) {
+    first.open(i);
+    if constexpr (kNum > 1) second.open(i);
+  }
+  void close(int64_t i) {
+    first.close(i);
+    if constexpr (kNum > 1) second.close(i);
+  }
+  template <class Lane>
+  void settle(int64_t k) {
+    first.template quantise<Lane>(k);
+    if constexpr (kNum > 1) second.template quantise<Lane>(k);
+  }
+  template <class Lane>
+  typename Lane::Vec load(int which, int64_t i) const {
+    return which ? second.template load<Lane>(i) : first.template load<Lane>(i);
+  }
+  template <class Lane>
+  void store(int which, int64_t i, typename Lane::Vec x) {
+    if (which) second.store(Lane{}, i, x);
+    else first.store(Lane{}, i, x);
+  }
+};

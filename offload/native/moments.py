@@ -1,0 +1,90 @@
+"""How moments are stored beside fp32, in torch: as `csrc/moments.inl` does it, bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from offload.native import philox
+
+BLOCK = 128
+"""Weights whose moments have a scale together where they are stored in bytes."""
+_UNITS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_LEAST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
+
+
+def round_between(x: Tensor, out: Tensor, random: Tensor) -> None:
+    """Round fp32 [n] to bf16 [n] up or down by 16 random bits (int32 [n]), with the probability of the distance."""
+    bits = x.view(torch.int32).add(random).bitwise_right_shift_(16)  # arithmetic: the low half is what counts
+    out.view(torch.int16).copy_(bits.masked_fill_(x.isnan(), 0x7FC0))
+
+
+def random_halves(num_elements: int, key: int, step: int, element: int, device: torch.device) -> Tensor:
+    """Return 16 random bits for each element from number `element`, a multiple of 128, on: int32 [num_elements]."""
+    num_words = -(-num_elements // BLOCK) * BLOCK // 2
+    words = philox.words(num_words, key, step, 0, element // 2, device).view(-1, 1, 16)
+    return torch.cat([words & 0xFFFF, (words >> 16) & 0xFFFF], 1).view(-1)[:num_elements]
+
+
+@cache
+def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return by exponents (factor and summand of numbers, fp32 [2, 8]), by levels (slope, start and limit of places,
+    fp32 [3, 8]), and by upper exponent bits the threshold there, fp32 [16], and the level below, int32 [16]: make_map
+    in csrc/moments.inl.
+    """
+    numbers, places = torch.zeros(2, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
+    numbers[0, 7] = 1 / (256 if is_signed else 255)
+    numbers[1, 7] = 0 if is_signed else -numbers[0, 7].float().double()
+    places[0, 0] = places[2, 0] = (128 if is_signed else 255) + 0.5
+    before, thresholds = 0.0, []
+    for level, unit in enumerate(_UNITS):
+        count = (1 if is_signed else 2) << level
+        first, place = unit * (0.1 + 0.45 / count), count if is_signed else count - 1
+        thresholds.append((before + first) / 2)
+        before = unit * (1 - 0.45 / count)
+        step = unit * 0.9 / count
+        numbers[:, level] = torch.tensor([step / 2 if is_signed else step, first - count * step], dtype=torch.float64)
+        if is_signed and level == 0:
+            numbers[:, 0] = torch.tensor([first / 2, 0], dtype=torch.float64)
+        places[:, (level + 1) % 8] = torch.tensor(
+            [1 / step, place - count / 9, place + count - 0.5], dtype=torch.float64
+        )
+    thresholds.append((before + 1) / 2)
+    edges = torch.tensor(thresholds, dtype=torch.float64).float()
+    least = 0.5 * 4.0 ** torch.arange(-15, 1)
+    below = (edges[:, None] <= least).sum(0).clamp(max=7)
+    tables = numbers.float(), places.float(), edges[below], below.int()
+    return tuple(table.to(device) for table in tables)  # type: ignore[return-value]
+
+
+def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+    """Return the fp32 [n] that codes (uint8 [n]) with the scales of their blocks (fp32) stand for."""
+    numbers = _tables(is_signed, codes.device)[0]
+    scale = scales.repeat_interleave(BLOCK)[: codes.numel()]
+    rank = codes.float().mul_(2).sub_(254) if is_signed else codes.float().add_(1)
+    exponent = (rank.view(torch.int32) >> 23) & 7
+    begin = numbers[1][exponent].mul_(scale)
+    if is_signed:
+        begin = torch.where(rank < 0, -begin, begin)
+    return begin.addcmul_(numbers[0][exponent].mul_(scale), rank)  # one fused multiply-add
+
+
+def encode(x: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
+    """Write the codes (uint8 [n]) of fp32 [n], and the scales of their blocks."""
+    _, (slope, start, limit), threshold, below = _tables(is_signed, x.device)
+    padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    largest = (padded.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    is_wrong, is_zero = largest >= _INFINITY, largest < _LEAST_NORMAL
+    most = largest.view(torch.float32)
+    scales.copy_(most.masked_fill(is_zero, 0).masked_fill_(is_wrong, torch.nan))
+    inverse = torch.ones_like(most).div_(most).masked_fill_(is_zero | is_wrong, 0)
+    ratio = (padded * inverse[:, None]).masked_fill_(is_wrong[:, None], 0)
+    size = ratio.abs().clamp_(min=1e-7)
+    octaves = (size.view(torch.int32) >> 24) & 15
+    level = (below[octaves] + (size >= threshold[octaves])) & 7
+    place = torch.minimum(torch.addcmul(start[level], slope[level], size), limit[level]).int()
+    if is_signed:
+        place = torch.where(ratio.view(torch.int32) < 0, -place, place).add_(127).clamp_(min=0)
+    codes.copy_(place.view(-1)[: x.numel()])

@@ -1,0 +1,50 @@
+"""Gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.layout.planes import Plane
+from offload.native import kernels
+from offload.optim.rule import UpdateRule, UpdateStep, master
+
+
+@dataclass(frozen=True)
+class SGD(UpdateRule):
+    """Gradient descent with momentum, as `torch.optim.SGD` computes it, without dampening and Nesterov's step; `groups`
+    and `decay_1d` as `UpdateRule` says.
+
+    The weight decay is added to the gradient, after clipping, and so goes through the momentum. Without momentum there
+    is no state at all.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.momentum, int | float) or not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"optimizer.momentum is {self.momentum!r}; it must be a number in [0, 1).")
+
+    @property
+    def moments(self) -> tuple[Plane, ...]:
+        return (Plane("momentum_buffer", torch.float32),) if self.momentum else ()
+
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        return kernels.sgd(
+            master(states),
+            states.get("momentum_buffer"),
+            gradients,
+            lr=by.lr,
+            momentum=self.momentum,
+            weight_decay=by.weight_decay,
+            grad_scale=by.scale,
+        )
