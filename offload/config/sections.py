@@ -269,6 +269,12 @@ class TrainSection(Section):
         description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as "
         "it was.",
     )
+    delay: Literal[0, 1] = Field(
+        default=0,
+        description="1: updates come one step late: each is made beside all of the next step, which computes with the "
+        "weights from before. Another training than without, and one more copy of the weights on the host.",
+    )
+    delay_after: int = Field(default=0, ge=0, description="With train.delay: how many steps come before it.")
     eval_every: int = Field(
         default=100,
         ge=0,

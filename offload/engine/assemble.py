@@ -34,7 +34,8 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     parameters = {unit.name: unit.parameters for unit in candidates}
-    regions = build_regions(infos, parameters, [rule.moments for rule in settings.optimizer.parts], comm.size)
+    moments = [rule.moments for rule in settings.optimizer.parts]
+    regions = build_regions(infos, parameters, moments, comm.size, delays=settings.delay > 0)
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})

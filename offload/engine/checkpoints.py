@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,8 @@ from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, conversions_used
 from offload.hf.write import write_configuration
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.planes import SHOWN
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
@@ -168,10 +169,17 @@ def load_states(engine: EngineState, reader: Reader) -> tuple[dict[str, Any], di
     Raises CheckpointError where the data are damaged: the states belong to no step then.
     """
     own = reader.meta["engine"]
-    reader.expect(span for state in engine.store.states for tile in state.held for span in _wanted(engine, state, tile))
+    lasting = {tile: _read_of(engine, reader, state, tile) for state in engine.store.states for tile in state.held}
+    reader.expect(
+        span
+        for state in engine.store.states
+        for tile in state.held
+        for span in _wanted(engine, state, tile, lasting[tile])
+    )
     for state in engine.store.states:
         for tile in state.held:
-            _fill(engine, reader, state.region, tile)
+            _fill(engine, reader, state.region, tile, lasting[tile])
+            tile.shown = Fence("shown weights") if SHOWN in lasting[tile] else None
         state.steps = [own["updates"].get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -190,7 +198,7 @@ def load_states(engine: EngineState, reader: Reader) -> tuple[dict[str, Any], di
 
 def check_contents(engine: EngineState, reader: Reader) -> None:
     """Raise ConfigError where a checkpoint is not one of this model, trained and stored alike."""
-    wanted, found = _contents(engine), without_moved(reader.contents)
+    wanted, found = (_without_shown(contents) for contents in (_contents(engine), without_moved(reader.contents)))
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     for name in [*wanted, *found]:
@@ -200,6 +208,14 @@ def check_contents(engine: EngineState, reader: Reader) -> None:
                 f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters, the --train.precision and "
                 "the --optimizer.name and --optimizer.states that it was made with."
             )
+
+
+def _without_shown(contents: Contents) -> dict[str, Entry]:
+    """Leave weights from before an update out: who makes updates in time has none, and has no use for them."""
+    return {
+        name: replace(entry, planes={plane: dtype for plane, dtype in entry.planes.items() if plane != SHOWN})
+        for name, entry in contents.items()
+    }
 
 
 def _shown(entry: Entry | None) -> str:
@@ -212,8 +228,9 @@ def _shown(entry: Entry | None) -> str:
 def _contents(engine: EngineState) -> dict[str, Entry]:
     contents = {}
     for state in engine.store.states:
-        planes = {plane.name: plane.dtype for plane in state.region.states}
-        blocks = {plane.name: plane.block for plane in state.region.states if plane.block > 1}
+        kept = [plane for plane in state.region.states if plane.name != SHOWN or state.is_late]
+        planes = {plane.name: plane.dtype for plane in kept}
+        blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
         for index in state.region.parameters:
             contents[engine.infos[index].name] = Entry(tuple(engine.infos[index].shape), planes, blocks)
     for name, buffer in _buffers(engine).items():
@@ -288,7 +305,8 @@ def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, No
         for number in range(len(wanted) + 1):
             if number < len(wanted):
                 region, tile = wanted[number]
-                open_now.append((region, tile, tile.lend(*tile.states)))
+                names = [name for name in tile.states if name != SHOWN or tile.shown is not None]
+                open_now.append((region, tile, tile.lend(*names)))
             if number:
                 yield open_now[0]
                 open_now.popleft()[2].give_back()
@@ -297,20 +315,26 @@ def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, No
             lease.give_back()
 
 
-def _wanted(engine: EngineState, state: RegionState, tile: Tile) -> Iterator[Span]:
+def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile) -> list[str]:
+    """Return the planes of a tile that a checkpoint has: weights from before an update only if one was late."""
+    first = reader.contents[engine.infos[state.region.parameters[0]].name]
+    return [name for name in tile.states if name != SHOWN or name in first.planes]
+
+
+def _wanted(engine: EngineState, state: RegionState, tile: Tile, names: Sequence[str]) -> Iterator[Span]:
     """Yield what `_fill` reads, in its order."""
-    for plane in map(state.region.plane, tile.states):
+    for plane in map(state.region.plane, names):
         for index, begin, end, start in _pieces(engine, state.region, tile):
             yield engine.infos[index].name, plane.name, (begin - start) // plane.block, plane.numel(end - begin)
 
 
-def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile) -> None:
-    """Read all of a tile's states. What of them is on disk is written while the next tile is read."""
-    lease = tile.land(*tile.states)
+def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, names: Sequence[str]) -> None:
+    """Read a tile's states. What of them is on disk is written while the next tile is read."""
+    lease = tile.land(*names)
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        for plane in map(region.plane, tile.states):
+        for plane in map(region.plane, names):
             flat, filled = lease.planes[plane.name], 0
             for index, begin, end, start in _pieces(engine, region, tile):
                 its = plane.cut(slice(begin - tile.begin, end - tile.begin))

@@ -146,7 +146,7 @@ class Steps:
         state.lanes.timeline.begin_step()
         self._counters.begin_step()
         state.runner.begin_step()
-        state.updates.begin_step(self.lr, waits or state.gradients.accumulates)
+        state.updates.begin_step(self.lr, waits or state.gradients.accumulates, state.runner.step_number)
         state.executor.begin(kind, wraps=state.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:

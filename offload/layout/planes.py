@@ -13,6 +13,8 @@ from offload.errors import ConfigError
 
 MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
+SHOWN = "shown"
+"""The weights of a step earlier, which travel while an update makes the next ones beside a pass."""
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The kinds of states, each with the ZeRO stage from which on it is cut."""
 PARAMETER_ALIGNMENT = 128
@@ -63,16 +65,17 @@ class Plane:
         return CUT_FROM[self.kind]
 
 
-def table(compute: str, moments: Sequence[Plane]) -> tuple[Plane, ...]:
+def table(compute: str, moments: Sequence[Plane], delays: bool = False) -> tuple[Plane, ...]:
     """Return all planes that there may be of weights used as "bf16" or "fp32", with the `moments` of an update rule, in
     the order in which they lie in a record on disk: what is changed together is neighbours, and what is read alone
-    comes first.
+    comes first. `delays`: updates are made beside a pass, which needs the weights from before.
 
     `weights` is what travels: the bf16 high half, or the fp32 master; `low` the low half of a split master; `gradients`
     what waits for the norm of one backward pass.
     """
     travels = torch.bfloat16 if compute == "bf16" else torch.float32
     made = (
+        *([Plane(SHOWN, travels, "parameters")] if delays else ()),
         Plane("weights", travels, "parameters"),
         Plane("low", torch.int16),
         *moments,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, Plane, table
+from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, SHOWN, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -92,9 +92,9 @@ class Region:
 
     def update_bytes(self, numel: int) -> int:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
-        counted.
+        counted. (Where there are weights from before, those are read, and the others written.)
         """
-        return 2 * sum(plane.num_bytes(numel) for plane in self.states)
+        return 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != SHOWN)
 
 
 def align(size: int, multiple: int) -> int:
@@ -107,9 +107,10 @@ def build_regions(
     units: Mapping[str, Sequence[int]],
     moments: Sequence[Sequence[Plane]],
     world_size: int = 1,
+    delays: bool = False,
 ) -> tuple[Region, ...]:
     """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
-    `moments` that the update rule of each has, by its number.
+    `moments` that the update rule of each has, by its number. `delays`: as of `table`.
 
     Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
     alike.
@@ -145,7 +146,7 @@ def build_regions(
                 sizes=tuple(info.numel for info in members),
                 numel=align(end, SHARD_MULTIPLE * world_size),
                 units=names,
-                table=table(compute, moments[rule]),
+                table=table(compute, moments[rule], delays),
                 rule=rule,
             )
         )

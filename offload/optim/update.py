@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 
+from offload.layout.planes import SHOWN
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.tiers.store import RegionState, Tile
@@ -34,6 +35,9 @@ def update_tile(
     `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
     have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw.
     """
+    if tile.shown is not None:
+        planes = {**planes}
+        planes["weights"].copy_(planes.pop(SHOWN))
     num_wrong: int | torch.Tensor = 0
     rule = rules[state.region.rule]
     for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, rule.by_parameter):

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.accelerators import Accelerator, own_accelerator
 from offload.distributed.comm import Comm
-from offload.errors import format_bytes
+from offload.errors import ConfigError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.environment import memory
@@ -121,6 +121,12 @@ def make_plan(
         reserved = staging, sum(rings.values())
         layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
         rings |= ring_bytes(layout, regions)
+    if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
+        raise ConfigError(
+            "train.delay is 1, which keeps the weights twice in the host's memory, as they were before and after an "
+            f"update, and they are {'on the device' if tiers[1] == 'device' else 'to be on disk'}: set --train.delay "
+            "0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
+        )
     if not rings:
         overlap = overlaps(accelerator, settings.throttles, settings.delay_seed)
     limited = placement.device_memory is not None or free.device_bytes is not None

@@ -40,6 +40,9 @@ class Settings:
     seed: of what a step draws in micro-batches.
     debug: poison memory that is given back; a number also lets lanes wait at random, by that seed.
     head_chunk_bytes: logits that may exist at once; None for all.
+    delay: by how many steps updates come late, 0 or 1: the update of a step is made beside all of the next one, which
+        computes with the weights from before (ZeRO-Offload, arXiv:2101.06840, section 5.2).
+    delay_after: the steps before that, whose updates come in time.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -58,6 +61,8 @@ class Settings:
     seed: int = 0
     debug: bool | int = False
     head_chunk_bytes: int | str | None = "256MiB"
+    delay: int = 0
+    delay_after: int = 0
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +89,15 @@ class Settings:
         if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+        _check(self.delay, (0, 1), "train.delay")
+        if type(self.delay_after) is not int or self.delay_after < 0:
+            raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")
+        if self.delay and (self.clip == "speculative" or self.placement.optimizer == "device"):
+            wrong = "train.clip is speculative" if self.clip == "speculative" else "offload.optimizer is device"
+            raise ConfigError(
+                f"train.delay is 1 and {wrong}: delayed updates are made on the host, once the norm is known. Set "
+                f"--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
+            )
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -100,7 +114,7 @@ class Settings:
         correct, or no way to.
         """
         corrects = all(rule.can_correct for rule in self.optimizer.parts) and self.max_grad_norm and not self.skips
-        return self.clip if corrects else "deferred"
+        return self.clip if corrects and not self.delay else "deferred"
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:
@@ -124,10 +138,10 @@ class Settings:
 
     @property
     def keeps_gradients(self) -> bool:
-        """True where gradients wait on the host: for the norm, for the certainty that they are finite, or for a
-        correction.
+        """True where gradients wait on the host: for the norm, for the certainty that they are finite, for a
+        correction, or as updates are late.
         """
-        return self.max_grad_norm is not None or self.skips
+        return self.max_grad_norm is not None or self.skips or self.delay > 0
 
     @property
     def delay_seed(self) -> int | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Fence, Ticket
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,19 @@ class Lease:
     fills: Sequence[Ticket]
     done_reading: Callable[[Ticket], None]
     done_writing: Callable[[Ticket], None]
+
+    def beside(self, fence: Fence) -> Lease:
+        """Return a lease that also reads what has another fence."""
+
+        def read(ticket: Ticket) -> None:
+            fence.read(ticket)
+            self.done_reading(ticket)
+
+        def write(ticket: Ticket) -> None:
+            fence.read(ticket)
+            self.done_writing(ticket)
+
+        return replace(self, reads=(*self.reads, *fence.before_read()), done_reading=read, done_writing=write)
 
     def give_back(self) -> None:
         """The work was done by the caller, or there was none; nothing was changed."""

@@ -16,7 +16,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import MASTER, Plane
+from offload.layout.planes import MASTER, SHOWN, Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.native import kernels
 from offload.telemetry.counters import Counters
@@ -36,7 +36,8 @@ class Tile:
     """Elements `begin` to `end` of a region, which are read, updated and written back at once: all of it, or a tile
     where some of its planes are on disk. `planes` are those in memory, but for the gradients.
 
-    The fence of the weights also stands for the low half and the moments: updates alone write them.
+    The fence of the weights also stands for the low half and the moments: updates alone write them. `shown`: that of
+    the weights from before, where the pass beside an update computes with those.
     """
 
     begin: int
@@ -44,10 +45,27 @@ class Tile:
     planes: dict[str, torch.Tensor]
     record: Record | None
     fence: Fence = field(default_factory=lambda: Fence("weights"))
+    shown: Fence | None = None
 
     def fetch(self, is_ahead: bool) -> Lease:
         """Lend the weights to the device. `is_ahead`: for the next step."""
-        return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
+        if self.shown is None:
+            return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
+        fence, weights = self.shown, {"weights": self.planes[SHOWN]}
+        return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
+
+    def show(self, is_updated: bool) -> None:
+        """The next pass computes with the weights as they are now, or will be by the update that is on its way;
+        `is_updated`: another one begins beside it. It is to make its weights, out of those that are shown, where the
+        ones were that have been shown so far.
+        """
+        readers = () if self.shown is None else self.shown.before_fill()
+        self.shown = None
+        if is_updated:
+            self.planes["weights"], self.planes[SHOWN] = self.planes[SHOWN], self.planes["weights"]
+            self.shown = Fence("shown weights")
+            self.shown.fill(*self.fence.before_read())
+        self.fence.read(*readers)
 
     @property
     def states(self) -> list[str]:
@@ -83,6 +101,8 @@ class Tile:
     ) -> Lease:
         planes = {name: self.planes[name] for name in names if name in self.planes}
         lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
+        if self.shown is not None and SHOWN in planes:
+            lease = lease.beside(self.shown)
         there = self._on_disk(names)
         if self.record is None or not there:
             return lease
@@ -115,6 +135,11 @@ class RegionState:
     def begin(self) -> int:
         """The first element that this rank updates."""
         return self.tiles[0].begin
+
+    @property
+    def is_late(self) -> bool:
+        """True where passes compute with the weights from before the last update."""
+        return self.tiles[0].shown is not None
 
     @property
     def held(self) -> list[Tile]:

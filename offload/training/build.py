@@ -123,6 +123,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
         + (f", {comm.size} ranks" if comm.size > 1 else "")
     )
+    if config.train.delay:
+        first_late = config.train.delay_after + 1
+        say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
     return Run(config, kind, data, objective, made, files, begin_at(start, made, say))
 
 

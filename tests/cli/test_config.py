@@ -21,7 +21,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "model": "path preset init attention",
         "data": "source format tokenizer sequence_length packing train_on_prompt eval_fraction",
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute max_grad_norm clip "
-        "on_nonfinite eval_every log_every head_chunk_bytes",
+        "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
         "optimizer": "name lr states betas eps momentum weight_decay decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
         "zero_stage throttle device",

@@ -76,6 +76,8 @@ class Updates:
         self._measures = flow.measures
         self._rules, self._max_norm = settings.optimizer.parts, settings.max_grad_norm
         self._skips, self._debug, self._seed = settings.skips, bool(settings.debug), settings.seed
+        self._delays_from = settings.delay_after if settings.delay else math.inf
+        self._delays = False
         self._lane: Lane = store.updating
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
@@ -99,20 +101,21 @@ class Updates:
     @property
     def waits(self) -> bool:
         """True where updates come after the norm."""
-        return self._skips or (self._max_norm is not None and not self._is_speculative)
+        return self._skips or self._delays or (self._max_norm is not None and not self._is_speculative)
 
     @property
     def is_immediate(self) -> bool:
         """True where, in this step, what has landed is updated once and for all."""
         return self._flow.landing.landed is not None and not self._is_speculative
 
-    def begin_step(self, lr: float, waits: bool) -> None:
-        """Start a step; `waits`: its updates come after the norm in any case."""
-        self.lr = lr
+    def begin_step(self, lr: float, waits: bool, number: int) -> None:
+        """Start a step, by its number; `waits`: its updates come after the norm in any case."""
+        self.lr, self._delays = lr, number >= self._delays_from
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated, self._counts = [], []
-        self._flow.opens = self._early.begin if self.waits and not waits and self._early.are_possible else None
+        reads_early = self.waits and not self._delays and not waits and self._early.are_possible
+        self._flow.opens = self._early.begin if reads_early else None
         self._flow.landing.landed = None if waits or self.waits else self._update_at_once
         if self._flow.landing.landed is not None or self._store.comm.size > 1:  # the others are not to wait for a norm
             self.confirm()
@@ -143,6 +146,7 @@ class Updates:
         if not math.isfinite(norm):
             if self._skips:
                 self._early.give_back()
+                self._show()
                 return Applied(norm, skipped=True)
             self._refuse_gradients(norm)
         scale = clip_coefficient(norm, self._max_norm)
@@ -151,6 +155,8 @@ class Updates:
         if self._store.comm.size == 1:  # others may have updated theirs
             self._early.check()
         waiting = sorted((s for s in self._store.states if s.keeps_gradients), key=lambda state: rank(state.region))
+        if self._delays:
+            waiting.reverse()  # what the next backward needs first: room for its gradients
         self._early.follow([state.region for state in waiting])
         for state in waiting:
             # Of several ranks another may have what this one lacks.
@@ -159,7 +165,18 @@ class Updates:
             else:
                 self._early.give_back(state.tiles)
         self._slots.invalidate(self._due)
+        self._show()
         return Applied(norm)
+
+    def _show(self) -> None:
+        """Where updates are late, the next pass computes with the weights from before those that are due."""
+        late = {state.region for state in self._store.states if self._delays and state.region in self._due}
+        changed = [state for state in self._store.states if state.is_late or state.region in late]
+        self.is_updating = self.is_updating or bool(late)
+        self._slots.invalidate([state.region for state in changed])
+        for state in changed:
+            for tile in state.held:
+                tile.show(state.region in late)
 
     def _submit_due(self, last: Region | None = None) -> None:
         """Submit the updates that are due: up to that of a region whose weights come up next, as those behind it would

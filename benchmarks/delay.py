@@ -1,0 +1,81 @@
+"""Steps whose updates come one step late, where AdamW takes twice as long as the passes, against the larger lane.
+
+python -m benchmarks.delay > benchmarks/results/delay.json     # a minute
+
+The update lane is throttled so that a step's updates take twice what its passes take without throttle. In time, a step
+takes both; one step late, it takes the larger lane. Engines take turns in blocks of steps; the steps of a block are
+timed once the first updates are under way, as each begins beside the one before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import AdamW, Engine, Placement
+from offload.benches.report import Result, document
+
+LAYERS, WIDTH, ROWS, LENGTH = 16, 256, 4, 128
+STEPS, WARM, BLOCKS = 6, 3, 3
+UPDATE_SHARE = 2.0
+
+
+def make(**settings: Any) -> Engine:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": 512}
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    place = Placement(parameters="cpu", optimizer="cpu")
+    return Engine(LlamaForCausalLM(config), AdamW(lr=1e-8), place, **settings)
+
+
+def seconds(engine: Engine, batch: dict[str, torch.Tensor], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        engine.step(batch)
+    return (time.perf_counter() - begin) / count
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ids = torch.randint(512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    free = make(throttle={"update": 10**15})
+    seconds(free, batch, WARM)
+    passes = min(seconds(free, batch, STEPS) for _ in range(BLOCKS))
+    state_bytes = sum(region.update_bytes(region.numel) for region in free._state.regions)
+    throttle = {"update": state_bytes / (UPDATE_SHARE * passes)}
+    engines = {"in time": make(throttle=throttle), "one step late": make(throttle=throttle, delay=1)}
+    for engine in engines.values():
+        seconds(engine, batch, WARM)
+    taken: dict[str, list[float]] = {name: [] for name in engines}
+    computed = []
+    for _ in range(BLOCKS):
+        computed.append(seconds(free, batch, STEPS))
+        for name, engine in engines.items():
+            engine.step(batch)  # so that the updates of a step like the others are under way
+            taken[name].append(seconds(engine, batch, STEPS))
+            engine.finish()
+    largest = max(UPDATE_SHARE * passes, statistics.median(computed))
+    results = [
+        Result(
+            name,
+            1e3 * statistics.median(found),
+            "ms a step",
+            "the larger lane",
+            largest / statistics.median(found),
+            {"over_largest_lane": statistics.median(found) / largest, "blocks_ms": [1e3 * each for each in found]},
+        )
+        for name, found in taken.items()
+    ]
+    print(document(results))
+    for result in results:
+        print(f"{result.name}: {result.details['over_largest_lane']:.3f} of the larger lane", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

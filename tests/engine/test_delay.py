@@ -1,0 +1,185 @@
+"""Updates one step late, against a loop that computes each step with the weights from before the last update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from offload import AdamW, Engine, Lion, Placement
+from offload.errors import ConfigError
+from offload.planning import disk
+from tests.engine.compare import assert_same, weights
+from tests.engine.families import batches, build, gemma2, llama, tokens
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, SMOOTH, trained
+from tests.engine.reference import Reference
+
+RULE = AdamW(lr=1e-2, groups=(("norm", {"lr_scale": 0.5}),))
+HOST = {"parameters": "cpu", "optimizer": "cpu"}
+
+
+class Late(Reference):
+    """Plain PyTorch, whose model shows the weights from before the update that was made last."""
+
+    def __init__(self, *args: Any, delay_after: int = 0, **settings: Any) -> None:
+        self.before: dict[str, torch.Tensor] | None = None
+        super().__init__(*args, **settings)
+        self.delay_after, self.number = delay_after, 0
+
+    def update(self) -> float:
+        if self.number >= self.delay_after:
+            self.before = {name: master.clone() for name, master in self.masters.items()}
+        self.number += 1
+        return super().update()
+
+    def _show(self, name: str) -> None:
+        newest = self.masters
+        if self.before is not None:
+            self.masters = self.before
+        super()._show(name)
+        self.masters = newest
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+
+
+def steps_are_equal(engine: Engine, reference: Late, seeds: Iterator[int] | range) -> None:
+    for seed in seeds:
+        loss, norm = reference.step(tokens(seed))
+        found = engine.step(tokens(seed))
+        assert (found.loss, found.grad_norm) == (loss, norm), seed
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.3, None])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm):
+    settings = {"precision": precision, "max_grad_norm": max_grad_norm}
+    reference = Late(build(make), RULE, delay_after=2, **settings)
+    engine = Engine(build(make), RULE, delay=1, delay_after=2, placement=Placement(**HOST), **settings)
+    steps_are_equal(engine, reference, range(20))
+    assert_same(weights(engine), reference.masters)
+
+
+@pytest.mark.parametrize("settings", [{"throttle": {"update": 1e7}}, {"debug": 3, "throttle": {"h2d": 1e8}}], ids=str)
+def test_whatever_is_late_the_bits_are_the_same(settings):
+    reference = Late(build(llama), RULE)
+    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST, device_memory="1MiB"), **settings)
+    steps_are_equal(engine, reference, range(8))
+    assert_same(weights(engine), reference.masters)
+
+
+def test_states_may_be_on_disk(tmp_path):
+    reference = Late(build(llama), RULE)
+    place = Placement(parameters="cpu", optimizer="nvme", gradients="cpu", nvme_dir=str(tmp_path))
+    engine = Engine(build(llama), RULE, delay=1, placement=place, debug=1)
+    steps_are_equal(engine, reference, range(6))
+    assert_same(weights(engine), reference.masters)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_checkpoint_has_both_versions_of_the_weights(tmp_path, late):
+    reference = Late(build(llama), RULE, delay_after=0 if late else 3)
+    settings = {"delay": 1, "delay_after": 0 if late else 3, "placement": Placement(**HOST)}
+    engine = Engine(build(llama), RULE, **settings)
+    steps_are_equal(engine, reference, range(3))
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    other = Engine(build(llama, seed=1), RULE, **settings)
+    other.step(tokens(9))
+    other.load_checkpoint(tmp_path / "saved")
+    steps_are_equal(other, reference, range(3, 7))
+    assert_same(weights(other), reference.masters)
+
+
+def test_who_updates_in_time_goes_on_from_the_newest_weights(tmp_path):
+    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
+    for batch in batches(3):
+        engine.step(batch)
+    newest = weights(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    other = Engine(build(llama), RULE, placement=Placement(**HOST))
+    other.load_checkpoint(tmp_path / "saved")
+    assert_same(weights(other), newest)
+    other.step(tokens(5))
+
+
+def test_a_step_that_is_skipped_catches_up():
+    reference = Late(build(llama), RULE)
+    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST), on_nonfinite="skip")
+    steps_are_equal(engine, reference, range(3))
+
+    def infinite(outputs, _batch):
+        return outputs.loss * float("inf")
+
+    assert engine.step(tokens(3), infinite).skipped
+    reference.before = None
+    for name in reference.named:
+        reference._show(name)
+    steps_are_equal(engine, reference, range(4, 7))
+
+
+def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
+    model = build(llama)
+    engine, reference = Engine(model, RULE, delay=1, placement=Placement(**HOST)), Late(build(llama), RULE)
+
+    def half(outputs, _batch):
+        return outputs.logits.float().square().mean()
+
+    for seed in range(6):
+        loss_fn = half if seed % 2 else None
+        loss, _ = reference.step(tokens(seed), loss_fn)
+        assert engine.step(tokens(seed), loss_fn).loss == loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"delay": 2}, r"train\.delay"),
+        ({"delay": 1, "delay_after": -1}, r"train\.delay_after is -1"),
+        ({"delay": 1, "clip": "speculative"}, "train.clip is speculative"),
+        ({"delay": 1, "placement": Placement("device", "device")}, "offload.optimizer is device"),
+    ],
+)
+def test_what_cannot_be_late_is_refused(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        Engine(build(llama), RULE, **settings)
+
+
+def test_weights_on_disk_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="twice in the host's memory.*to be on disk"):
+        Engine(build(llama), Lion(), delay=1, placement=Placement("nvme", "nvme", nvme_dir=str(tmp_path)))
+
+
+def test_what_it_costs_is_in_the_plan():
+    plain = Engine(build(llama), RULE, placement=Placement(**HOST))
+    late = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
+    numel = sum(region.numel for region in late._state.regions)
+    assert dict(late._state.host.allocations) == dict(plain._state.host.allocations) | {"shown": 4 * numel}
+
+
+def test_ranks_are_late_alike_at_every_stage():
+    placed = {"placement": HOST, "optimizer": SMOOTH, "max_grad_norm": 0.5, "delay": 1, "delay_after": 1}
+    runs = [{"case": "tied", "rows": (2, 2), "num_steps": 4, "zero_stage": stage, **placed} for stage in range(4)]
+    mine, others = run(2, trained, runs=runs)
+    for found in (*mine, *others):
+        assert found.results == mine[0].results
+        assert_same(found.weights, mine[0].weights)
+    case = CASES["tied"]
+    reference = Late(build(case.make), SMOOTH, delay_after=1, max_grad_norm=0.5)
+    in_time = Reference(build(case.make), SMOOTH, max_grad_norm=0.5)
+    for number in range(4):
+        for each in (reference, in_time):
+            torch.manual_seed(number)
+            each.step(case.batch(number, 4), case.loss_fn, case.count)
+
+    def apart(masters: dict[str, torch.Tensor]) -> float:
+        return max((mine[0].weights[name] - master).abs().max().item() for name, master in masters.items())
+
+    assert 100 * apart(reference.masters) < apart(in_time.masters)
