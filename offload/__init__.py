@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config.config import Config as Config
     from offload.engine.engine import Engine as Engine
+    from offload.optim.adafactor import Adafactor as Adafactor
+    from offload.optim.adalomo import AdaLomo as AdaLomo
     from offload.optim.adamw import AdamW as AdamW
     from offload.optim.lion import Lion as Lion
+    from offload.optim.lomo import LOMO as LOMO
+    from offload.optim.muon import Muon as Muon
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
@@ -23,8 +27,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "offload.config.config",
     "Engine": "offload.engine.engine",
+    "AdaLomo": "offload.optim.adalomo",
+    "Adafactor": "offload.optim.adafactor",
     "AdamW": "offload.optim.adamw",
+    "LOMO": "offload.optim.lomo",
     "Lion": "offload.optim.lion",
+    "Muon": "offload.optim.muon",
     "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",

@@ -8,7 +8,8 @@
     "parameters": {NAME: {"shape": [...], "planes": {PLANE: {"dtype": "float32", "block": 1, "slices": [
         [begin, end, file, offset], ...]}}}}}                  elements of the flat parameter; bytes in the file
 
-A plane has an element for each weight, or for each block of so many neighbours ("block", 1 where it is not said).
+A plane has an element for each weight, or for each block of so many neighbours ("block", 1 where it is not said), or as
+many as a rule keeps of the parameter as a whole ("numel", null where it is none of those).
 
 A slice is known by its parameter's name and its elements, never by a rank, a region or a tile, so any other layout can
 read it. Numbers in files are little-endian. xxh3 has 64 bits here: a damaged chunk passes with a chance of 2**-64, and
@@ -54,15 +55,19 @@ DTYPE_OF = {
 @dataclass(frozen=True)
 class Entry:
     """What there is of one parameter: its shape, the dtype of each of its planes (`weights`, `exp_avg`, ...), and of
-    those that have one element for a block of weights, how many these are.
+    those that have one element for a block of weights, how many these are; of those with another number of elements,
+    that number.
     """
 
     shape: tuple[int, ...]
     planes: Mapping[str, torch.dtype]
     blocks: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, plane: str) -> int:
         """Return the elements of a plane."""
+        if plane in self.counts:
+            return self.counts[plane]
         return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
 
 
@@ -106,13 +111,14 @@ class Attached(BaseModel):
 
 
 class Plane(BaseModel):
-    """A plane of a parameter, with an element for each weight or each block of so many; its slices are in order and
-    cover it exactly once.
+    """A plane of a parameter, with an element for each weight or each block of so many, or with `numel` of them; its
+    slices are in order and cover it exactly once.
     """
 
     model_config = _STRICT
     dtype: str
     block: Annotated[int, Field(strict=True, gt=0)] = 1
+    numel: _Count | None = None
     slices: list[Slice]
 
 
@@ -142,6 +148,7 @@ class Manifest(BaseModel):
                 tuple(each.shape),
                 {plane: DTYPE_OF[it.dtype] for plane, it in each.planes.items()},
                 {plane: it.block for plane, it in each.planes.items() if it.block > 1},
+                {plane: it.numel for plane, it in each.planes.items() if it.numel is not None},
             )
             for name, each in self.parameters.items()
         }
@@ -201,7 +208,8 @@ class Manifest(BaseModel):
                 if found.dtype not in DTYPE_OF:
                     raise ValueError(f"{what} has the unknown dtype {found.dtype!r}")
                 width = DTYPE_OF[found.dtype].itemsize
-                _check_cover(what, found.slices, -(-math.prod(parameter.shape) // found.block))
+                per_block = -(-math.prod(parameter.shape) // found.block)
+                _check_cover(what, found.slices, per_block if found.numel is None else found.numel)
                 for begin, end, file_name, offset in found.slices:
                     num_bytes = (end - begin) * width
                     if file_name not in self.files or offset + num_bytes > self.files[file_name].num_bytes:
@@ -240,7 +248,12 @@ def gather(
         name: Parameter(
             shape=list(entry.shape),
             planes={
-                plane: Plane(dtype=name_of(dtype), block=entry.blocks.get(plane, 1), slices=sorted(slices[name, plane]))
+                plane: Plane(
+                    dtype=name_of(dtype),
+                    block=entry.blocks.get(plane, 1),
+                    numel=entry.counts.get(plane),
+                    slices=sorted(slices[name, plane]),
+                )
                 for plane, dtype in entry.planes.items()
             },
         )

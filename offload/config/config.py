@@ -48,7 +48,13 @@ _FIXED = (
     "run.seed",
 )
 """Sections and keys that make another run when they change: other data, another order, another model."""
-_OF_THE_PROCESS = ("run.dir", "run.name", "run.debug", "checkpoint.resume")  # never taken over from an earlier process
+_OF_THE_PROCESS = (
+    "run.dir",
+    "run.name",
+    "run.debug",
+    "checkpoint.resume",
+    "optimizer.reset",
+)  # never taken over from an earlier process
 _NAMES_OF_FILES = (
     "run.dir",
     "run.name",
@@ -58,12 +64,30 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_OF_RULES = {"betas": ("adamw", "lion"), "eps": ("adamw",), "states": ("adamw", "lion"), "momentum": ("sgd",)}
-"""Settings that not all rules have, with those that do."""
-_OF_LION = {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1}
-"""Its defaults. By the paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times smaller than AdamW's, and
-its weight decay as many times larger.
+_OF_RULE: dict[str, dict[str, Any]] = {
+    "lion": {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1},
+    "adafactor": {"optimizer.weight_decay": 0.0},
+    "lomo": {"optimizer.weight_decay": 0.0, "train.max_grad_norm": None},
+    "adalomo": {"optimizer.weight_decay": 0.0, "train.max_grad_norm": None},
+    "muon": {"optimizer.weight_decay": 0.1},
+}
+"""What rules have for defaults. By Lion's paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times less
+than AdamW's, and its weight decay as many times more. Whose gradients do not wait would compute twice to clip them.
 """
+_RATE = {"lion": 0.1, "adafactor": 10.0, "adalomo": 10.0, "lomo": 100.0}
+"""The default learning rate of rules, in AdamW's."""
+_OWN_KEYS = {
+    "adamw": ("betas", "eps", "states"),
+    "lion": ("betas", "states"),
+    "sgd": ("momentum",),
+    "adafactor": ("beta2_decay", "d"),
+    "lomo": ("clip_value",),
+    "adalomo": ("beta2_decay", "d"),
+    "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
+}
+"""Of the optimizer section: what not all rules have."""
+_OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
+"""What another rule takes over of a run that is gone on with."""
 _TIMING = ("prefetch", "zero_stage", "throttle", "device")
 """Of the offload section: what says nothing about where states are."""
 
@@ -156,9 +180,13 @@ class Config(BaseModel):
         """
         was = Config.load(None, {key: value for key, (value, _) in saved.items()})
         copy, changed = self.model_copy(deep=True), []
+        is_given_rule = self.origin("optimizer.name") != "default"
+        is_another = self.optimizer.reset and is_given_rule and self.optimizer.name != was.optimizer.name
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
             is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
+            if self.optimizer.reset and key == "optimizer.name":
+                is_fixed = False
             if is_given and is_fixed and own in (None, "auto"):
                 is_given = False
             elif is_given and is_fixed and own != was.get(key) and not _has_moved(key, was.get(key)):
@@ -167,15 +195,21 @@ class Config(BaseModel):
             found_anew = origin == "resolved" and follows
             if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
                 found_anew = True
+            if is_another and key.startswith("optimizer.") and key not in _OF_ANY_RULE:
+                continue
+            if is_another and key in _OF_RULE.get(was.optimizer.name, {}) and origin == "resolved":
+                continue
             if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
                 section, field = key.split(".")
                 setattr(getattr(copy, section), field, was.get(key))
                 copy._origins[key] = origin
         if changed:
+            is_rule = any(each.startswith("optimizer.name ") for each in changed)
+            anew = " Another update rule goes on from its weights with --optimizer.reset." if is_rule else ""
             raise ConfigError(
                 f"{'; '.join(changed)} in the run that {where} belongs to: that may not change. Leave "
                 f"{'it' if len(changed) == 1 else 'them'} out to go on with that run, or set --run.dir to a new folder "
-                "to begin another one."
+                f"to begin another one.{anew}"
             )
         copy.check()
         return copy
@@ -211,20 +245,7 @@ class Config(BaseModel):
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
-        rule, states = self.optimizer.name, self.optimizer.states
-        for key, rules in _OF_RULES.items():
-            value = getattr(self.optimizer, key)
-            if rule not in rules and value != OptimizerSection.model_fields[key].default:
-                raise ConfigError(
-                    f"optimizer.{key} is {value}, and {rule} has no such setting; leave it out, or set "
-                    f"--optimizer.name {' or '.join(rules)}."
-                )
-        if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
-            lacking = rule if states == "fp32" else f"{rule} with states in {states}"
-            raise ConfigError(
-                "train.clip is speculative, which corrects updates once the norm is known, and "
-                f"{lacking} has no correction: set --train.clip deferred or auto."
-            )
+        self._check_rule()
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(
                 f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
@@ -245,6 +266,29 @@ class Config(BaseModel):
                         f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
                         f"bytes at most, and no zero byte; set --{key} to another one."
                     )
+
+    def _check_rule(self) -> None:
+        """Refuse settings that the update rule does not have."""
+        rule = self.optimizer.name
+        rules = [rule, *(str(values["rule"]) for _, values in self.optimizer.groups if values.get("rule") in _OWN_KEYS)]
+        for key in dict.fromkeys(key for keys in _OWN_KEYS.values() for key in keys):
+            value = getattr(self.optimizer, key)
+            if (
+                not any(key in _OWN_KEYS[each] for each in rules)
+                and value != OptimizerSection.model_fields[key].default
+            ):
+                having = [name for name, keys in _OWN_KEYS.items() if key in keys]
+                raise ConfigError(
+                    f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
+                    f"--optimizer.name {' or '.join(having)}."
+                )
+        states = self.optimizer.states
+        if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
+            lacking = rule if states == "fp32" else f"{rule} with states in {states}"
+            raise ConfigError(
+                f"train.clip is speculative, which corrects updates once the norm is known, and {lacking} has no "
+                "correction: set --train.clip deferred or auto."
+            )
 
     def check_source(self) -> None:
         """Refuse to begin training a model of the user's on data that nobody named. Raises ConfigError."""
@@ -279,9 +323,9 @@ class Config(BaseModel):
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
-        rate, of_rule = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3, {}
-        if optimizer.name == "lion":
-            rate, of_rule = rate / 10, {key: value for key, value in _OF_LION.items() if self.is_default(key)}
+        rate = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
+        rate *= _RATE.get(optimizer.name, 1.0)
+        of_rule = {key: value for key, value in _OF_RULE.get(optimizer.name, {}).items() if self.is_default(key)}
         return self.with_resolved(
             model__preset=preset,
             model__init=init,

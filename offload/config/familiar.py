@@ -31,6 +31,7 @@ _NAMES: dict[str, str] = {
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
     "optimizer.weight_decay": "wd",
+    "optimizer.clip_value": "clip_grad_value gradient_clip_value",
     "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule",
     "optimizer.warmup_steps": "warmup_ratio warmup warmup_iters lr_warmup_steps num_warmup_steps",
     "offload.parameters": "offload_param offload_params offload_parameters cpu_offload device_map",

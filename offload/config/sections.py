@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ _SIZE_UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+
+
+RuleName = Literal["adamw", "lion", "sgd", "adafactor", "lomo", "adalomo", "muon"]
 
 
 def parse_size(value: Any, key: str | None = None) -> int | None:
@@ -88,6 +92,16 @@ def _as_groups(value: Any) -> Any:
     return () if value is None else value
 
 
+def _as_group_value(value: Any) -> float | str:
+    """Take a finite number, or the name of an update rule."""
+    if value in typing.get_args(RuleName):
+        return str(value)
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(typing.get_args(RuleName))}")
+
+
 def _as_throttle(value: Any) -> Any:
     """Take {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. What is in it, the lanes check."""
     value = _as_yaml(value)
@@ -126,7 +140,8 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Groups = Annotated[tuple[tuple[str, dict[str, Finite]], ...], BeforeValidator(_as_groups)]
+GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
+Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_stage)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
@@ -294,15 +309,23 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """The update rule and its learning rate."""
 
-    name: Literal["adamw", "lion", "sgd"] = Field(
+    name: RuleName = Field(
         default="adamw",
-        description="Update rule. lion has one moment, and takes 4 bytes less of each parameter; so has sgd, and none "
-        "without momentum.",
+        description="Update rule. lion has one moment, and takes 4 bytes less of each parameter; sgd has one or none; "
+        "adafactor and adalomo keep a number for each row and column; lomo keeps nothing; muon has one moment and "
+        "orthogonalises the updates of the blocks' matrices, beside adamw for the rest. With lomo and adalomo no "
+        "gradient waits: clipping costs a second backward.",
+    )
+    reset: bool = Field(
+        default=False,
+        description="Resume from a checkpoint of another update rule, or width of its states: weights, step and "
+        "position in the data are its, and the states begin anew.",
     )
     lr: Rate | None = Field(
         default=None,
         description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with "
-        "lion a tenth of it.",
+        "lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo "
+        "a hundred times.",
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
@@ -315,21 +338,46 @@ class OptimizerSection(Section):
         description="Decay of the first and of the second moment, each in [0, 1); of lion's moment in the step and "
         "after it, 0.9 and 0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.",
     )
-    eps: Rate = Field(default=1e-8, description="Term added to the root of the second moment. For adamw.")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Decay of sgd's moment, in [0, 1). 0: none, and no state but the weights."
+    eps: Rate = Field(
+        default=1e-8, description="Term added to the root of the second moment. For adamw, and with muon for the rest."
     )
     weight_decay: Rate = Field(
         default=0.01,
         description="Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion "
-        "0.1 unless set.",
+        "and muon 0.1 unless set, with adafactor, lomo and adalomo 0.",
+    )
+    beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="For adafactor and adalomo: step t counts t^beta2_decay in the second moments. none: -0.8.",
+    )
+    d: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="For adafactor and adalomo: the root mean square above which an update is scaled down. none: 1.",
+    )
+    clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="For lomo: clamp each element of a gradient to this. none: no clamping."
+    )
+    momentum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="For sgd and muon: decay of the moment. none: 0 for sgd, which then keeps no state but the "
+        "weights, and 0.95 for muon.",
+    )
+    nesterov: bool | None = Field(default=None, description="For muon: look ahead along the moment. none: true.")
+    ns_steps: Annotated[int, Field(ge=0, lt=100)] | None = Field(
+        default=None, description="For muon: steps of the orthogonalisation. none: 5."
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(
+        default=None,
+        description="For muon: how the learning rate goes by a matrix's shape. none: match_rms_adamw, so that one rate "
+        "is good for muon and for adamw beside it. Muon() in Python has torch's instead, original.",
     )
     decay_1d: bool = Field(
         default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."
     )
     groups: Groups = Field(
         default=(),
-        description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y}} as YAML.",
+        description="Exceptions by parameter name, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: "
+        "NAME}} as YAML. Another rule goes by the settings here that it has.",
     )
     schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = Field(
         default="auto",

@@ -34,8 +34,16 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     parameters = {unit.name: unit.parameters for unit in candidates}
-    moments = [rule.moments for rule in settings.optimizer.parts]
-    regions = build_regions(infos, parameters, moments, comm.size, delays=settings.delay > 0)
+    rules = settings.optimizer.parts
+    regions = build_regions(
+        infos,
+        parameters,
+        [rule.moments for rule in rules],
+        comm.size,
+        delays=settings.delay > 0,
+        factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
+        num_ranges=comm.size if settings.zero_stage else 1,
+    )
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})

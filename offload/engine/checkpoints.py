@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, conversions_used
 from offload.hf.write import write_configuration
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import SHOWN
+from offload.layout.planes import MASTER, SHOWN
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
@@ -69,7 +69,7 @@ class Saving:
         self._comm, self._contents, self._save = comm, contents, None
         self._random = _random(engine)
         own = {**decided, "step": engine.runner.step_number, "updates": dict(_updates(engine))}
-        own |= {"built_in": _built_in(engine), "conversions": _conversions(engine)}
+        own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
         with ExitStack() as opened:
             with as_one(comm, "making of the checkpoint"):
                 if comm.rank == 0:
@@ -161,26 +161,31 @@ def _borrowed(host: Ledger, writer: Writer) -> Iterator[None]:
         release()
 
 
-def load_states(engine: EngineState, reader: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
     rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
-    number of ranks is the same.
+    number of ranks is the same. `anew`: but for the weights, the states of the update rule are as at the first step.
 
     Raises CheckpointError where the data are damaged: the states belong to no step then.
     """
     own = reader.meta["engine"]
-    lasting = {tile: _read_of(engine, reader, state, tile) for state in engine.store.states for tile in state.held}
+    there = {tile: _read_of(engine, reader, state, tile, anew) for state in engine.store.states for tile in state.held}
     reader.expect(
         span
         for state in engine.store.states
-        for tile in state.held
-        for span in _wanted(engine, state, tile, lasting[tile])
+        for part in (
+            *(_wanted(engine, state, tile, there[tile]) for tile in state.held),
+            () if anew else _factor_spans(engine, state),
+        )
+        for span in part
     )
+    updates = {} if anew else own["updates"]
     for state in engine.store.states:
         for tile in state.held:
-            _fill(engine, reader, state.region, tile, lasting[tile])
-            tile.shown = Fence("shown weights") if SHOWN in lasting[tile] else None
-        state.steps = [own["updates"].get(engine.infos[index].name, 0) for index in state.region.parameters]
+            _fill(engine, reader, state.region, tile, there[tile])
+            tile.shown = Fence("shown weights") if SHOWN in there[tile] else None
+        _fill_factors(engine, reader, state, anew)
+        state.steps = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
@@ -196,18 +201,49 @@ def load_states(engine: EngineState, reader: Reader) -> tuple[dict[str, Any], di
     return own, reader.meta["meta"]
 
 
-def check_contents(engine: EngineState, reader: Reader) -> None:
-    """Raise ConfigError where a checkpoint is not one of this model, trained and stored alike."""
+def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = False) -> bool:
+    """Return whether the states of the update rule have to begin anew, as they are another rule's, or of another width;
+    never without `may_reset`. Raises ConfigError where a checkpoint is not one of this model, trained and stored alike.
+    """
     wanted, found = (_without_shown(contents) for contents in (_contents(engine), without_moved(reader.contents)))
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
+        if _of_model(wanted.get(name)) != _of_model(found.get(name)):
             raise ConfigError(
                 f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
-                f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters, the --train.precision and "
-                "the --optimizer.name and --optimizer.states that it was made with."
+                f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
+                "that it was made with."
             )
+    was, now = reader.meta["engine"].get("rule"), _rule(engine)
+    different = next((name for name in wanted if wanted[name] != found[name]), None)
+    if different is None and was in (None, now):
+        return False
+    if not may_reset:
+        where = (
+            ""
+            if different is None
+            else (f", with {_shown(found[different])} for {different}, and the model has {_shown(wanted[different])}")
+        )
+        raise ConfigError(
+            f"{reader.path} holds the states of {was or 'another update rule'}{where}: {now} cannot go on with them. "
+            "Resume with the --optimizer.name, .states and .groups that it was made with, or set "
+            "--optimizer.reset (load_checkpoint(..., reset=True)): that takes the weights, the number of the step and "
+            f"the position in the data, and begins the states of {now} anew."
+        )
+    return True
+
+
+def _of_model(entry: Entry | None) -> tuple[Any, ...] | None:
+    """Return what of an entry does not belong to an update rule."""
+    if entry is None:
+        return None
+    return entry.shape, {name: dtype for name, dtype in entry.planes.items() if name in (*MASTER, _BUFFER)}
+
+
+def _rule(engine: EngineState) -> str:
+    """Return what the update rule, and those of its groups, are called."""
+    return " and ".join(dict.fromkeys(rule.title for rule in engine.rules))
 
 
 def _without_shown(contents: Contents) -> dict[str, Entry]:
@@ -232,7 +268,10 @@ def _contents(engine: EngineState) -> dict[str, Entry]:
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
         for index in state.region.parameters:
-            contents[engine.infos[index].name] = Entry(tuple(engine.infos[index].shape), planes, blocks)
+            shape = tuple(engine.infos[index].shape)
+            counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
+            factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
+            contents[engine.infos[index].name] = Entry(shape, planes | factors, blocks, counts)
     for name, buffer in _buffers(engine).items():
         contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
@@ -274,11 +313,19 @@ def _configuration(engine: EngineState) -> dict[str, bytes]:
 
 
 def _write(engine: EngineState, writer: Writer) -> None:
-    """Write this rank's ranges; in stage 0, where all have all, each writes its share too. Rank 0 has the buffers."""
+    """Write this rank's ranges; in stage 0, where all have all, each writes its share too: of what there is once for a
+    parameter, that which begins there. Rank 0 has the buffers.
+    """
     if engine.comm.rank == 0:
         for name, buffer in _buffers(engine).items():
             writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
     sharding = engine.store.sharding
+    for state in engine.store.states:
+        shard = sharding.shard(state.region)
+        for position, index in enumerate(state.region.parameters):
+            if shard.start <= state.span(position).start < shard.stop:
+                for name, values in state.factors_of(position).items():
+                    writer.write(engine.infos[index].name, name, 0, values.cpu())
     with closing(_lent(engine)) as lent:
         for region, tile, lease in lent:
             shard = sharding.shard(region)
@@ -315,27 +362,53 @@ def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, No
             lease.give_back()
 
 
-def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile) -> list[str]:
-    """Return the planes of a tile that a checkpoint has: weights from before an update only if one was late."""
+def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
+    """Return the planes of a tile that are read from a checkpoint: the weights alone where states begin `anew`, and
+    weights from before an update only if one was late.
+    """
+    if anew:
+        return [name for name in tile.states if name in MASTER]
     first = reader.contents[engine.infos[state.region.parameters[0]].name]
     return [name for name in tile.states if name != SHOWN or name in first.planes]
 
 
-def _wanted(engine: EngineState, state: RegionState, tile: Tile, names: Sequence[str]) -> Iterator[Span]:
+def _wanted(engine: EngineState, state: RegionState, tile: Tile, there: Collection[str]) -> Iterator[Span]:
     """Yield what `_fill` reads, in its order."""
-    for plane in map(state.region.plane, names):
+    for plane in map(state.region.plane, there):
         for index, begin, end, start in _pieces(engine, state.region, tile):
             yield engine.infos[index].name, plane.name, (begin - start) // plane.block, plane.numel(end - begin)
 
 
-def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, names: Sequence[str]) -> None:
-    """Read a tile's states. What of them is on disk is written while the next tile is read."""
+def _factor_spans(engine: EngineState, state: RegionState) -> Iterator[Span]:
+    """Yield what `_fill_factors` reads, in its order."""
+    for position, index in enumerate(state.region.parameters):
+        for name, values in state.factors_of(position).items():
+            yield engine.infos[index].name, name, 0, len(values)
+
+
+def _fill_factors(engine: EngineState, reader: Reader, state: RegionState, anew: bool) -> None:
+    for position, index in enumerate(state.region.parameters):
+        for name, values in state.factors_of(position).items():
+            piece = torch.zeros(values.shape, dtype=values.dtype)
+            if not anew:
+                reader.read(engine.infos[index].name, name, 0, piece)
+            values.copy_(piece)
+
+
+def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
+    """Read a tile's states, those that are `there`, and clear the others. What of them is on disk is written while the
+    next tile is read.
+    """
+    names = [name for name in tile.states if name != SHOWN or name in there]
     lease = tile.land(*names)
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
         for plane in map(region.plane, names):
             flat, filled = lease.planes[plane.name], 0
+            if plane.name not in there:
+                flat.zero_()
+                continue
             for index, begin, end, start in _pieces(engine, region, tile):
                 its = plane.cut(slice(begin - tile.begin, end - tile.begin))
                 flat[filled : its.start] = 0  # between parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -266,13 +267,14 @@ class Engine:
         with self._recovery.working(), self.counters.unchanged():
             return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, copies=copies)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *, reset: bool = False) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
-        sound again.
+        sound again. With `reset` the states of an update rule that is not this engine's, or of another width, are left
+        out: this one's begin anew.
 
         Raises:
             CheckpointError: on all ranks; the folder is damaged. Where its data are, the engine is torn.
-            ConfigError: on all ranks; it is another model's.
+            ConfigError: on all ranks; it is another model's, or, without `reset`, another rule's.
         """
         self._recovery.check_open()
         meet(self.comm, "load_checkpoint")
@@ -282,12 +284,14 @@ class Engine:
             opened.enter_context(self.counters.unchanged())
             with as_one(self.comm, "opening of the checkpoint"):
                 reader = opened.enter_context(Reader(Path(path)))
-                check_contents(self._state, reader)
+                anew = check_contents(self._state, reader, may_reset=reset)
+            if anew and self.comm.rank == 0:
+                warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.torn = f"{path} was read in part"
             self._state.store.forgive()
             self._state.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
-                decided, meta = load_states(self._state, reader)
+                decided, meta = load_states(self._state, reader, anew=anew)
                 self._state.lanes.drain_updates()  # what fails on its way to the disk fails the load
             self._state.executor.forget()
             self._state.runner.claims.weights_change()

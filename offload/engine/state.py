@@ -31,7 +31,7 @@ from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
 from offload.lanes.opening import open_lanes
 from offload.layout.regions import ParameterInfo, Region
-from offload.planning.memory import SLOT, staging_bytes
+from offload.planning.memory import SLOT, WORKSPACE, staging_bytes
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -59,7 +59,7 @@ class EngineState:
         comm: Comm,
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
-        self.throttles = settings.throttles
+        self.throttles, self.rules = settings.throttles, settings.optimizer.parts
         self.closed = self.is_ours = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
@@ -118,7 +118,18 @@ class EngineState:
             None if stays else 1 + plan.ahead,
             lands_late=self.gradients.lasts,
         )
-        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, self.device)
+        workspace = plan.of("device", WORKSPACE).num_bytes
+        self.updates = Updates(
+            self.store,
+            infos,
+            self.gradients,
+            self.slots,
+            self.lanes,
+            settings,
+            self.device,
+            self.device.allocate(WORKSPACE, workspace) if workspace else None,
+        )
+        self.lanes.wait(self.lanes.mark())  # until the workspace is cleared: who uses it does so in another stream
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
         self.undo = Undo()
         self.runner = UnitRunner(

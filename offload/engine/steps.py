@@ -106,15 +106,39 @@ class Steps:
         with self._recovery.ending():
             state.accumulate(self._micro_rows is not None and self.losses.is_plain)
             state.spare_memory.begin_step(known.num_elements)
+            passes = partial(self._passes, batch, known, rule, loss_fn)
+            if state.updates.learns_first:
+                return self._learn_and_step(passes, tokens, known.kind)
             self.begin(known.kind)
-            loss = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
-            # Closed now, and not when somebody lets go of a traceback that holds it.
-            with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
-                for part_loss in part_losses:
-                    if part_loss.requires_grad:
-                        part_loss.backward()
-                    loss += part_loss.detach().to(torch.float32)
-            return self.end(loss, tokens, known.kind)
+            return self.end(passes(), tokens, known.kind)
+
+    def _passes(self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None) -> torch.Tensor:
+        """Go forward and backward over a batch; return its loss, on the device."""
+        loss = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
+        # Closed now, and not when somebody lets go of a traceback that holds it.
+        with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
+            for part_loss in part_losses:
+                if part_loss.requires_grad:
+                    part_loss.backward()
+                loss += part_loss.detach().to(torch.float32)
+        return loss
+
+    def _learn_and_step(self, passes: Callable[[], torch.Tensor], tokens: int | None, kind: Hashable) -> StepResult:
+        """Make a step whose first backward is for the norm alone; the second one, from the same generators and
+        buffers, updates.
+        """
+        state = self._state
+        before = Moment(state.device, self._modules, self._may_move())
+        self.begin(kind, learns=True)
+        loss = passes()
+        norm = state.updates.learn()
+        if math.isfinite(norm):
+            before.put_back()
+            state.executor.end()
+            self._begin_pass(kind, norm=norm)
+            self._counters.begin_pass()
+            loss = passes()
+        return self.end(loss, tokens, kind)
 
     def _evaluate(
         self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
@@ -140,13 +164,20 @@ class Steps:
             state.executor.expect(*self._expected)
             return self._sum(state.device.bring_down(total)())
 
-    def begin(self, kind: Hashable, waits: bool = False) -> None:
-        """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards."""
-        state = self._state
-        state.lanes.timeline.begin_step()
+    def begin(self, kind: Hashable, waits: bool = False, learns: bool = False) -> None:
+        """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards.
+        `learns`: from one of which nothing but the norm is wanted.
+        """
+        self._state.lanes.timeline.begin_step()
         self._counters.begin_step()
+        self._begin_pass(kind, waits, learns)
+
+    def _begin_pass(self, kind: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None) -> None:
+        state = self._state
         state.runner.begin_step()
-        state.updates.begin_step(self.lr, waits or state.gradients.accumulates, state.runner.step_number)
+        state.updates.begin_step(
+            self.lr, waits or state.gradients.accumulates, state.runner.step_number, learns=learns, norm=norm
+        )
         state.executor.begin(kind, wraps=state.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
@@ -166,7 +197,7 @@ class Steps:
                 state.spare_memory.end_step(peak_bytes)
             state.executor.expect(*self._expected)
 
-        self._expected = kind, state.updates.is_immediate
+        self._expected = kind, state.updates.is_immediate and not state.updates.learns_first
         brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
         applied = state.updates.apply(rank, go_on)
         loss = self._sum(brought_loss())

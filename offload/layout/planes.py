@@ -4,6 +4,7 @@ there are is decided by the precision and by the update rule, which hands its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,33 @@ class Plane:
     def cut_from(self) -> int:
         """The ZeRO stage from which on each rank holds its own range alone."""
         return CUT_FROM[self.kind]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A small fp32 array that a rule keeps of each parameter as a whole, in memory wherever its planes are: with an
+    element for each of its `rows`, or its `columns`, or, of a parameter that has neither, for each of its `elements`.
+    One of two dimensions and more is so many matrices as its last two are. `numel` is asked for a shape.
+    """
+
+    name: str
+    along: str
+
+    dtype = torch.float32
+
+    @property
+    def label(self) -> str:
+        """What it is called in plans, ledgers and reports."""
+        return self.name.replace("_", " ")
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Return its elements for a parameter of this shape."""
+        if len(shape) < 2:
+            return math.prod(shape) if self.along == "elements" else 0
+        left_out = {"rows": -1, "columns": -2}.get(self.along)
+        if left_out is None:
+            return 0
+        return math.prod(size for place, size in enumerate(shape, -len(shape)) if place != left_out)
 
 
 def table(compute: str, moments: Sequence[Plane], delays: bool = False) -> tuple[Plane, ...]:

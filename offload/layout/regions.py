@@ -8,12 +8,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 
-from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, SHOWN, Plane, table
+from offload.errors import ConfigError
+from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, SHOWN, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
 
+_MOST_PADDING = 1 << 21
+"""Elements. Above it a region may not grow to more than four times its parameters for these to be whole on a rank."""
 SCRATCH_BYTES = 32 << 20
 """Of the device, per rank, at most, for pieces of gradients that are to be summed."""
 CHUNK_BYTES = 1 << 19
@@ -45,7 +49,8 @@ class Region:
 
     `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-
     rate multiplier and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that
-    uses the region: more than one where weights are tied. `rule`: the number of its update rule.
+    uses the region: more than one where weights are tied. `rule`: the number of its update rule, which keeps the
+    `factors` of each parameter. `by_matrix`: it needs parameters as a whole, so that neither ranks nor tiles cut one.
     """
 
     index: int
@@ -60,6 +65,9 @@ class Region:
     units: tuple[str, ...]
     table: tuple[Plane, ...]
     rule: int = 0
+    factors: tuple[Factor, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    by_matrix: bool = False
 
     @property
     def is_split(self) -> bool:
@@ -90,6 +98,15 @@ class Region:
         """Bytes of the plane that goes to the device."""
         return self.plane("weights").num_bytes(self.numel)
 
+    def factor_spans(self, factor: Factor) -> list[slice]:
+        """Return the elements of each parameter, by its position, in the region's array of a factor."""
+        ends = list(accumulate((factor.numel(shape) for shape in self.shapes), initial=0))
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def factor_numel(self, factor: Factor) -> int:
+        """Return the elements of the region's array of a factor."""
+        return sum(factor.numel(shape) for shape in self.shapes)
+
     def update_bytes(self, numel: int) -> int:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted. (Where there are weights from before, those are read, and the others written.)
@@ -107,13 +124,17 @@ def build_regions(
     units: Mapping[str, Sequence[int]],
     moments: Sequence[Sequence[Plane]],
     world_size: int = 1,
+    *,
     delays: bool = False,
+    factors: Mapping[int, Sequence[Factor]] | None = None,
+    num_ranges: int = 1,
 ) -> tuple[Region, ...]:
     """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
     `moments` that the update rule of each has, by its number. `delays`: as of `table`.
 
     Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
-    alike.
+    alike. `factors`: of the rules by matrix, by their numbers; of their parameters none lies across a border of the
+    `num_ranges` ranges in which ranks update. Raises ConfigError where a region would become too large by that.
     """
     users: dict[int, list[str]] = {}
     for unit, indices in units.items():
@@ -128,10 +149,14 @@ def build_regions(
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule), members in groups.items():
         members = sorted(members, key=lambda info: (info.lr_scale, info.weight_decay))
-        offsets, end = [], 0
-        for info in members:
-            offsets.append(end)
-            end = align(end + info.numel, PARAMETER_ALIGNMENT)
+        by_matrix = trainable and factors is not None and rule in factors
+        bins = _balanced(members, num_ranges) if by_matrix else [members]
+        step = align(max(map(_length, bins)), SHARD_MULTIPLE * world_size // len(bins))
+        _check_padding(names, members, step, len(bins))
+        offsets = [
+            number * step + _length(its[:position]) for number, its in enumerate(bins) for position in range(len(its))
+        ]
+        members = [info for its in bins for info in its]
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
         regions.append(
@@ -144,13 +169,44 @@ def build_regions(
                 parameters=tuple(info.index for info in members),
                 offsets=tuple(offsets),
                 sizes=tuple(info.numel for info in members),
-                numel=align(end, SHARD_MULTIPLE * world_size),
+                numel=step * len(bins),
                 units=names,
                 table=table(compute, moments[rule], delays),
                 rule=rule,
+                factors=tuple(factors[rule]) if by_matrix and factors else (),
+                shapes=tuple(info.shape for info in members),
+                by_matrix=by_matrix,
             )
         )
     return tuple(regions)
+
+
+def _length(members: Sequence[ParameterInfo]) -> int:
+    """Return the elements that parameters take one behind the other."""
+    return sum(align(info.numel, PARAMETER_ALIGNMENT) for info in members)
+
+
+def _balanced(members: Sequence[ParameterInfo], num_ranges: int) -> list[list[ParameterInfo]]:
+    """Share parameters out, each to one range, so that the largest is about as small as can be: the largest parameter
+    first, always to the range that has least.
+    """
+    bins: list[list[ParameterInfo]] = [[] for _ in range(num_ranges)]
+    for info in sorted(members, key=lambda info: -info.numel):
+        min(bins, key=_length).append(info)
+    return [[info for info in members if info in its] for its in bins]
+
+
+def _check_padding(names: Sequence[str], members: Sequence[ParameterInfo], step: int, num_ranges: int) -> None:
+    """Raise ConfigError where ranges that cut no parameter are mostly padding."""
+    numel = _length(members)
+    if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
+        largest = max(members, key=lambda info: info.numel)
+        raise ConfigError(
+            f"the update rule of {largest.name} {list(largest.shape)} needs a matrix as a whole, and with unit "
+            f"{' = '.join(names)} shared out so over {num_ranges} ranks each would hold {step} elements where an equal "
+            f"share is {numel // num_ranges}: set --offload.zero_stage 0, or give this parameter a rule by element "
+            "with --optimizer.groups."
+        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +277,7 @@ class Sharding:
 class DiskLayout:
     """What of each region (by index) is on disk, its planes in the order of its table, and the elements of a tile: a
     region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
-    a rank's range ends.
+    a rank's range ends; those of a rule by matrix where parameters do, however large these are.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -242,7 +298,18 @@ class DiskLayout:
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
         step = self.tile_numel if self.of(region) else max(1, end - begin)
+        if region.by_matrix:
+            # Who publishes does it tile by tile, of which all ranks have as many.
+            step = end - begin if self.sharding.publishes else step
+            return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
         return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
+
+    def largest_tile(self, region: Region) -> int:
+        """Return the elements of the largest tile of a region that any rank has."""
+        if not region.by_matrix:
+            return min(self.tile_numel, region.numel // self.sharding.num_ranges)
+        owners = range(self.sharding.num_ranges)
+        return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
 
     def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
         """Return the bytes of the record of a tile of so many elements, of this rank's range or of another's."""
@@ -257,6 +324,17 @@ class DiskLayout:
             for begin, end in self.tiles(region, owner)
         )
         return sum(sizes)
+
+
+def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
+    """Cut a range at some of these borders, in parts of at most so many elements where the borders allow it."""
+    parts, start, last = [], begin, begin
+    for border in (*borders, end):
+        if border - start > most and last > start:
+            parts.append((start, last))
+            start = last
+        last = border
+    return [*parts, (start, end)]
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:

@@ -6,16 +6,19 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 from offload.errors import ConfigError, nearest
-from offload.layout.planes import Plane
+from offload.layout.planes import Factor, Plane
+from offload.native import kernels
 
+PIECE = 1 << 20
+"""Elements of which a rule in torch makes temporaries at once."""
 _GROUP_KEYS = ("lr_scale", "weight_decay", "rule")
 
 
@@ -29,6 +32,8 @@ class Trained:
     """True for the table of an embedding, and for what is tied to it."""
     in_block: bool = False
     """True within one of a row of blocks that are alike."""
+    is_filter: bool = False
+    """True for the weight of a convolution, whose last two dimensions are no matrix."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class UpdateStep:
     """64 bits that stand for the parameter and the run's seed, for rules that update `by_parameter`."""
     element: int = 0
     """The place of the first weight in its flat parameter, for those."""
+    shape: tuple[int, ...] = ()
+    """That of the parameter, for rules by matrix, which get all of it."""
+    workspace: torch.Tensor | None = None
+    """Memory of the device, uint8 [what `workspace_bytes` says at least], for those that compute there; None for
+    memory beside the weights.
+    """
 
 
 class UpdateRule(ABC):
@@ -69,6 +80,13 @@ class UpdateRule(ABC):
     Parameters with fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group
     sets `weight_decay`. Another rule goes by its own settings; its learning rate keeps its ratio to that of this one.
     """
+
+    by_matrix: ClassVar[bool] = False
+    """True where an update needs a parameter as a whole, and its shape: it is given one at a time, all of it."""
+    drops_gradients: ClassVar[bool] = False
+    """True where no gradient is to wait for the norm: a step that clips learns it by a backward of its own."""
+    clip_norm: float | None = None
+    """The norm to which gradients are clipped, where the rule says so itself."""
 
     lr: float
     weight_decay: float
@@ -91,6 +109,29 @@ class UpdateRule(ABC):
         return ()
 
     @property
+    def factors(self) -> tuple[Factor, ...]:
+        """What a rule by matrix keeps of each parameter beside the planes."""
+        return ()
+
+    def workspace_bytes(self, shape: tuple[int, ...]) -> int:  # noqa: ARG002
+        """Return the bytes of the device that the update of a parameter of this shape takes while it runs."""
+        return 0
+
+    @property
+    def title(self) -> str:
+        """What it is called in errors: with the width of its states, where that is not fp32."""
+        states = getattr(self, "states", "fp32")
+        return type(self).__name__ + ("" if states == "fp32" else f" with {states} states")
+
+    @classmethod
+    def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule with those of a configuration's settings that it has; None is its own default. Raises
+        ConfigError.
+        """
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in settings.items() if name in known and value is not None})
+
+    @property
     def others(self) -> tuple[UpdateRule, ...]:
         """Rules by which `choose_other` has some parameters updated, without regard to groups."""
         return ()
@@ -111,8 +152,8 @@ class UpdateRule(ABC):
             object.__setattr__(self, "betas", _checked_betas(self.betas))
         for key in ("lr", "eps", "weight_decay"):
             value = getattr(self, key, 0.0)
-            if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-                raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and not negative.")
+            if not isinstance(value, tuple):  # which a rule checks that has several
+                check_number(key, value)
         for pattern, values in self.groups:
             try:
                 re.compile(pattern)
@@ -133,23 +174,28 @@ class UpdateRule(ABC):
                         "negative."
                     )
 
-    def choose(self, parameter: Trained) -> Choice:
-        """Return how a parameter is updated. Raises ConfigError."""
+    def default(self, parameter: Trained) -> Choice:
+        """Return how a parameter is updated of which no group says otherwise. Raises ConfigError."""
         other = self.choose_other(parameter)
         decay = self.weight_decay if len(parameter.shape) >= 2 or self.decay_1d else 0.0
-        chosen, first = Choice(0 if other is None else 1 + other, 1.0, decay), 1 + len(self.others)
+        return Choice(0 if other is None else 1 + other, 1.0, decay)
+
+    def choose(self, parameter: Trained) -> Choice:
+        """Return how a parameter is updated. Raises ConfigError."""
+        chosen, first = self.default(parameter), 1 + len(self.others)
         for pattern, values in self.groups:
             rule = values.get("rule")
             if re.search(pattern, parameter.name):
                 if rule is not None:
                     chosen = rule.choose(parameter)
-                    chosen = replace(chosen, rule=first + chosen.rule, lr_scale=chosen.lr_scale * self._ratio(rule))
+                    chosen = replace(chosen, rule=first + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(rule))
                 scale, decay = values.get("lr_scale", 1.0), values.get("weight_decay", chosen.weight_decay)
                 return replace(chosen, lr_scale=chosen.lr_scale * scale, weight_decay=decay)
             first += 0 if rule is None else len(rule.parts)
         return chosen
 
-    def _ratio(self, rule: UpdateRule) -> float:
+    def ratio(self, rule: UpdateRule) -> float:
+        """Return another rule's learning rate over this one's. Raises ConfigError."""
         if not self.lr:
             raise ConfigError(
                 "optimizer.lr is 0, and another rule's learning rate has no ratio to it: give another one."
@@ -171,6 +217,13 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
 
+def check_number(key: str, value: Any, least: float = 0.0) -> None:
+    """Raise ConfigError unless a setting is a finite number of at least that."""
+    if not isinstance(value, int | float) or not least <= value < math.inf:
+        bound = "not negative" if not least else f"at least {least:g}"
+        raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
+
+
 def _checked_betas(betas: Sequence[float]) -> tuple[float, float]:
     """Return both decay rates of moments as a pair. Raises ConfigError."""
     try:
@@ -185,6 +238,26 @@ def _checked_betas(betas: Sequence[float]) -> tuple[float, float]:
 def parameter_key(name: str, seed: int) -> int:
     """Return `UpdateStep.key`."""
     return xxh3_64_intdigest(name.encode(), seed % 2**64)
+
+
+def master_piece(states: Mapping[str, torch.Tensor], piece: slice) -> torch.Tensor:
+    """Return elements of the master weights in fp32: themselves, or put together from both halves."""
+    weights = states["weights"][piece]
+    return kernels.join(weights, states["low"][piece]) if "low" in states else weights
+
+
+def put_piece(states: Mapping[str, torch.Tensor], piece: slice, weights: torch.Tensor) -> torch.Tensor:
+    """Let elements of the master weights be what `master_piece` gave and was changed since; return how many are no
+    longer finite, 0-dim int64.
+    """
+    if "low" in states:
+        kernels.split(weights, out=(states["weights"][piece], states["low"][piece]))
+    return weights.isfinite().logical_not_().sum()
+
+
+def count_of(num_wrong: torch.Tensor) -> int | torch.Tensor:
+    """Return a count as `update` does: of an accelerator nobody waits for it."""
+    return int(num_wrong) if num_wrong.is_cpu else num_wrong
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

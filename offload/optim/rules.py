@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+from offload.optim.adafactor import Adafactor
+from offload.optim.adalomo import AdaLomo
 from offload.optim.adamw import AdamW
 from offload.optim.lion import Lion
+from offload.optim.lomo import LOMO
+from offload.optim.muon import Muon
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
 
-_RULES: Mapping[str, Any] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+_RULES: Mapping[str, type[UpdateRule]] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "sgd": SGD,
+    "adafactor": Adafactor,
+    "lomo": LOMO,
+    "adalomo": AdaLomo,
+    "muon": Muon,
+}
 
 
 def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
-    """Return the rule of this name with those of the settings that it has. Raises ConfigError."""
-    kind = _RULES[name]
-    rule: UpdateRule = kind(**{field.name: settings[field.name] for field in fields(kind)})
-    return rule
+    """Return the rule of this name with those of the settings that it has; likewise those that its groups name. Raises
+    ConfigError.
+    """
+    groups = tuple((pattern, _with_rule(values, settings)) for pattern, values in settings["groups"])
+    return _RULES[name].configured({**settings, "groups": groups})
+
+
+def _with_rule(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a group with the rule that it names."""
+    name = str(values.get("rule"))
+    return {**values, "rule": _RULES[name].configured({**settings, "groups": ()})} if name in _RULES else values

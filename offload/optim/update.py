@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -26,6 +27,7 @@ def update_tile(
     scale: float,
     applied_scale: float | None = None,
     seed: int = 0,
+    workspace: torch.Tensor | None = None,
 ) -> int | torch.Tensor:
     """Update the parameters of a tile of a region that received a gradient; return how many weights are no longer
     finite: of an accelerator, as a 0-dim int64 tensor there, for which nobody has waited.
@@ -33,20 +35,26 @@ def update_tile(
     `planes` and `gradients` (fp32, or bf16) are flat over the tile; `scale` multiplies the gradients (the clipping
     coefficient). A parameter that was not `touched` keeps its weights and its moments, as in torch. With
     `applied_scale`, in a step that was counted since, bring a tile that was updated with that to where `scale` would
-    have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw.
+    have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw. `workspace`: of the
+    device, for those that compute there.
     """
     if tile.shown is not None:
         planes = {**planes}
         planes["weights"].copy_(planes.pop(SHOWN))
     num_wrong: int | torch.Tensor = 0
     rule = rules[state.region.rule]
-    for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, rule.by_parameter):
+    one_by_one = rule.by_parameter or rule.by_matrix
+    for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one):
         states = {name: flat[state.region.plane(name).cut(span)] for name, flat in planes.items()}
-        place: tuple[int, ...] = ()
+        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if position is not None:
-            name = infos[state.region.parameters[position]].name
-            place = parameter_key(name, seed), tile.begin + span.start - state.region.offsets[position]
-        by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale, *place)
+            info = infos[state.region.parameters[position]]
+            element = tile.begin + span.start - state.region.offsets[position]
+            by = replace(by, key=parameter_key(info.name, seed), element=element)
+            if rule.by_matrix:
+                assert (element, span.stop - span.start) == (0, info.numel), "no parameter is cut for a rule by matrix"
+                states |= state.factors_of(position)
+                by = replace(by, shape=info.shape, workspace=workspace)
         if applied_scale is None:
             num_wrong += rule.update(states, gradients[span], by)
         else:
@@ -58,15 +66,15 @@ _Alike = tuple[int, float, float, int | None]
 
 
 def _runs(
-    state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo], by_parameter: bool
+    state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo], one_by_one: bool
 ) -> Iterator[tuple[slice, _Alike]]:
     """Yield the elements of a tile (counted from its beginning) over which neighbouring touched parameters are updated
-    alike, and what these have in common; `by_parameter`, the place of one in its region too.
+    alike, and what these have in common; `one_by_one`, the place of one in its region too.
     """
 
     def alike(position: int) -> _Alike | None:
         info = infos[state.region.parameters[position]]
-        common = state.steps[position], info.lr_scale, info.weight_decay, position if by_parameter else None
+        common = state.steps[position], info.lr_scale, info.weight_decay, position if one_by_one else None
         return common if touched[position] else None
 
     for common, run in groupby(range(len(touched)), alike):

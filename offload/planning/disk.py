@@ -101,7 +101,7 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     """Return the bytes of the rings through which tiles of states move, by name; none where nothing is on disk."""
     fetch = update = 0
     for region in regions:
-        numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
+        numel = layout.largest_tile(region)
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):

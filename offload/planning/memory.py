@@ -11,6 +11,7 @@ from offload.schedule.build import window_bytes
 
 SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
+WORKSPACE = "update workspace"
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,12 @@ def plan_memory(
     ahead: int = 0,
     buffers: int = 1,
     stagings: int = 1,
+    workspace_bytes: int = 0,
 ) -> list[Allocation]:
     """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
     up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
     gradients have room on the device and, where they do not wait there, on the host. `layout`: what is on disk;
-    `rings`: the bytes of the buffers through which it moves.
+    `rings`: the bytes of the buffers through which it moves. `workspace_bytes`: what an update takes on the device.
     """
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
@@ -108,6 +110,9 @@ def plan_memory(
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
             key = "nvme" if plane.name in on_disk else states_tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
+        for factor in region.factors:
+            key = states_tier, factor.label
+            totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if states_tier == "cpu" and not keeps_gradients:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
@@ -130,6 +135,7 @@ def plan_memory(
     plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
     plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
+    plan.append(Allocation("device", WORKSPACE, workspace_bytes))
     return [allocation for allocation in plan if allocation.num_bytes]
 
 

@@ -95,6 +95,10 @@ def make_plan(
     accelerator = own_accelerator(settings.device)
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
     placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
+    workspace = max(
+        (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
+        default=0,
+    )
     # Whoever reads from a disk has to wait, and does it beside compute.
     overlap = overlaps(accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
 
@@ -111,6 +115,7 @@ def make_plan(
             ahead=ahead,
             buffers=buffers,
             stagings=2 if overlap else 1,
+            workspace_bytes=workspace,
         )
 
     tiers = _choose_tiers(placement, free, plan_for)
@@ -118,7 +123,8 @@ def make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         staging = staging_bytes(regions, 2 if overlap else 1, sharding)
-        reserved = staging, sum(rings.values())
+        factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
+        reserved = staging, sum(rings.values()) + factors
         layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
         rings |= ring_bytes(layout, regions)
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):

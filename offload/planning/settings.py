@@ -28,7 +28,8 @@ class Settings:
     optimizer: the update rule.
     placement: which states live on which tier, and the budgets.
     precision: in what the device computes: fp32, or bf16 with fp32 masters.
-    max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping.
+    max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping. A rule that has a `clip_norm`
+        goes by that instead.
     clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
     on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
     micro_batch_size: rows that a unit computes at a time; None for all of a batch.
@@ -103,7 +104,7 @@ class Settings:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
         if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
             raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
-        object.__setattr__(self, "max_grad_norm", norm or None)
+        object.__setattr__(self, "max_grad_norm", self.optimizer.clip_norm or norm or None)
         parse_device(self.device)
         parse_throttle(self.throttle)
         parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
@@ -141,6 +142,11 @@ class Settings:
         """True where gradients wait on the host: for the norm, for the certainty that they are finite, for a
         correction, or as updates are late.
         """
+        return self.judges_gradients and not self.optimizer.drops_gradients
+
+    @property
+    def judges_gradients(self) -> bool:
+        """True where the gradients as a whole say how, or whether, or when units are updated."""
         return self.max_grad_norm is not None or self.skips or self.delay > 0
 
     @property

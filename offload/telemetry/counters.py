@@ -70,9 +70,14 @@ class Counters:
             for name, value in before.items():
                 setattr(self, name, value)
 
+    def begin_pass(self) -> None:
+        """What came up ahead so far belongs to the step that goes on with another pass."""
+        self.h2d_bytes, self.next_h2d_bytes = self.h2d_bytes + self.next_h2d_bytes, 0
+        self.nvme_read_bytes, self.next_nvme_read_bytes = self.nvme_read_bytes + self.next_nvme_read_bytes, 0
+        self.all_gather_elements += self.next_all_gather_elements
+        self.next_all_gather_elements = 0
+
     def begin_step(self) -> None:
         """Start counting a step."""
         self.clear()
-        self.h2d_bytes, self.next_h2d_bytes = self.next_h2d_bytes, 0
-        self.nvme_read_bytes, self.next_nvme_read_bytes = self.next_nvme_read_bytes, 0
-        self.all_gather_elements, self.next_all_gather_elements = self.next_all_gather_elements, 0
+        self.begin_pass()

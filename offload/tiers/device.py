@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -55,6 +57,10 @@ class CpuDevice:
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device. The host may write to what it gave, and waits only where much is under way."""
         return tensor
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within, what this thread computes on the device is beside everything else."""
+        return nullcontext()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """The caller's stream uses a tensor of another one, whose memory is nobody else's before that is done."""
@@ -119,6 +125,7 @@ class AcceleratorDevice:
         if ledger.budget_bytes is None:
             ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
         self._peak_bytes = 0
+        self._beside: Any = None
         accelerator.take_peak()  # what others held before is not this one's
 
     def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
@@ -147,6 +154,11 @@ class AcceleratorDevice:
             target.copy_(staged.copy_(piece), non_blocking=True)
             self._staging.give_back(staged, self._present())
         return up
+
+    def aside(self) -> AbstractContextManager[Any]:
+        if self._beside is None:
+            self._beside = self._module.Stream(self.torch_device)
+        return self._module.stream(self._beside)
 
     def lend(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._accelerator.current_stream())

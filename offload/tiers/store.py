@@ -16,7 +16,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import MASTER, SHOWN, Plane
+from offload.layout.planes import MASTER, SHOWN, Factor, Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.native import kernels
 from offload.telemetry.counters import Counters
@@ -120,7 +120,8 @@ class RegionState:
 
     `planes` are those in memory, over what this rank holds of each. `tiles` are those that this rank updates, `others`
     the tiles that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
-    this rank updates, behind the `landing` fence.
+    this rank updates, behind the `landing` fence. `factors` are in memory, on every rank; those of what it updates are
+    true.
     """
 
     region: Region
@@ -128,6 +129,7 @@ class RegionState:
     tiles: list[Tile]
     others: dict[int, list[Tile]]
     steps: list[int]
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: torch.Tensor | None = None
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
 
@@ -171,6 +173,11 @@ class RegionState:
     def count(self, touched: Sequence[bool]) -> None:
         """Note that the parameters that received a gradient were updated."""
         self.steps = [steps + has for steps, has in zip(self.steps, touched, strict=True)]
+
+    def factors_of(self, position: int) -> dict[str, torch.Tensor]:
+        """Return what the rule keeps of the region's parameter number `position` beside the planes, flat, in place."""
+        its = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
+        return {name: self.factors[name][span] for name, span in its.items() if span.start < span.stop}
 
     def span(self, position: int) -> slice:
         """Return the elements of the region's parameter number `position`."""
@@ -220,6 +227,10 @@ class Store:
             self._state(region, {plane.name: made[region, plane.name] for plane in planes})
             for region, planes in wanted.items()
         ]
+        small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
+        small = [each for each in small if each[2]]
+        for (region, name), flat in self._take("factors", small).items() if small else ():
+            self[region].factors[name] = flat
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
@@ -289,12 +300,18 @@ class Store:
             self._counters.d2h_bytes += num_bytes
 
     def _allocate(self, kind: str, wanted: dict[Region, list[Plane]]) -> dict[tuple[Region, str], torch.Tensor]:
-        """Make planes: by one arena on the host, one by one on the device."""
+        """Make planes."""
         planes = [
             (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
             for region, its in wanted.items()
             for plane in its
         ]
+        return self._take(kind, planes)
+
+    def _take(
+        self, kind: str, planes: Sequence[tuple[Region, Plane | Factor, int]]
+    ) -> dict[tuple[Region, str], torch.Tensor]:
+        """Make arrays of so many bytes: by one arena on the host, one by one on the device."""
         if self.tier == "device":
             return {
                 (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)

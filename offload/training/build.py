@@ -143,7 +143,7 @@ def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | 
         if num_bytes > LONG_BYTES:
             say(f"reading {format_bytes(num_bytes)} of states from {folder} ...")
         try:
-            meta = made.load_checkpoint(folder)
+            meta = made.load_checkpoint(folder, reset=start.config.optimizer.reset)
         except CheckpointError as error:
             if len(start.folders) > 1:
                 say(f"note: a checkpoint is skipped: {error}")

@@ -22,7 +22,8 @@ def test_every_key_of_the_contract_is_there() -> None:
         "data": "source format tokenizer sequence_length packing train_on_prompt eval_fraction",
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute max_grad_norm clip "
         "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
-        "optimizer": "name lr states betas eps momentum weight_decay decay_1d groups schedule warmup_steps",
+        "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
+        "adjust_lr_fn decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
         "zero_stage throttle device",
         "checkpoint": "every keep resume on_error export",
@@ -237,3 +238,39 @@ def test_lion_has_defaults_of_its_own(tmp_path: Path) -> None:
     assert resolved(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.01) == (1e-3, (0.8, 0.9), 0.01)
     adamw = Config().resolve(has_accelerator=False, max_positions=None).optimizer
     assert (adamw.lr, adamw.betas, adamw.weight_decay) == (4e-3, (0.9, 0.95), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "decay", "norm"),
+    [("adafactor", 4e-2, 0.0, 1.0), ("lomo", 0.4, 0.0, None), ("adalomo", 4e-2, 0.0, None), ("muon", 4e-3, 0.1, 1.0)],
+)
+def test_rules_have_defaults_of_their_own(name: str, rate: float, decay: float, norm: float | None) -> None:
+    config = Config.load(None, {"optimizer.name": name}).resolve(has_accelerator=False, max_positions=None)
+    found = config.optimizer.lr, config.optimizer.weight_decay, config.train.max_grad_norm
+    assert found == (pytest.approx(rate), decay, norm)
+    given = {"optimizer.name": name, "optimizer.lr": 1.0, "train.max_grad_norm": 0.5}
+    config = Config.load(None, given).resolve(has_accelerator=False, max_positions=None)
+    assert (config.optimizer.lr, config.train.max_grad_norm) == (1.0, 0.5)
+
+
+def test_what_a_rule_lacks_is_refused_unless_a_group_has_it() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum is 0\.9, and lomo has no such .*name sgd or muon\."):
+        Config.load(None, {"optimizer.name": "lomo", "optimizer.momentum": 0.9})
+    with pytest.raises(ConfigError, match=r"optimizer\.d is 2\.0, and adamw has .*adafactor or adalomo"):
+        Config.load(None, {"optimizer.d": 2.0})
+    config = Config.load(None, {"optimizer.d": 2.0, "optimizer.groups": "{mlp: {rule: adafactor, lr_scale: 2}}"})
+    assert config.optimizer.groups == (("mlp", {"rule": "adafactor", "lr_scale": 2.0}),)
+    with pytest.raises(ConfigError, match=r"optimizer\.groups .*'adagrad'"):
+        Config.load(None, {"optimizer.groups": "{mlp: {rule: adagrad}}"})
+
+
+def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:
+    was = Config.load(None, {"optimizer.warmup_steps": 3}).resolve(has_accelerator=False, max_positions=None)
+    with pytest.raises(ConfigError, match=r"optimizer\.name is 'lomo' and was 'adamw'"):
+        Config.load(None, {"optimizer.name": "lomo"}).resumed(was.to_dict(), "there")
+    config = Config.load(None, {"optimizer.name": "lomo", "optimizer.reset": True}).resumed(was.to_dict(), "there")
+    config = config.resolve(has_accelerator=False, max_positions=None)
+    assert config.optimizer.warmup_steps == 3
+    assert (config.optimizer.lr, config.train.max_grad_norm) == (pytest.approx(0.4), None), "of its own, not AdamW's"
+    later = Config.load(None, {}).resumed(config.to_dict(), "there")
+    assert (later.optimizer.name, later.optimizer.reset) == ("lomo", False)

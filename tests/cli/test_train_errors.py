@@ -37,11 +37,11 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps"], ["--train.steps", "VALUE"]),
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
-        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adamw', 'lion' or 'sgd'"]),
+        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adalomo' or 'muon'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (
             ["--optimizer.name", "sgd", "--optimizer.states", "int8"],
-            ["optimizer.states is int8", "sgd", "adamw or lion"],
+            ["optimizer.states is 'int8'", "sgd", "adamw or lion"],
         ),
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum is 0.9", "adamw", "--optimizer.name sgd"]),
         (["--optimizer.states", "int4"], ["optimizer.states", "'int4'", "'bf16' or 'int8'"]),

@@ -121,6 +121,16 @@ def test_a_run_with_lion(train: Train, folder: Path, tiny: list[str]) -> None:
     result = train(*tiny, "--run.dir", "lion", "--train.steps", "8", "--optimizer.name", "adamw")
     assert result.returncode == 2
     assert "optimizer.name is adamw and was lion" in result.stderr.replace("'", "")
+    assert "--optimizer.reset" in result.stderr
+    lomo = [*tiny, "--run.dir", "lion", "--train.steps", "8", "--optimizer.name", "lomo", "--optimizer.reset"]
+    result = train(*lomo, "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    assert result.returncode == 0, result.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "lion/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
+    text = (folder / "lion/config.yaml").read_text()
+    assert "lr: 0.1  # resolved" in text
+    assert "max_grad_norm: null  # resolved" in text
+    assert "exp avg" not in (folder / "lion/plan.json").read_text()
 
 
 def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:

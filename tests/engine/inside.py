@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload import Engine
+from offload.layout.planes import MASTER
 from offload.layout.regions import Region
 from offload.tiers.store import Store
 from tests.engine.device import own_device
@@ -18,11 +19,13 @@ from tests.engine.device import own_device
 
 @dataclass
 class State:
-    """A copy of what is stored for one parameter, flat, and how often it was updated."""
+    """A copy of what is stored for one parameter, flat, and how often it was updated. others: what rules other than
+    AdamW have, by plane."""
 
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
     num_steps: int
+    others: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
 
 def states(engine: Engine) -> dict[str, State]:
@@ -32,8 +35,11 @@ def states(engine: Engine) -> dict[str, State]:
     engine._recovery.settle("read the states")
     for state in store.states:
         for position, index in enumerate(state.region.parameters):
-            moments = [stored_plane(store, index, name) for name in ("exp_avg", "exp_avg_sq")]
-            found[engine._state.infos[index].name] = State(*moments, state.steps[position])
+            names = [plane.name for plane in state.region.table if plane.name not in (*MASTER, "gradients")]
+            moments = {name: stored_plane(store, index, name) for name in names}
+            adamw = [moments.pop(name, None) for name in ("exp_avg", "exp_avg_sq")]
+            factors = {name: values.clone() for name, values in state.factors_of(position).items()}
+            found[engine._state.infos[index].name] = State(*adamw, state.steps[position], moments | factors)
     return found
 
 
@@ -44,6 +50,13 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
         planes[name][cut(mine)].to("cpu", copy=True) for planes, mine, _ in store.opened(index, name) if name in planes
     ]
     return torch.cat(pieces) if pieces else None
+
+
+def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
+    """Return copies of what the rule keeps of a parameter beside the planes, by name."""
+    region, position = engine._state.store._home[[info.name for info in engine._state.infos].index(name)]
+    engine._recovery.settle("read the factors")
+    return {key: flat.clone() for key, flat in engine._state.store.states[region].factors_of(position).items()}
 
 
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:

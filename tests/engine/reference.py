@@ -58,7 +58,8 @@ class Reference:
         self.device = own_device()
         self.model = twin(model)
         group(self.model)
-        self.rule, self.max_grad_norm, self.rows = optimizer or AdamW(), max_grad_norm, micro_batch_size
+        self.rule, self.rows = optimizer or AdamW(), micro_batch_size
+        self.max_grad_norm = self.rule.clip_norm or max_grad_norm
         for module in self.model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False
@@ -73,6 +74,7 @@ class Reference:
                 p.name: torch.zeros(p.numel(m.numel()), dtype=p.dtype)
                 for p in self.rule.parts[self._choice(name).rule].moments
             }
+            | {f.name: torch.zeros(f.numel(m.shape)) for f in self.rule.parts[self._choice(name).rule].factors}
             for name, m in self.masters.items()
         }
         self.steps = dict.fromkeys(self.named, 0)
@@ -136,7 +138,7 @@ class Reference:
             choice = self._choice(name)
             self.steps[name] += 1
             lr, key = self.rule.lr * choice.lr_scale, parameter_key(name, self.seed)
-            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key)
+            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=tuple(gradient.shape))
             states = {plane: values.view(-1) for plane, values in self.states[name].items()}
             self.rule.parts[choice.rule].update(states, gradient.reshape(-1), by)
             self._show(name)
@@ -147,8 +149,9 @@ class Reference:
         in_blocks = {
             id(p) for module in self.model.modules() if isinstance(module, nn.ModuleList) for p in module.parameters()
         }
+        filters = [id(module.weight) for module in self.model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
         uses = [id(p) for p in self.named[name]]
-        place = any(use in tables for use in uses), any(use in in_blocks for use in uses)
+        place = [any(use in places for use in uses) for places in (tables, in_blocks, filters)]
         return self.rule.choose(Trained(name, tuple(self.named[name][0].shape), *place))
 
     def _show(self, name: str) -> None:

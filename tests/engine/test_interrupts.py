@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
-from offload import Engine, Placement
+from offload import LOMO, Engine, Placement
 from offload.errors import TornError
 from tests.disks import nameless
 from tests.engine.compare import same_bits, weights
@@ -77,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "at once": {"max_grad_norm": None, "recompute": "never"},
     "micro-batches": {"micro_batch_size": 1},
     "threads": {"debug": 1},
+    "two backwards": {"optimizer": LOMO(clip_norm=0.1)},
 }
 
 

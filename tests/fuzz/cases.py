@@ -138,6 +138,10 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
         settings["seed"] = dice.randrange(1000)
     if case.one or dice.random() < (0.6 if clip == "speculative" else 0.3):
         settings["optimizer"] = dice.choice(["smooth", "smooth", "groups"]) if not case.one else "smooth"
+    if clip != "speculative" and not case.one and dice.random() < 0.3:
+        # Over ranks rules by matrix sum the norm up from other parts in stage 0.
+        by_matrix = ["adafactor", "adalomo", "muon"] if case.world == 1 else []
+        settings["optimizer"] = dice.choice(["lomo", *by_matrix])
     return settings
 
 

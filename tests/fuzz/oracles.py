@@ -62,6 +62,7 @@ def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
             f"{name} exp_avg": state.exp_avg,
             f"{name} exp_avg_sq": state.exp_avg_sq,
             f"{name} steps": state.num_steps,
+            **{f"{name} {plane}": values for plane, values in state.others.items()},
         }
     return found
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from offload import AdamW, Engine, Placement
+from offload import LOMO, Adafactor, AdaLomo, AdamW, Engine, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
 from offload.engine.loss.loss import find_loss
@@ -45,6 +45,10 @@ RULES = {
         decay_1d=True,
         groups=(("norm|bias", {"weight_decay": 0.0}), ("0", {"lr_scale": 0.3})),
     ),
+    "lomo": LOMO(lr=0.05, groups=(("0", {"lr_scale": 0.3}),)),
+    "adafactor": Adafactor(lr=0.02, weight_decay=0.1),
+    "adalomo": AdaLomo(lr=0.02),
+    "muon": Muon(lr=0.02, rest=LOMO(lr=0.05), groups=(("up", {"rule": AdamW(lr=0.05, eps=1.0)}),)),
 }
 """smooth: an update that is as precise as its gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.layout.regions import ParameterInfo, Region, align, build_regions
+from offload.layout.planes import Factor
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, align, build_regions
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]
@@ -135,3 +136,42 @@ def test_planes_of_a_parameter(change, states, bytes_each):
 @pytest.mark.parametrize(("size", "multiple", "result"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)])
 def test_align(size, multiple, result):
     assert align(size, multiple) == result
+
+
+@settings(max_examples=40)
+@given(models(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2048, 4096, 1 << 20]), st.integers(0, 3))
+def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, stage):
+    """Neither the ranges of ranks nor the tiles of a disk; and what is cut is all of the region, once."""
+    regions = build_regions(*model, MOMENTS, num_ranges, factors={0: ()}, num_ranges=num_ranges if stage else 1)
+    for region in regions:
+        if not region.trainable:
+            assert not region.by_matrix
+            continue
+        assert region.numel % (SHARD * num_ranges) == 0
+        spans = list(zip(region.offsets, region.sizes, strict=True))
+        assert all(offset % ALIGNMENT == 0 for offset, _ in spans)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+        sharding = Sharding(rank=0, size=num_ranges, stage=stage)
+        layout = DiskLayout({region.index: ("weights",)}, tile, sharding)
+        owners = range(sharding.num_ranges)
+        parts = [part for owner in owners for part in layout.tiles(region, owner)]
+        assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]
+        assert parts[-1][1] == region.numel
+        for offset, size in spans:
+            assert any(begin <= offset and offset + size <= end for begin, end in parts)
+        assert layout.largest_tile(region) == max(end - begin for begin, end in parts)
+        if sharding.publishes:
+            assert len({len(layout.tiles(region, owner)) for owner in owners}) == 1
+        elif not stage:
+            for begin, end in parts:
+                its = [offset for offset, size in spans if begin <= offset < end and size]
+                assert end - begin <= tile or len(its) <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns", "elements"),
+    [((), 0, 0, 1), ((7,), 0, 0, 7), ((3, 5), 3, 5, 0), ((2, 3, 5), 6, 10, 0), ((2, 4, 3, 5), 24, 40, 0)],
+)
+def test_factors_have_the_elements_of_a_shape(shape, rows, columns, elements):
+    counts = [Factor("x", along).numel(shape) for along in ("rows", "columns", "elements")]
+    assert counts == [rows, columns, elements]

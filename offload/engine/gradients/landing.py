@@ -28,7 +28,8 @@ class Landing:
 
     `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat` (over the elements that
     this rank updates), or to disk (None). Over several ranks they are summed on the way, and every trained region lands
-    that was opened, as another rank may have what this one lacks.
+    that was opened, as another rank may have what this one lacks. While it `drops`, gradients are measured, and land
+    nowhere.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Landing:
     ) -> None:
         self._store, self._measures, self._reduction = store, measures, reduction
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
-        self.accumulates = False
+        self.accumulates = self.drops = False
         self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
         self._staging = Ring(staging, "gradient staging")
         self._landed: set[int] = set()
@@ -144,10 +145,13 @@ class Landing:
             )
         self._landed.add(region.index)
         squares = self._measures.measure(region, flat) if self._reduction is None else None
-        if self._store.down is not self._lanes.d2h:  # gradients stay where they are, and squares do not
+        if self.drops or self._store.down is not self._lanes.d2h:  # gradients stay where they are, and squares do not
             self._bring_down_squares(squares)
             squares = None
         flat, source, reads = self._summed(region, flat, source)
+        if self.drops:
+            self._tickets += reads if self._reduction is not None else ()
+            return
         state = self._store[region]
         if state.keeps_gradients:
             for its, lease in state.land():

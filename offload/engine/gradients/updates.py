@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +59,8 @@ class Updates:
     Without clipping a region is updated as soon as its gradients have landed. `deferred`: once the norm over all of
     them is known, in the order in which the next step needs them. `speculative`: as they land, with the coefficient
     that the norm so far gives, and corrected once the true one is known. Steps that sum over several backward passes
-    are always deferred.
+    are always deferred. With a rule whose gradients do not wait, a step that clips makes one backward to learn the norm
+    and a second one, in which they are updated from as without clipping.
     """
 
     def __init__(
@@ -70,8 +72,12 @@ class Updates:
         lanes: Lanes,
         settings: Settings,
         device: Device,
+        workspace: torch.Tensor | None = None,
     ) -> None:
-        self._device = device
+        """`workspace`: memory of the device, for rules that compute there."""
+        self._device, self._workspace = device, workspace
+        self._learns = settings.judges_gradients and settings.optimizer.drops_gradients
+        self._norm: float | None = None  # that of this step, as a backward of its own has found it
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
         self._rules, self._max_norm = settings.optimizer.parts, settings.max_grad_norm
@@ -79,6 +85,9 @@ class Updates:
         self._delays_from = settings.delay_after if settings.delay else math.inf
         self._delays = False
         self._lane: Lane = store.updating
+        # What a lane of the host computes on the device is no part of compute.
+        has_stream = workspace is not None and self._lane is lanes.update
+        self._aside: Callable[[], AbstractContextManager[Any]] = device.aside if has_stream else nullcontext
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
         self.confirm: Callable[[], None] = lambda: None
@@ -101,24 +110,47 @@ class Updates:
     @property
     def waits(self) -> bool:
         """True where updates come after the norm."""
-        return self._skips or self._delays or (self._max_norm is not None and not self._is_speculative)
+        is_late = self._skips or self._delays or (self._max_norm is not None and not self._is_speculative)
+        return is_late and not self._learns
+
+    @property
+    def learns_first(self) -> bool:
+        """True where a step has a backward of its own for the norm; `begin_step` says which of them it is."""
+        return self._learns and not self._flow.accumulates
 
     @property
     def is_immediate(self) -> bool:
         """True where, in this step, what has landed is updated once and for all."""
         return self._flow.landing.landed is not None and not self._is_speculative
 
-    def begin_step(self, lr: float, waits: bool, number: int) -> None:
-        """Start a step, by its number; `waits`: its updates come after the norm in any case."""
-        self.lr, self._delays = lr, number >= self._delays_from
+    def begin_step(
+        self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
+    ) -> None:
+        """Start a step, by its number; `waits`: its updates come after the norm in any case. `learns`: the backward
+        that comes is for the norm alone; `norm`: such a one has found it.
+        """
+        self.lr, self._norm, self._delays = lr, norm, number >= self._delays_from
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated, self._counts = [], []
         reads_early = self.waits and not self._delays and not waits and self._early.are_possible
         self._flow.opens = self._early.begin if reads_early else None
-        self._flow.landing.landed = None if waits or self.waits else self._update_at_once
+        self._flow.landing.drops = learns
+        self._flow.landing.landed = None if waits or learns or self.waits else self._update_at_once
         if self._flow.landing.landed is not None or self._store.comm.size > 1:  # the others are not to wait for a norm
             self.confirm()
+
+    def learn(self) -> float:
+        """The backward for the norm is over: return it, and forget the gradients. Raises NonFiniteError where that is
+        not finite, and the step is not to be skipped for it.
+        """
+        self._flow.land_rest()
+        self._flow.landing.finish()
+        self._norm = total_norm(self._measures.squares)
+        if not math.isfinite(self._norm) and not self._skips:
+            self._refuse_gradients(self._norm)
+        self._flow.begin_step()
+        return self._norm
 
     def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
         """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
@@ -143,8 +175,10 @@ class Updates:
         self._flow.landing.finish()
         self.confirm()
         norm = total_norm(self._measures.squares)
+        if self._norm is not None and math.isfinite(norm):
+            norm = self._norm
         if not math.isfinite(norm):
-            if self._skips:
+            if self._skips and not self.is_updating:
                 self._early.give_back()
                 self._show()
                 return Applied(norm, skipped=True)
@@ -221,6 +255,7 @@ class Updates:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
         touched, squares, so_far = self._measures.touched[region.index], self._measures.squares, self._so_far
+        norm = self._norm
         # Several ranks find out together, in `apply`.
         alone = self._store.comm.size == 1
         if alone and not all(math.isfinite(squares[index]) for index in region.parameters):
@@ -231,14 +266,14 @@ class Updates:
                 return  # compute does not wait for the norm, which `apply` judges
             self._measures.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
-            landed.scale = clip_coefficient(total_norm(so_far), self._max_norm)
+            landed.scale = clip_coefficient(total_norm(so_far) if norm is None else norm, self._max_norm)
             landed.counts = math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
 
         self._submit(landed, touched, prepare)
 
     def _correct(self, norm: float, scale: float, rank: Callable[[Region], float]) -> Applied:
         """Bring what was updated with the norm so far to the true coefficient, before it is fetched again."""
-        if self._max_norm is None:
+        if self._max_norm is None or self._norm is not None:
             return Applied(norm)
         total, worst, wrong = 0.0, 1.0, []
         for landed in self._updated:  # the same sums as on the lane, which may be behind
@@ -276,6 +311,7 @@ class Updates:
                 lr=lr,
                 scale=landed.scale,
                 seed=self._seed,
+                workspace=self._workspace,
             )
             if tile is last:
                 state.count(touched)
@@ -325,7 +361,8 @@ class Updates:
                 assert landed.gradients is not None
                 begin = self._store[region].begin
                 gradients = landed.gradients[tile.begin - begin : tile.end - begin]
-            num_wrong = work(tile, planes, gradients)
+            with self._aside():
+                num_wrong = work(tile, planes, gradients)
             if isinstance(num_wrong, torch.Tensor):
                 self._counts.append((region, num_wrong))
             elif num_wrong:

@@ -17,6 +17,7 @@ from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import Trained, UpdateRule
 
+_FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _RESIDENT_SHARE = 16
 """A module outside the blocks stays on the device when it is smaller than the largest block divided by this."""
@@ -61,6 +62,7 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
     kept = _kept_in_fp32(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
     in_blocks = {id(parameter) for block in _blocks(model) for parameter in block.parameters()}
     infos = []
     for index, (name, parameter) in enumerate(named):
@@ -77,7 +79,7 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
         fp32 = precision == "fp32" or (
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
         )
-        place = id(parameter) in tables, id(parameter) in in_blocks
+        place = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
         choice = optimizer.choose(Trained(name, tuple(parameter.shape), *place))
         infos.append(
             ParameterInfo(

@@ -1,0 +1,208 @@
+"""Second moments by row and column instead of by element (Adafactor, arXiv:1804.04235), as rules keep them that need a
+parameter as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from offload.errors import ConfigError
+from offload.layout.planes import Factor
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, count_of, master_piece, put_piece
+
+_ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
+    Factor("row_var", "rows"),
+    Factor("col_var", "columns"),
+    Factor("variance", "elements"),
+)
+
+
+class _Piece(NamedTuple):
+    """Some rows of some matrices of a parameter, or a part of a vector: where it lies, flat, and its shape."""
+
+    its: slice
+    shape: tuple[int, int, int]
+    matrices: slice = slice(0, 1)
+    rows: slice = slice(0, 1)
+
+
+_Take = Callable[[_Piece], torch.Tensor]
+"""Gives what belongs to a piece, [matrices, rows, columns]."""
+
+
+class Factored(UpdateRule):
+    """A rule whose update is the gradient over the root of a second moment, which of a matrix is estimated by the means
+    over its rows and over its columns, and which is as long as the parameter allows (its root mean square).
+
+    All sums are made in float64 and by halves, which every machine does alike; temporaries are of a piece at a time, in
+    three passes over a parameter: the means, the length of the update, the update.
+    """
+
+    by_matrix: ClassVar[bool] = True
+
+    beta2_decay: float
+    eps: tuple[float | None, float]
+    d: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.beta2_decay, int | float) or not -math.inf < self.beta2_decay <= 0.0:
+            raise ConfigError(f"optimizer.beta2_decay is {self.beta2_decay!r}; it must be a number, at most 0.")
+        if not isinstance(self.d, int | float) or not 1.0 <= self.d < math.inf:
+            raise ConfigError(f"optimizer.d is {self.d!r}; it must be a number, at least 1.")
+        try:
+            first, second = self.eps
+            numbers = [second if first is None else first, second]
+            right = all(0.0 <= float(number) < math.inf for number in numbers)
+        except (TypeError, ValueError):
+            right = False
+        if not right:
+            raise ConfigError(
+                f"optimizer.eps is {self.eps!r}; it must be two numbers, finite and not negative, of which the first "
+                "may be none."
+            )
+        object.__setattr__(self, "eps", tuple(self.eps))
+
+    @classmethod
+    def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
+        return super().configured({**settings, "eps": None})  # that is AdamW's, one number
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        return FACTORS
+
+    # -- what the rules differ in ----------------------------------------------------------------------------
+
+    @property
+    def _floor(self) -> float:
+        """What is added to the square of a gradient."""
+        return 0.0
+
+    @abstractmethod
+    def _inverse_root(self, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return one over the root of the second moment that `rows` [matrices, rows, 1], `columns` [matrices, 1,
+        columns] and the means of all rows [matrices, 1, 1] stand for; a tensor of its own.
+        """
+
+    @abstractmethod
+    def _inverse_root_of(self, variance: torch.Tensor) -> torch.Tensor:
+        """Return one over the root of a second moment by element; a tensor of its own."""
+
+    @abstractmethod
+    def _rates(self, by: UpdateStep, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return by what a normal update is multiplied, and the learning rate of the weight decay, of a parameter with
+        that root mean square, 0-dim float64.
+        """
+
+    # -- the update ------------------------------------------------------------------------------------------
+
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        is_matrix = len(by.shape) >= 2
+        pieces = list(_of_matrices(by.shape) if is_matrix else _of_vector(gradients.numel()))
+
+        def gradient(piece: _Piece) -> torch.Tensor:
+            found = gradients[piece.its].float()
+            return (found if by.scale == 1.0 else found * by.scale).view(piece.shape)
+
+        size = _zero(gradients)
+        for piece in pieces:
+            size += _fold(master_piece(states, piece.its).double().square_(), 0)
+        learn = self._learn_factors if is_matrix else self._learn_elements
+        inverse_root = learn(states, by, pieces, gradient)
+        length = _zero(gradients)
+        for piece in pieces:
+            update = inverse_root(piece).mul_(gradient(piece))
+            length += _fold(update.double().square_().view(-1), 0)
+        root = math.sqrt(gradients.numel())
+        rate, decay_rate = self._rates(by, size.sqrt() / root)
+        rate = (rate / (length.sqrt() / (root * self.d)).clamp(min=1.0)).float()
+        num_wrong = torch.zeros((), dtype=torch.int64, device=gradients.device)
+        for piece in pieces:
+            update = inverse_root(piece).mul_(gradient(piece)).mul_(rate)
+            weights = master_piece(states, piece.its)
+            if by.weight_decay:
+                weights.mul_((1.0 - decay_rate * by.weight_decay).float())
+            num_wrong += put_piece(states, piece.its, weights.sub_(update.view(-1)))
+        return count_of(num_wrong)
+
+    def _learn_factors(
+        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
+    ) -> _Take:
+        """Bring the factors of matrices up to this step; return what one over the root of the second moment is."""
+        num_rows, num_columns = by.shape[-2:]
+        rows, columns = states[_ROWS.name].view(-1, num_rows), states[_COLUMNS.name].view(-1, num_columns)
+        by_row = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+        by_column = torch.zeros(columns.shape, dtype=torch.float64, device=rows.device)
+        for piece in pieces:
+            squares = gradient(piece).double().square_()
+            by_row[piece.matrices, piece.rows] = _fold(squares, -1)
+            by_column[piece.matrices] += _fold(squares, -2)
+        _approach(rows, by_row.div_(num_columns).add_(self._floor), by.step**self.beta2_decay)
+        _approach(columns, by_column.div_(num_rows).add_(self._floor), by.step**self.beta2_decay)
+        mean = (_fold(rows.double(), -1) / num_rows).float()[:, None, None]
+
+        def inverse_root(piece: _Piece) -> torch.Tensor:
+            its = rows[piece.matrices, piece.rows].unsqueeze(-1), columns[piece.matrices].unsqueeze(-2)
+            return self._inverse_root(*its, mean[piece.matrices])
+
+        return inverse_root
+
+    def _learn_elements(
+        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
+    ) -> _Take:
+        """Do the same for a vector."""
+        variance = states[_ELEMENTS.name]
+        for piece in pieces:
+            squares = gradient(piece).double().square_().add_(self._floor)
+            _approach(variance[piece.its], squares.view(-1), by.step**self.beta2_decay)
+        return lambda piece: self._inverse_root_of(variance[piece.its]).view(piece.shape)
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64, device=like.device)
+
+
+def _approach(average: torch.Tensor, value: torch.Tensor, weight: float) -> None:
+    """Let fp32 averages come nearer to float64 values by a share of what is between."""
+    average.copy_(torch.sub(value, average).mul_(weight).add_(average))
+
+
+def _fold(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sums along a dimension, by halves: element by element, so that neither threads nor vectors matter."""
+    while (count := values.shape[dim]) > 1:
+        half = count // 2
+        sums = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
+        if count % 2:
+            sums.select(dim, 0).add_(values.select(dim, count - 1))
+        values = sums
+    return values.sum(dim)
+
+
+def _of_vector(numel: int) -> Iterator[_Piece]:
+    for begin in range(0, numel, PIECE):
+        end = min(begin + PIECE, numel)
+        yield _Piece(slice(begin, end), (1, 1, end - begin))
+
+
+def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
+    """Cut a parameter in pieces of about PIECE elements: of several matrices, or of some rows of one."""
+    count, rows, columns = math.prod(shape[:-2]), *shape[-2:]
+    if rows * columns <= PIECE:
+        size, step = rows * columns, PIECE // (rows * columns)
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            yield _Piece(
+                slice(begin * size, end * size), (end - begin, rows, columns), slice(begin, end), slice(0, rows)
+            )
+        return
+    step = max(1, PIECE // columns)
+    for matrix in range(count):
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            its = slice((matrix * rows + begin) * columns, (matrix * rows + end) * columns)
+            yield _Piece(its, (1, end - begin, columns), slice(matrix, matrix + 1), slice(begin, end))

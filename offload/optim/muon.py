@@ -1,0 +1,159 @@
+"""The Muon update rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from offload.errors import ConfigError
+from offload.layout.planes import Plane
+from offload.optim.adamw import AdamW
+from offload.optim.rule import (
+    PIECE,
+    Choice,
+    Trained,
+    UpdateRule,
+    UpdateStep,
+    check_number,
+    count_of,
+    master_piece,
+    put_piece,
+)
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_MOST_STEPS = 100
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Muon(UpdateRule):
+    """Momentum, orthogonalised (Jordan et al., https://kellerjordan.github.io/posts/muon/), as `torch.optim.Muon`
+    computes it, for the matrices of blocks, and of experts that lie in one parameter of three dimensions each; `rest`
+    is the rule of everything else: embeddings, the head, vectors, convolutions. `groups` as `UpdateRule` says; those of
+    `rest` hold for what it updates. Its learning rate keeps its ratio to this one.
+
+    A matrix is orthogonalised by `ns_steps` steps of Newton and Schulz, in bf16, on the device, whose bits are those
+    of its matrix products. adjust_lr_fn: None or "original" multiplies the learning rate of n x m by sqrt(max(1,
+    n / m)); "match_rms_adamw" by 0.2 sqrt(max(n, m)), so that one that is good for AdamW is good here
+    (arXiv:2502.16982).
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+    rest: UpdateRule = field(default_factory=AdamW)
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    by_matrix: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("momentum", self.momentum)
+        if not isinstance(self.rest, UpdateRule) or isinstance(self.rest, Muon):
+            raise ConfigError(f"Muon's rest is {self.rest!r}; it must be a rule for what is no matrix, such as AdamW.")
+        if type(self.ns_steps) is not int or not 0 <= self.ns_steps < _MOST_STEPS:
+            raise ConfigError(f"optimizer.ns_steps is {self.ns_steps!r}; a whole number below {_MOST_STEPS}.")
+        if self.adjust_lr_fn not in _ADJUSTMENTS:
+            raise ConfigError(
+                f"optimizer.adjust_lr_fn is {self.adjust_lr_fn!r}; it must be original, match_rms_adamw or none."
+            )
+        if len(self.ns_coefficients) != 3:
+            raise ConfigError(f"Muon's ns_coefficients are {self.ns_coefficients!r}; there are three.")
+
+    @classmethod
+    def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:
+        rest = AdamW.configured({**settings, "groups": ()})
+        adjust = settings.get("adjust_lr_fn") or "match_rms_adamw"
+        return super().configured({**settings, "rest": rest, "adjust_lr_fn": adjust, "eps": None})  # that is AdamW's
+
+    @property
+    def moments(self) -> tuple[Plane, ...]:
+        return (Plane("momentum_buffer", torch.float32),)
+
+    @property
+    def others(self) -> tuple[UpdateRule, ...]:
+        return self.rest.parts
+
+    def default(self, parameter: Trained) -> Choice:
+        is_matrix = len(parameter.shape) in (2, 3) and not parameter.is_filter and not parameter.is_embedding
+        if parameter.in_block and is_matrix and 0 not in parameter.shape:
+            return Choice(0, 1.0, self.weight_decay)
+        chosen = self.rest.choose(parameter)
+        return replace(chosen, rule=1 + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(self.rest))
+
+    def workspace_bytes(self, shape: tuple[int, ...]) -> int:
+        return sum(_aligned(2 * size) for size in _sizes(*shape[-2:]))
+
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        rows, columns = by.shape[-2:]
+        num_wrong = torch.zeros((), dtype=torch.int64, device=gradients.device)
+        memory = by.workspace
+        if memory is None:
+            memory = torch.empty(self.workspace_bytes(by.shape), dtype=torch.uint8, device=gradients.device)
+        work, end = [], 0
+        for size in _sizes(rows, columns):
+            work.append(memory[end : end + 2 * size].view(torch.bfloat16))
+            end += _aligned(2 * size)
+        adjusted = by.lr * self._adjustment(rows, columns)
+        step = max(1, PIECE // columns)
+        for matrix in range(0, gradients.numel(), rows * columns):
+            for begin in range(matrix, matrix + rows * columns, PIECE):
+                piece = slice(begin, min(begin + PIECE, matrix + rows * columns))
+                gradient = gradients[piece].float()
+                gradient = gradient if by.scale == 1.0 else gradient * by.scale
+                momentum = states["momentum_buffer"][piece].lerp_(gradient, 1 - self.momentum)
+                change = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+                work[0][begin - matrix : piece.stop - matrix].copy_(change.bfloat16())
+            orthogonal = self._orthogonalised(rows, columns, work)
+            for row in range(0, rows, step):
+                last = min(row + step, rows)
+                piece = slice(matrix + row * columns, matrix + last * columns)
+                weights = master_piece(states, piece).view(-1, columns)
+                weights.mul_(1 - by.lr * by.weight_decay)
+                weights.add_(orthogonal[row:last].to(weights.device), alpha=-adjusted)
+                num_wrong += put_piece(states, piece, weights.view(-1))
+        return count_of(num_wrong)
+
+    def _adjustment(self, rows: int, columns: int) -> float:
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / columns))
+
+    def _orthogonalised(self, rows: int, columns: int, work: list[torch.Tensor]) -> torch.Tensor:
+        """Return what is nearly the orthogonal factor of a matrix: bf16 [rows, columns], on the device. The matrix is
+        the first of four pieces of memory, of which all are used; torch's operations in torch's order.
+        """
+        first, second, gram, update = work
+        is_tall = rows > columns
+        short, long = min(rows, columns), max(rows, columns)
+        found = first.view(rows, columns)
+        found = found.T if is_tall else found
+        found.div_(found.norm().clamp(min=self.eps))
+        gram, update = gram.view(short, short), update.view(short, short)
+        a, b, c = self.ns_coefficients
+        for _ in range(self.ns_steps):
+            torch.mm(found, found.T, out=gram)
+            torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+            target = second.view(short, long)
+            torch.addmm(found, update, found, beta=a, out=target)
+            found, first, second = target, second, first
+        return found.T if is_tall else found
+
+
+def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Return the elements of a matrix, of its successor, of its Gram matrix, and of a polynomial in that."""
+    return rows * columns, rows * columns, min(rows, columns) ** 2, min(rows, columns) ** 2
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,225 @@
+"""LOMO: no states, gradients that are updated from and dropped, and the norm by a backward of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import LOMO, AdaLomo, Engine, Placement
+from offload.errors import ConfigError, NonFiniteError
+from offload.native import kernels
+from offload.planning import disk
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.device import own_device, twin
+from tests.engine.families import batches, build, gpt2, llama, tokens
+from tests.engine.handmade import Shifting, cross_entropy, words
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, trained
+from tests.engine.reference import Reference
+from tests.engine.test_clipping import Spiking
+from tests.engine.test_rules import PLACES, placed
+
+
+class Waiting(LOMO):
+    """What LOMO would be if gradients waited, as they do for other rules."""
+
+    drops_gradients = False
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
+    """p -= lr c g of plain torch, bit for bit, where c is 1 or that of the norm."""
+    model = build(llama)
+    plain, engine = twin(model), Engine(model, LOMO(lr=0.3), placed(place, tmp_path), max_grad_norm=clip)
+    for seed in range(3):
+        plain(**tokens(seed)).loss.backward()
+        squares = sum(kernels.sum_squares(p.grad.cpu()) for p in plain.parameters())
+        scale = 1.0 if clip is None else min(1.0, clip / (squares**0.5 + 1e-6))
+        result = engine.step(tokens(seed))
+        assert result.grad_norm == pytest.approx(squares**0.5, rel=1e-7 if own_device().type != "cpu" else 0)
+        with torch.no_grad():
+            for p in plain.parameters():
+                gradient, p.grad = p.grad.cpu(), None
+                p.copy_(p.cpu() - (gradient if scale == 1.0 else gradient * scale) * 0.3)
+        assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
+    engine.finish()
+    assert engine._state.runner.step_number == 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch_size": 2},
+        {"head_chunk_bytes": 4096},
+        {"debug": 3, "prefetch": 0},
+        {"recompute": "never"},
+        {"placement": Placement(parameters="cpu", optimizer="cpu", device_memory="300KiB"), "recompute": "auto"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_a_step_consists_of_makes_no_difference(settings: dict[str, Any], precision: str) -> None:
+    """Two backwards give what one does whose gradients wait for the norm."""
+    rules = LOMO(lr=0.3, clip_norm=0.2), Waiting(lr=0.3, clip_norm=0.2)
+    twice, once = (Engine(build(llama), rule, precision=precision, **settings) for rule in rules)
+    for seed in range(4):
+        assert result_of(twice, seed) == result_of(once, seed)
+        assert_same(weights(twice), weights(once))
+
+
+def result_of(engine: Engine, seed: int) -> tuple[float, float]:
+    result = engine.step(tokens(seed))
+    return result.loss.item(), result.grad_norm
+
+
+@pytest.mark.parametrize("make", [lambda: llama(tie_word_embeddings=True), gpt2])
+def test_the_second_pass_draws_what_the_first_one_drew(make: Any) -> None:
+    """gpt2 has dropout everywhere; tied weights land when the backward is over, twice."""
+    train_both(build(make), batches(3), optimizer=LOMO(lr=0.3, clip_norm=0.2))
+
+
+def test_the_second_pass_begins_with_the_buffers_of_the_first_one() -> None:
+    model = build(Shifting)
+    engine, reference = train_both(
+        model, [words(seed) for seed in range(3)], loss_fn=cross_entropy, optimizer=LOMO(lr=0.3, clip_norm=0.2)
+    )
+    found = dict(engine.model.named_buffers())
+    for name, buffer in reference.model.named_buffers():
+        assert torch.equal(found[name], buffer), name
+
+
+@pytest.mark.parametrize("rule", [LOMO(lr=0.1), LOMO(lr=0.1, clip_norm=0.2), LOMO(lr=0.1, clip_value=1e-3), AdaLomo()])
+def test_no_more_than_two_units_have_a_gradient(rule: LOMO) -> None:
+    model = build(lambda: llama(num_hidden_layers=6))
+    places = {"parameters": "cpu", "optimizer": "cpu"}
+    engine = Engine(model, rule, Placement(**places), max_grad_norm=None, throttle={"update": 1e9})
+    for seed in range(3):
+        engine.step(tokens(seed))
+    engine.finish()
+    largest = max(sum(region.weight_bytes for region in unit.regions) for unit in engine._state.units)
+    held = {(tier, name): size for tier, name, size in engine.allocations}
+    assert not [name for _, name in held if name in ("gradients", "exp avg")]
+    assert held["cpu", "gradient staging"] <= 2 * largest
+    assert held["device", "gradient buffer"] <= 2 * largest
+    states = sum(size for (tier, name), size in held.items() if tier == "cpu" and name != "gradient staging")
+    assert engine.counters.peak_host_bytes <= states + 2 * largest
+    small = sum(size for (_, name), size in held.items() if name in ("row var", "col var", "variance"))
+    total = sum(info.numel for info in engine._state.infos)
+    assert states - small <= 4 * total + 4 * 2048 * len(engine._state.regions), "weights, and nothing else"
+
+
+def test_the_engines_norm_is_that_of_the_rule_unless_it_has_one() -> None:
+    for rule, norm in ((LOMO(lr=0.3), 0.2), (LOMO(lr=0.3, clip_norm=0.2), 5.0)):
+        engine = Engine(build(llama), rule, max_grad_norm=norm)
+        wanted = Engine(build(llama), LOMO(lr=0.3, clip_norm=0.2), max_grad_norm=None)
+        engine.step(tokens())
+        wanted.step(tokens())
+        assert_same(weights(engine), weights(wanted))
+
+
+def test_a_gradient_that_is_not_finite_is_found_before_anything_is_updated() -> None:
+    """Stopped at, the engine is sound; skipped, nothing has moved but the number of the step."""
+    for on_nonfinite in ("stop", "skip"):
+        engine = Engine(build(Spiking), LOMO(lr=0.1, clip_norm=1.0), on_nonfinite=on_nonfinite)
+        engine.step(words(0), loss_fn=cross_entropy)
+        before = weights(engine)
+        engine.model.factor = float("inf")
+        if on_nonfinite == "stop":
+            with pytest.raises(NonFiniteError, match="is not finite"):
+                engine.step(words(1), loss_fn=cross_entropy)
+        else:
+            assert engine.step(words(1), loss_fn=cross_entropy).skipped
+        assert_same(weights(engine), before)
+        engine.model.factor = 1.0
+        assert not engine.step(words(2), loss_fn=cross_entropy).skipped
+        assert not torch.equal(next(iter(weights(engine).values())), next(iter(before.values())))
+
+
+def test_speculative_clipping_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*LOMO has no correction"):
+        Engine(build(llama), LOMO(), clip="speculative")
+
+
+def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:
+    rule = LOMO(lr=0.3, clip_norm=0.2)
+    engine, reference = Engine(build(llama), rule), Reference(build(llama), rule)
+    for step in range(3):
+        for part in range(2):
+            for model in (engine.model, reference.model):
+                loss = model(**tokens(10 * step + part)).loss
+                (engine.backward if model is engine.model else torch.Tensor.backward)(loss)
+            reference.collect()
+        norm = reference.update()
+        assert engine.update().grad_norm == norm
+        if step == 1:  # and a step of both passes in between
+            torch.manual_seed(0)
+            reference.step(tokens(99))
+            engine.step(tokens(99))
+        assert_same(weights(engine), reference.masters)
+
+
+def test_evaluation_and_recording_between_the_steps_leave_no_trace(tmp_path: Path) -> None:
+    rule = LOMO(lr=0.3, clip_norm=0.2)
+    engine, other = Engine(build(gpt2), rule, placed("nvme", tmp_path)), Engine(build(gpt2), rule)
+    for seed in range(4):
+        batch = tokens(seed, length=8 + seed)
+        torch.manual_seed(seed)
+        first = engine.step(batch)
+        engine.evaluate(tokens(50))
+        torch.manual_seed(seed)
+        assert other.step(batch).loss.item() == first.loss.item()
+    assert_same(weights(engine), weights(other))
+
+
+def test_both_passes_count_and_gradients_come_down_in_one() -> None:
+    """What is fetched for either belongs to the step, also what came up ahead of the second."""
+    down = []
+    for rule in (LOMO(lr=0.1), LOMO(lr=0.1, clip_norm=0.2)):
+        places = {"parameters": "cpu", "optimizer": "cpu"}
+        engine = Engine(build(llama), rule, Placement(**places), max_grad_norm=None, throttle={"h2d": 1e12})
+        submitted, submit = [], engine._state.lanes.h2d.submit
+
+        def count(work: Any, submit: Any = submit, submitted: list[int] = submitted, **how: Any) -> Any:
+            submitted.append(how.get("num_bytes", 0))
+            return submit(work, **how)
+
+        engine.step(tokens(0))  # which records first
+        so_far, engine._state.lanes.h2d.submit = engine.counters.next_h2d_bytes, count
+        counted = 0
+        for seed in range(1, 5):
+            engine.step(tokens(seed))
+            counted += engine.counters.h2d_bytes
+        assert counted + engine.counters.next_h2d_bytes == sum(submitted) + so_far
+        down.append(engine.counters.d2h_bytes)
+    assert down[0] == down[1] > 0
+
+
+@pytest.mark.parametrize("rule", [LOMO(lr=0.3, clip_norm=0.2), LOMO(lr=0.3, clip_value=1e-2), AdaLomo(lr=0.03)])
+def test_over_ranks(rule: Any, tmp_path: Path) -> None:
+    common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
+    norm = 0.2 if isinstance(rule, AdaLomo) else None
+    runs = [
+        common | {"zero_stage": stage, "placement": placement, "max_grad_norm": norm, "delays": delays}
+        for stage, placement, delays in ((1, {}, None), (2, PLACES["nvme"], 3), (3, {}, 5), (0, {}, None))
+    ]
+    first, second = run(2, trained, runs=runs)
+    case = CASES["plain"]
+    reference = Reference(build(case.make), rule, max_grad_norm=norm)
+    for number in range(3):
+        torch.manual_seed(number)
+        reference.step(case.batch(number, 4))
+    for mine, others in zip(first, second, strict=True):
+        assert mine.results == others.results
+        assert_same(mine.weights, others.weights)
+        assert_same(mine.weights, reference.masters, within=1e-5)
+    for mine in first[:3]:
+        assert_same(mine.weights, first[0].weights)
