@@ -7,6 +7,8 @@ may start:
   order (what is needed last goes first), never one that is needed earlier than what is fetched. A unit's weights are
   dead after its backward, and its next fetch waits for its update;
 - a backward needs a gradient buffer from its start to the end of its landing (d2h); gradients land in order;
+- states that are updated on the device go up (h2d) and come down (d2h) in tiles, each behind the one before it: a tile
+  is updated when it is up, and a unit when its last tile is down;
 - an update needs its landed gradient; in mode `deferred`, and for a correction, also the last one of the step, for the
   norm. In mode `speculative` a unit is fetched again only when it is known whether it needs a correction;
 - the step ends with one wait of the host: its last gradient has landed before the next step's compute begins. Fetches
@@ -23,21 +25,27 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 LANES = ("compute", "d2h", "update", "h2d")
+NUM_TILES = 4
+"""Of a unit's states on their way."""
 MODES = ("none", "deferred", "speculative")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What moving and updating a unit takes. `size` is its share of the capacity: bytes, or 1 for a slot."""
+    """What moving and updating a unit takes. `size` is its share of the capacity: bytes, or 1 for a slot. `up_s`,
+    `down_s`: of the states and gradients that go to the device for an update or a correction, and of what comes back.
+    """
 
     size: float
     fetch_s: float = 0.0
     land_s: float = 0.0
     update_s: float = 0.0
     correct_s: float = 0.0
+    up_s: float = 0.0
+    down_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,11 @@ class Work:
     mode: str = "none"
     num_gradient_buffers: int = 2
     num_corrected: int = 0
+
+    @property
+    def streams(self) -> bool:
+        """True where states go to the device to be updated."""
+        return any(unit.up_s or unit.down_s for unit in self.units.values())
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -92,11 +105,13 @@ class Policy:
     gradient has landed) or always.
     updates: until the last gradient has landed it updates as gradients land, by need (in the order of the next step) or
     not at all (late); then by need.
+    states_first: states that are on their way to and from their update come before weights and gradients.
     """
 
     lookahead: int
     skips: str = "never"
     updates: str = "landed"
+    states_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,19 +145,20 @@ def ideal(work: Work, num_steps: int = 12, *, as_block: bool = False) -> Ideal:
     most = max(1, sum(size <= work.capacity for size in sizes) - 1)
     skips = ("never", "late", "always") if work.mode == "none" else ("never", "always")
     updates = {"none": ("landed", "need", "late"), "deferred": ("late",), "speculative": ("landed", "need")}[work.mode]
-    policies = itertools.product(range(1, most + 1), skips, updates)
+    policies = itertools.product(range(1, most + 1), skips, updates, (False, True) if work.streams else (False,))
     return min((run(work, Policy(*choice), num_steps) for choice in policies), key=lambda run: run.seconds)
 
 
 def serial_seconds(work: Work) -> float:
     """Return the seconds of a step that does one thing at a time with one slot: the plain sum."""
     fetched = [name for name, _ in itertools.groupby(use.unit for use in work.uses if use.unit is not None)]
-    corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][: work.num_corrected]
+    num_corrected = work.num_corrected if work.mode == "speculative" else 0
+    corrected = [use.unit for use in work.uses if use.is_backward and use.unit is not None][:num_corrected]
     return math.fsum(
         [use.seconds for use in work.uses]
         + [work.units[name].fetch_s for name in fetched]
-        + [unit.land_s + unit.update_s for unit in work.units.values()]
-        + [work.units[name].correct_s for name in corrected if work.mode == "speculative"]
+        + [unit.land_s + unit.update_s + unit.up_s + unit.down_s for unit in work.units.values()]
+        + [unit.correct_s + unit.up_s + unit.down_s for unit in map(work.units.__getitem__, corrected)]
     )
 
 
@@ -170,6 +186,7 @@ def _mean(spans: list[Span], begin_s: float, end_s: float, num_steps: int, polic
 
 
 Content = tuple[str, int]  # a unit as it is in a step: its weights, or its gradient
+Tile = tuple[str, Content]  # of a unit's states, and whether it is on its way for an update or a correction
 Started = tuple[str, tuple[str | None, int], float]  # action, content, seconds
 
 
@@ -190,6 +207,11 @@ class _Run:
         self.early: list[Content] = []  # updates of this step that began before the norm was known, in this order
         self.updated: set[Content] = set()
         self.owing: list[Content] = []  # a correction
+        self.correcting: set[Content] = set()
+        self.rising: deque[Tile] = deque()
+        self.up: deque[Tile] = deque()
+        self.sinking: deque[Tile] = deque()
+        self.num_down: Counter[Tile] = Counter()
         self.effects: dict[str, Callable[[Content], None]] = {
             "fetch": self.held.add,
             "backward": self.leaving.append,
@@ -197,6 +219,11 @@ class _Run:
             "update": self.updated.add,
             "correct": self.owing.remove,
         }
+        if work.streams:
+            finals = {action: self.effects[action] for action in ("update", "correct")}
+            self.effects |= {action: partial(self._sink, action) for action in finals}
+            self.effects["raise"] = lambda _: self.up.append(self.rising.popleft())
+            self.effects["lower"] = lambda content: self._is_down(content, finals)
 
     def until(self, step: int) -> list[Span]:
         """Run until the compute of `step` begins."""
@@ -218,7 +245,7 @@ class _Run:
         return self.now_s
 
     def _start(self) -> None:
-        for lane, start in zip(LANES, (self._compute, self._land, self._update, self._fetch), strict=True):
+        for lane, start in zip(LANES, (self._compute, self._go_down, self._update, self._go_up), strict=True):
             if lane not in self.running and (started := start()):
                 action, content, seconds = started
                 self.running[lane] = Span(lane, action, *content, self.now_s, self.now_s + seconds)
@@ -243,24 +270,66 @@ class _Run:
             return None
         return "backward" if use.is_backward else "forward", (use.unit, step), use.seconds
 
+    def _go_down(self) -> Started | None:
+        if self.policy.states_first:
+            return self._lower() or self._land()
+        return self._land() or self._lower()
+
+    def _go_up(self) -> Started | None:
+        if self.policy.states_first:
+            return self._raise() or self._fetch()
+        return self._fetch() or self._raise()
+
     def _land(self) -> Started | None:
         content = self.leaving.popleft() if self.leaving else None
         return ("land", content, self.work.units[content[0]].land_s) if content else None
 
+    def _lower(self) -> Started | None:
+        content = self.sinking[0][1] if self.sinking else None
+        return ("lower", content, self.work.units[content[0]].down_s / NUM_TILES) if content else None
+
+    def _raise(self) -> Started | None:
+        if self.work.streams and not self.rising and (found := self._next_update()):
+            self.rising.extend([found] * NUM_TILES)
+        content = self.rising[0][1] if self.rising else None
+        return ("raise", content, self.work.units[content[0]].up_s / NUM_TILES) if content else None
+
     def _update(self) -> Started | None:
+        found = (self.up.popleft() if self.up else None) if self.work.streams else self._next_update()
+        if found is None:
+            return None
+        action, content = found
+        unit = self.work.units[content[0]]
+        seconds = unit.correct_s if action == "correct" else unit.update_s
+        return action, content, seconds / NUM_TILES if self.work.streams else seconds
+
+    def _sink(self, action: str, content: Content) -> None:
+        """A tile was updated."""
+        self.sinking.append((action, content))
+
+    def _is_down(self, content: Content, finals: Mapping[str, Callable[[Content], None]]) -> None:
+        """A tile has come down: with the last one of them all of the unit was updated, or corrected."""
+        tile = self.sinking.popleft()
+        self.num_down[tile] += 1
+        if self.num_down[tile] == NUM_TILES:
+            finals[tile[0]](content)
+
+    def _next_update(self) -> Tile | None:
         is_late = self.work.mode == "deferred" or self.policy.updates == "late"
-        ready = self.owing + [c for c in self.landed if not is_late or self._norm_is_known(c[1])]
+        owing = [c for c in self.owing if c in self.updated and c not in self.correcting]
+        ready = owing + [c for c in self.landed if not is_late or self._norm_is_known(c[1])]
         if not ready:
             return None
         if self.policy.updates == "need" or self._norm_is_known(ready[0][1]):
             ready.sort(key=lambda content: self.work.places[content[0]][0])
-        content, unit = ready[0], self.work.units[ready[0][0]]
-        if content in self.owing:
-            return "correct", content, unit.correct_s
+        content = ready[0]
+        if content in owing:
+            self.correcting.add(content)
+            return "correct", content
         self.landed.remove(content)
         if self.work.mode == "speculative" and not self._norm_is_known(content[1]):
             self.early.append(content)
-        return "update", content, unit.update_s
+        return "update", content
 
     def _fetch(self) -> Started | None:
         seen: dict[str, int] = {}

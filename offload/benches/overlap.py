@@ -28,7 +28,7 @@ MAX_OVER_IDEAL = 1.08
 MAX_OVER_LARGEST_LANE = 1.10
 
 LEARNING_RATE = 1e-8  # so small that the norm of the gradients, and what is corrected for it, stays the same
-STATE_BYTES = 24  # per parameter: master weights and two moments, read and written
+STATE_BYTES = 24  # per parameter: master weights and two moments, read and written; half of it goes up, and down
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # per parameter, up as weights and down as a gradient
 NUM_GRADIENT_BUFFERS = 2
 RESIDENT_SHARE = 16  # a unit smaller than the largest one divided by this stays on the device
@@ -90,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=RATIOS,
         help="seconds that each throttled lane takes in a step over those of its compute (default 0.25 0.5 1 2)",
     )
+    group.add_argument(
+        "--update", choices=("cpu", "device"), default="cpu", help="where states are updated (default %(default)s)"
+    )
     group.add_argument("--prefetch", type=int, default=3, help="units ahead; one slot more (default %(default)s)")
 
 
@@ -109,13 +112,14 @@ def run(
             optimizer=AdamW(lr=LEARNING_RATE),
             placement=Placement(parameters="cpu", optimizer="cpu"),
             precision=precision,
+            update=arguments.update,
             recompute="always",
             head_chunk_bytes=None,
             **settings,
         )
 
     steps = [{"input_ids": ids, "labels": ids} for ids in batches]
-    bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps, arguments.pairs)
+    bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps, arguments.pairs, arguments.update)
     try:
         return [_shown(bench.row(case, threads)) for case in cases(arguments.ratios)]
     finally:
@@ -161,9 +165,11 @@ class Bench:
         precision: str,
         num_steps: int,
         num_pairs: int,
+        update: str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
         self._make, self._prefetch, self._precision, self._clock = make, prefetch, precision, clock
+        self._streams = update == "device"
         self._batches = itertools.cycle(batches)
         self._num_steps, self._num_pairs = num_steps, num_pairs
         probe = make(prefetch=prefetch, throttle=UNTHROTTLED, max_grad_norm=None)
@@ -210,6 +216,7 @@ class Bench:
             "steps_in_a_block": self._num_steps,
             "pairs": self._num_pairs,
             "prefetch": self._prefetch,
+            "update": "device" if self._streams else "cpu",
             "max_grad_norm": settings["max_grad_norm"],
             "throttle": throttle,
             "h2d_bytes": h2d_bytes,
@@ -254,6 +261,8 @@ class Bench:
                 land_s=sizes[name] / throttle["d2h"],
                 update_s=STATE_BYTES * number / throttle["update"],
                 correct_s=STATE_BYTES * number / throttle["update"],
+                up_s=(STATE_BYTES // 2 * number + sizes[name]) / throttle["h2d"] if self._streams else 0.0,
+                down_s=STATE_BYTES // 2 * number / throttle["d2h"] if self._streams else 0.0,
             )
             for name, number in self._num_parameters.items()
         }

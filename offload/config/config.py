@@ -88,7 +88,7 @@ _OWN_KEYS = {
 """Of the optimizer section: what not all rules have."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is gone on with."""
-_TIMING = ("prefetch", "zero_stage", "throttle", "device")
+_TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
 
@@ -306,7 +306,7 @@ class Config(BaseModel):
 
     def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
         """Return a copy in which what was left open is decided, as far as the machine and the model decide it. The
-        engine decides train.clip and offload.prefetch.
+        engine decides train.clip, offload.update and offload.prefetch.
 
         `max_positions`: the longest sequence of the model, None for no limit.
         """

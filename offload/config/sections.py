@@ -429,6 +429,12 @@ class OffloadSection(Section):
         description="What computes, as torch names it: cpu, cuda, cuda:1. none: this rank's accelerator, or the CPU "
         "where there is none.",
     )
+    update: Literal["auto", "cpu", "device"] = Field(
+        default="auto",
+        description="Where states that rest on the host are updated: cpu; device, to which they stream beside compute "
+        "and back; auto: on the device where that is measured to be faster. States that rest on the device are "
+        "updated there.",
+    )
 
 
 class CheckpointSection(Section):

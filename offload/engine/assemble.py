@@ -48,7 +48,9 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
     plan = make_plan(settings, units, regions, comm)
-    comm.agree("the plan", _shown(plan, ignored=("layout",)) | {"layout": repr(plan.layout.planes)})
+    comm.agree(
+        "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
+    )
     share_buffers(model, comm)
     state = EngineState(model, settings, infos, candidates, regions, plan, counters, comm)
     take_over(state, fill)

@@ -175,6 +175,11 @@ class Engine:
         return self._state.plan.ahead
 
     @property
+    def updates_on(self) -> str:
+        """Where updates are made: on the cpu, or the device."""
+        return self._state.plan.update
+
+    @property
     def overlaps(self) -> bool:
         """True where copies and updates run beside compute."""
         return self._state.lanes.overlap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.update_place import InPlace, OnDevice
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.spare_memory import SpareMemory
@@ -31,6 +32,7 @@ from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
 from offload.lanes.opening import open_lanes
 from offload.layout.regions import ParameterInfo, Region
+from offload.planning.device_updates import UPDATE_RING
 from offload.planning.memory import SLOT, WORKSPACE, staging_bytes
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
@@ -118,18 +120,9 @@ class EngineState:
             None if stays else 1 + plan.ahead,
             lands_late=self.gradients.lasts,
         )
-        workspace = plan.of("device", WORKSPACE).num_bytes
-        self.updates = Updates(
-            self.store,
-            infos,
-            self.gradients,
-            self.slots,
-            self.lanes,
-            settings,
-            self.device,
-            self.device.allocate(WORKSPACE, workspace) if workspace else None,
-        )
-        self.lanes.wait(self.lanes.mark())  # until the workspace is cleared: who uses it does so in another stream
+        workspace = self._open_workspace()
+        place = self._open_update_place(counters, has_workspace=workspace is not None)
+        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, place, workspace)
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
         self.undo = Undo()
         self.runner = UnitRunner(
@@ -166,6 +159,25 @@ class EngineState:
         if tier == "cpu":
             return ActivationOffload(OnHost(self.device, self.lanes, self.host), self.device, counters)
         return None
+
+    def _open_workspace(self) -> torch.Tensor | None:
+        """Return memory of the device for updates that compute there, where there are any."""
+        num_bytes = self.plan.of("device", WORKSPACE).num_bytes
+        if not num_bytes:
+            return None
+        workspace = self.device.allocate(WORKSPACE, num_bytes)
+        self.lanes.wait(self.lanes.mark())  # until it is cleared: who uses it does so in another stream
+        return workspace
+
+    def _open_update_place(self, counters: Counters, has_workspace: bool) -> InPlace | OnDevice:
+        """Return where updates run: on the device, if there is a ring through which the host's states stream to it."""
+        ring = self.plan.of("device", UPDATE_RING)
+        if not ring.num_bytes:
+            # What a lane of the host computes on the device is no part of compute.
+            has_stream = has_workspace and self.store.updating is self.lanes.update
+            return InPlace(self.store.updating, self.device, self.device.aside if has_stream else nullcontext)
+        memory = self.device.allocate(ring.name, ring.num_bytes)
+        return OnDevice(memory, len(self.regions), self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
         """Make the files of what is on disk, and the rings through which it moves. The ranks take turns, so that each
@@ -304,6 +316,7 @@ class EngineState:
         self.runner.close()
         self.slots.free()
         self.gradients.free()
+        self.updates.free()
         self.store.close()
         if self.device.pinning is not None:
             self.device.pinning.close()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from offload.accelerators import own_accelerator
 from offload.engine.loss.batch_agreement import PassPlan, meet
 from offload.engine.loss.loss import IGNORED, Batch, LossFunction, LossRule
 from offload.engine.loss.parts import Losses
@@ -22,7 +23,7 @@ from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout.regions import Region
-from offload.planning.estimates import forward_seconds, update_seconds
+from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import LaneTime, Span
@@ -38,7 +39,8 @@ def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
     return DoesNotFitError(
         f"the device's memory does not hold a step on this batch: {' '.join(found.split())} Lower --train.batch_size, "
         f"--train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set --train.recompute always "
-        f"and --offload.activations cpu, or raise --offload.device_memory where it is less than there is."
+        f"and --offload.activations cpu, raise --offload.device_memory where it is less than there is, or set "
+        f"--offload.optimizer cpu where states of the optimizer stay there."
     )
 
 
@@ -222,11 +224,18 @@ class Steps:
             if not hides:
                 device, num_units = state.device.torch_device, len(state.units)
                 forward_s = forward_seconds(state.infos, state.regions, num_units, tokens, sharding, throttles, device)
-                hides = update_seconds(self._rule, state.regions, sharding, throttles) <= forward_s
+                hides = self._update_seconds() <= forward_s
             # Each rank has measured for itself.
             is_late = state.comm.any(not hides, "choice of train.clip")
             state.updates.clip = "speculative" if is_late else "deferred"
         return state.updates.clip
+
+    def _update_seconds(self) -> float:
+        state = self._state
+        among = self._rule, state.regions, state.plan.layout.sharding, state.throttles
+        if state.plan.update == "cpu":
+            return update_seconds(*among)
+        return streamed_update_seconds(*among, own_accelerator(str(state.device.torch_device)))
 
     @property
     def decided(self) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class Lanes:
     - `h2d`, `d2h`, `update`, each with a link of its own;
     - `returning`, over the link of h2d, by which activations come back past fetches that wait for their slots (on a CPU
       that is h2d itself, which overtakes);
+    - for updates on the device of states that are not there `update_up` over the link of h2d, `update_on_device` over
+      that of update (on a CPU they are one lane) and `update_down` over that of d2h: past fetches, and past gradients
+      and activations on their way down, which would wait there for the updates of the whole model;
     - `collective`, which alone exchanges with other ranks what does not rest on the device, in the order in which all
       ranks submit it;
     - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
@@ -75,10 +78,11 @@ class Lanes:
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
         self.here = Here(self)
-        self._updating = (self.update_read, self.update, self.update_write)  # the way of a failure
-        up = dict.fromkeys((self.h2d, self.returning))
-        copying = (self.fetch_read, self.activation_read, *up, self.d2h, self.collective, self.activation_write)
-        self._all = (*copying, *self._updating)
+        self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
+        self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
+        self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way
+        copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h, self.collective)
+        self._all = tuple(dict.fromkeys((*copying, self.activation_write, *self._updating)))
         self._settled = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:
@@ -86,6 +90,11 @@ class Lanes:
 
     def _open_returning(self) -> Lane:
         return self.h2d
+
+    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
+        if not self.overlap:
+            return self.h2d, self.update, self.d2h
+        return self._thread("update_up", "h2d"), self.update, self._thread("update_down", "d2h")
 
     def _thread(self, name: str, link: str) -> Lane:
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter)
@@ -157,7 +166,7 @@ class Lanes:
         """The error of an update that failed. That of a read is its own as soon as it cannot begin for it; of what is
         read for others nothing is lost.
         """
-        return self.update.error or self.update_write.error
+        return next((lane.error for lane in self._changing if lane.error is not None), None)
 
     def forget_failures(self) -> None:
         """What failed was made good."""
@@ -166,8 +175,8 @@ class Lanes:
 
     def drain_updates(self) -> None:
         """Wait until every update is done and written; raise what failed."""
-        self.update.drain()
-        self.update_write.drain()
+        for lane in self._changing:
+            lane.drain()
 
     def finish(self) -> None:
         """Wait until every lane has done, or failed to do, what it was given."""

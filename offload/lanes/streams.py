@@ -74,6 +74,10 @@ class StreamLane(ThreadLane):
         super().cancel(since)
         self._stream.synchronize()  # what uses its memory next may wait for a ticket that was given up
 
+    def drain(self) -> None:
+        super().drain()
+        self._stream.synchronize()
+
     def close(self) -> None:
         super().close()
         self._stream.synchronize()  # the memory of what is still in it is about to go
@@ -88,8 +92,8 @@ class StreamLane(ThreadLane):
 
 
 class StreamLanes(Lanes):
-    """h2d, returning, d2h and collective have streams; updates and the lanes of the disk run on the host, which waits
-    for the events of what they read or overwrite.
+    """h2d, returning, d2h, collective and the way of an update on the device have streams; updates of the host and the
+    lanes of the disk run on the host, which waits for the events of what they read or overwrite.
     """
 
     def __init__(
@@ -108,6 +112,11 @@ class StreamLanes(Lanes):
     def _open_returning(self) -> Lane:
         # A fetch is in the stream of h2d as soon as what its slot waits for is in one: all behind it waits for that.
         return StreamLane("returning", self, "h2d")
+
+    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
+        links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}
+        up, update, down = (StreamLane(name, self, link) for name, link in links.items())
+        return up, update, down
 
     def enter(self) -> None:
         self.accelerator.enter()

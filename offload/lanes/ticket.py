@@ -45,6 +45,11 @@ class Ticket:
         for watcher in watchers:
             watcher()
 
+    def synchronize(self) -> None:
+        """It is done: block until nothing of the work is left to do anywhere."""
+        if self.event is not None:
+            self.event.synchronize()
+
     @property
     def is_over(self) -> bool:
         """True once nothing of the work is left to do anywhere."""

@@ -277,12 +277,20 @@ class Sharding:
 class DiskLayout:
     """What of each region (by index) is on disk, its planes in the order of its table, and the elements of a tile: a
     region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
-    a rank's range ends; those of a rule by matrix where parameters do, however large these are.
+    a rank's range ends; those of a rule by matrix where parameters do, however large these are. `cuts_memory`: so is
+    what is trained and in memory, since it streams to where it is updated. `staying`: the regions of whose states only
+    weights and gradients do, as the others rest on the device.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     tile_numel: int = SHARD_MULTIPLE
     sharding: Sharding = Sharding()
+    cuts_memory: bool = False
+    staying: frozenset[int] = frozenset()
+
+    def stays(self, region: Region, plane: Plane) -> bool:
+        """True where a plane rests on the device, to which the rest of its region streams."""
+        return region.index in self.staying and plane.kind == "optimizer"
 
     def of(self, region: Region) -> tuple[str, ...]:
         """Return the planes of a region that are on disk."""
@@ -294,10 +302,11 @@ class DiskLayout:
 
     def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
         """Return the elements from which to which the range of a rank, or this rank's own, is cut in tiles: all of it
-        where nothing is on disk.
+        where nothing of it moves.
         """
         begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
-        step = self.tile_numel if self.of(region) else max(1, end - begin)
+        moves = self.of(region) or (self.cuts_memory and region.trainable)
+        step = self.tile_numel if moves else max(1, end - begin)
         if region.by_matrix:
             # Who publishes does it tile by tile, of which all ranks have as many.
             step = end - begin if self.sharding.publishes else step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
@@ -29,16 +29,22 @@ def lay_out(
     staging_bytes: int,
     host_bytes: int | None,
     sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    most_numel: int | None = None,
+    device_bytes: int = 0,
 ) -> DiskLayout:
     """Return what goes to disk. `tiers` says of parameters, optimizer and gradients: "cpu", "nvme", or "auto" for
     memory as far as `host_bytes`, of this rank, reach (None: without end). `staging_bytes`: what gradients that do not
-    wait need in memory.
+    wait need in memory. `most_numel`: of a tile, where what is in memory moves in tiles as well, to be updated on the
+    device; of whose memory states may have `device_bytes` for good.
     """
-    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, sharding)
+    base = DiskLayout({}, most_numel or SHARD_MULTIPLE, sharding, most_numel is not None)
+    base = replace(base, staying=_stay(regions, sharding, device_bytes))
+    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, base)
     left = states.left(tiers)
     if "nvme" not in tiers.values() and (left is None or left >= 0):
-        return DiskLayout(sharding=sharding)
+        return base
     tile_numel = _tile_numel(regions, host_bytes, sharding)
+    tile_numel = min(tile_numel, most_numel or tile_numel)
     everything = DiskLayout(_everything(regions), tile_numel, sharding)
     left = states.left({kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()})
 
@@ -60,7 +66,7 @@ class _States:
     keeps_gradients: bool
     staging_bytes: int
     host_bytes: int | None
-    sharding: Sharding
+    base: DiskLayout
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
         """Return what of the host's memory is left once all is there that does not go to disk."""
@@ -88,13 +94,17 @@ class _States:
             for region in self.regions:
                 if region not in kept:
                     on_disk[region.index].add(kind)
-        layout = {r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index]) for r in self.regions}
-        return DiskLayout({index: planes for index, planes in layout.items() if planes}, tile_numel, self.sharding)
+        layout = {
+            r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index] and not self.base.stays(r, p))
+            for r in self.regions
+        }
+        planes = {index: planes for index, planes in layout.items() if planes}
+        return replace(self.base, planes=planes, tile_numel=tile_numel)
 
     def _bytes(self, region: Region, kinds: Sequence[str], with_gradients: bool) -> int:
         planes = region.planes if with_gradients else region.states
-        sizes = (self.sharding.share(plane, plane.num_bytes(region.numel)) for plane in planes if plane.kind in kinds)
-        return sum(sizes)
+        its = [plane for plane in planes if plane.kind in kinds and not self.base.stays(region, plane)]
+        return sum(self.base.sharding.share(plane, plane.num_bytes(region.numel)) for plane in its)
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
@@ -128,6 +138,16 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
     if host_bytes is not None:
         share = min(share, host_bytes // 16)
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
+
+
+def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int) -> frozenset[int]:
+    """Choose the regions whose optimizer states are on the device for good."""
+    sizes = {}
+    for region in regions:
+        its = [plane for plane in region.states if plane.kind == "optimizer" and region.trainable]
+        if its and device_bytes:
+            sizes[region] = sum(sharding.share(plane, plane.num_bytes(region.numel)) for plane in its)
+    return frozenset(region.index for region in _spread(sizes, device_bytes))
 
 
 def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, format_bytes
 from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
+from offload.planning.device_updates import UPDATE_RING
 from offload.schedule.build import window_bytes
 
 SLOT, BUFFER = "unit slot", "gradient buffer"
@@ -96,11 +97,13 @@ def plan_memory(
     buffers: int = 1,
     stagings: int = 1,
     workspace_bytes: int = 0,
+    update_ring_bytes: int = 0,
 ) -> list[Allocation]:
     """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
     up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
     gradients have room on the device and, where they do not wait there, on the host. `layout`: what is on disk;
-    `rings`: the bytes of the buffers through which it moves. `workspace_bytes`: what an update takes on the device.
+    `rings`: the bytes of the buffers through which it moves. `workspace_bytes`: what an update takes on the device;
+    `update_ring_bytes`: the ring there through which states of the host stream to be updated.
     """
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
@@ -108,7 +111,8 @@ def plan_memory(
     for region in regions:
         on_disk = layout.of(region)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
-            key = "nvme" if plane.name in on_disk else states_tier, plane.label
+            tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
+            key = tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
         for factor in region.factors:
             key = states_tier, factor.label
@@ -125,6 +129,8 @@ def plan_memory(
         plan.append(Allocation("device", "resident weights", kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
         plan.append(_slots(units, resident, stay, ahead))
+    if states_tier == "cpu":
+        plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
     lasting = [region for region in regions if region.trainable and _gradient_lasts(region, units)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
     passing = [
@@ -182,7 +188,9 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
     """Say what else than a larger budget would help."""
     if tier == "device":
-        return "or place states lower with --offload.parameters cpu --offload.optimizer cpu"
+        is_updated_there = any(allocation.name == UPDATE_RING for allocation in plan)
+        on_host = ", or update them on the host with --offload.update cpu" if is_updated_there else ""
+        return f"or place states lower with --offload.parameters cpu --offload.optimizer cpu{on_host}"
     if tier == "nvme":
         higher = "or keep states higher with --offload.parameters cpu"
         is_split = any(allocation.name == "low" for allocation in plan)

@@ -12,6 +12,7 @@ from offload.errors import ConfigError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.environment import memory
+from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
 from offload.planning.memory import (
     Allocation,
@@ -27,6 +28,8 @@ from offload.tiers.placement import Placement
 
 _SHARE_OF_FREE_MEMORY = 0.9
 """Of the host's, where it has no budget: the rest is for whoever else runs there."""
+_SHARE_FOR_STATES = 0.6
+"""Of an accelerator's free memory, where it has no budget: the rest is for activations."""
 AUTO_LOOKAHEAD = 2
 """Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
 
@@ -34,14 +37,16 @@ AUTO_LOOKAHEAD = 2
 @dataclass(frozen=True)
 class Plan:
     """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
-    copies and updates run beside compute, how many units are fetched ahead, what is allocated, and what would be with
-    all the memory that there can be. `limited`: the device has a budget, whose rest may be given away.
+    copies and updates run beside compute, where updates are made (cpu or device), how many units are fetched ahead,
+    what is allocated, and what would be with all the memory that there can be. `limited`: the device has a budget,
+    whose rest may be given away.
     """
 
     tiers: tuple[str, str]
     layout: DiskLayout
     rings: Mapping[str, int]
     overlap: bool
+    update: str
     ahead: int
     limited: bool
     allocations: list[Allocation]
@@ -116,17 +121,34 @@ def make_plan(
             buffers=buffers,
             stagings=2 if overlap else 1,
             workspace_bytes=workspace,
+            update_ring_bytes=update_ring_bytes,
         )
 
+    update_ring_bytes = 0
     tiers = _choose_tiers(placement, free, plan_for)
     if placement.activations == "nvme":
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
+    update = "device"
     if tiers[1] == "cpu":
+        update = _choose_update(settings, regions, sharding, accelerator, comm)
+        most_numel, room = None, 0
+        if update == "device":
+            budget = _device_bytes(placement, free)
+            most_numel = device_updates.tile_numel(regions, budget, sharding)
+            update_ring_bytes = device_updates.ring_bytes(DiskLayout({}, most_numel, sharding), regions)
+            if placement.optimizer == "auto" and budget is not None:
+                # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
+                most = plan_for("device", "cpu", buffers=2 if overlap else 1)
+                share = 1.0 if placement.device_memory is None else _SHARE_FOR_STATES
+                room = max(0, int(share * budget) - sum(a.num_bytes for a in most if a.tier == "device"))
         staging = staging_bytes(regions, 2 if overlap else 1, sharding)
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         reserved = staging, sum(rings.values()) + factors
-        layout = _choose_layout(placement, free, regions, settings.keeps_gradients, sharding, *reserved)
+        layout = _choose_layout(
+            placement, free, regions, settings.keeps_gradients, sharding, *reserved, most_numel, room
+        )
         rings |= ring_bytes(layout, regions)
+        update_ring_bytes = device_updates.ring_bytes(layout, regions) if layout.cuts_memory else 0
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
         raise ConfigError(
             "train.delay is 1, which keeps the weights twice in the host's memory, as they were before and after an "
@@ -159,7 +181,26 @@ def make_plan(
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
-    return Plan(tiers, layout, rings, overlap, ahead, limited, allocations, most)
+    return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
+
+
+def _choose_update(
+    settings: Settings, regions: Sequence[Region], sharding: Sharding, accelerator: Accelerator | None, comm: Comm
+) -> str:
+    """Resolve where states of the host are updated. Collective."""
+    if settings.update != "auto":
+        return settings.update
+    if accelerator is None or settings.host_bound:
+        return "cpu"
+    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, accelerator)
+    # Each rank has measured for itself.
+    return "cpu" if comm.any(not is_faster, "choice of offload.update") else "device"
+
+
+def _device_bytes(placement: Placement, free: Free) -> int | None:
+    """Return the bytes of the device that states may count on; None without end."""
+    budget = budget_bytes(placement.device_memory)
+    return int(free.device_bytes * _SHARE_FOR_STATES) if budget is None and free.device_bytes is not None else budget
 
 
 def _host_bytes(placement: Placement, free: Free) -> int:
@@ -178,9 +219,11 @@ def _choose_layout(
     sharding: Sharding,
     staging: int,
     reserved: int,
+    most_numel: int | None,
+    device_bytes: int,
 ) -> DiskLayout:
     """Resolve what goes to disk; with `auto` and a folder for it, whatever the host's budget, or its free memory, does
-    not hold beside what is `reserved`.
+    not hold beside what is `reserved`. `most_numel`, `device_bytes`: as of `lay_out`.
     """
     tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
     if tiers["parameters"] == "device":  # they go up from where their master is
@@ -194,7 +237,14 @@ def _choose_layout(
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     host_bytes = None if host_bytes is None else max(0, host_bytes - reserved)
     return lay_out(
-        regions, tiers, keeps_gradients=keeps_gradients, staging_bytes=staging, host_bytes=host_bytes, sharding=sharding
+        regions,
+        tiers,
+        keeps_gradients=keeps_gradients,
+        staging_bytes=staging,
+        host_bytes=host_bytes,
+        sharding=sharding,
+        most_numel=most_numel,
+        device_bytes=device_bytes,
     )
 
 
@@ -208,9 +258,7 @@ def _choose_tiers(
     wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
     if "auto" not in wants:
         return wants[0], wants[1]
-    budget = budget_bytes(placement.device_memory)
-    if budget is None and free.device_bytes is not None:
-        budget = int(free.device_bytes * 0.6)  # the rest is for activations
+    budget = _device_bytes(placement, free)
     needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]

@@ -44,6 +44,8 @@ class Settings:
     delay: by how many steps updates come late, 0 or 1: the update of a step is made beside all of the next one, which
         computes with the weights from before (ZeRO-Offload, arXiv:2101.06840, section 5.2).
     delay_after: the steps before that, whose updates come in time.
+    update: where states that rest on the host are updated: cpu; device, to which they stream beside compute; or auto:
+        on the device where that is measured to be faster.
     device: what computes, as torch names it: cpu, cuda, cuda:1, ...; None for the accelerator that the thread has
         chosen, else that of LOCAL_RANK, else the first, and the CPU where there is none. It becomes the thread's.
     """
@@ -64,6 +66,7 @@ class Settings:
     head_chunk_bytes: int | str | None = "256MiB"
     delay: int = 0
     delay_after: int = 0
+    update: str = "auto"
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class Settings:
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
         if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
+        _check(self.update, ("auto", "cpu", "device"), "offload.update")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         _check(self.delay, (0, 1), "train.delay")
         if type(self.delay_after) is not int or self.delay_after < 0:
@@ -99,6 +103,8 @@ class Settings:
                 f"train.delay is 1 and {wrong}: delayed updates are made on the host, once the norm is known. Set "
                 f"--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
             )
+        if self.update == "device" and self.host_bound:
+            raise ConfigError(f"offload.update is device, and {self.host_bound}: set --offload.update cpu or auto.")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -116,6 +122,14 @@ class Settings:
         """
         corrects = all(rule.can_correct for rule in self.optimizer.parts) and self.max_grad_norm and not self.skips
         return self.clip if corrects and not self.delay else "deferred"
+
+    @property
+    def host_bound(self) -> str:
+        """Why states that rest on the host are updated there, whatever `update` says; empty where they need not be."""
+        if self.delay:
+            return "train.delay is 1, which keeps the weights from before an update on the host"
+        whole = next((type(rule).__name__ for rule in self.optimizer.parts if rule.by_matrix), "")
+        return f"{whole} updates parameters as a whole, which cannot stream in pieces" if whole else ""
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:

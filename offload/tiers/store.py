@@ -121,7 +121,7 @@ class RegionState:
     `planes` are those in memory, over what this rank holds of each. `tiles` are those that this rank updates, `others`
     the tiles that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
     this rank updates, behind the `landing` fence. `factors` are in memory, on every rank; those of what it updates are
-    true.
+    true. `stays`: planes that rest on the device, to which the others stream.
     """
 
     region: Region
@@ -130,6 +130,7 @@ class RegionState:
     others: dict[int, list[Tile]]
     steps: list[int]
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    stays: frozenset[str] = frozenset()
     gradients: torch.Tensor | None = None
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
 
@@ -222,21 +223,24 @@ class Store:
             region: [plane for plane in region.states if plane.name not in self._layout.of(region)]
             for region in regions
         }
-        made = self._allocate("states", wanted)
+        stays = {r: [plane for plane in planes if self._layout.stays(r, plane)] for r, planes in wanted.items()}
+        rest = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
+        made = self._allocate("states", rest) | self._allocate("states", stays, "device")
         self.states = [
             self._state(region, {plane.name: made[region, plane.name] for plane in planes})
             for region, planes in wanted.items()
         ]
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
-        for (region, name), flat in self._take("factors", small).items() if small else ():
+        for (region, name), flat in self._take("factors", small, tier).items() if small else ():
             self[region].factors[name] = flat
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         by_rank = range(self.sharding.num_ranges) if self.sharding.publishes else [self.sharding.owner]
         others = {rank: self._tiles(region, planes, rank) for rank in by_rank}
         tiles = others.pop(self.sharding.owner)
-        return RegionState(region, planes, tiles, others, [0] * len(region.parameters))
+        stays = frozenset(plane.name for plane in region.states if self._layout.stays(region, plane))
+        return RegionState(region, planes, tiles, others, [0] * len(region.parameters), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles of a rank's range, with what this rank holds of them."""
@@ -299,20 +303,22 @@ class Store:
         if self.tier == "cpu":
             self._counters.d2h_bytes += num_bytes
 
-    def _allocate(self, kind: str, wanted: dict[Region, list[Plane]]) -> dict[tuple[Region, str], torch.Tensor]:
-        """Make planes."""
+    def _allocate(
+        self, kind: str, wanted: dict[Region, list[Plane]], tier: str | None = None
+    ) -> dict[tuple[Region, str], torch.Tensor]:
+        """Make planes, on the tier of the states or another."""
         planes = [
             (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
             for region, its in wanted.items()
             for plane in its
         ]
-        return self._take(kind, planes)
+        return self._take(kind, planes, tier or self.tier)
 
     def _take(
-        self, kind: str, planes: Sequence[tuple[Region, Plane | Factor, int]]
+        self, kind: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Make arrays of so many bytes: by one arena on the host, one by one on the device."""
-        if self.tier == "device":
+        if tier == "device":
             return {
                 (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
                 for region, plane, num_bytes in planes

@@ -48,7 +48,7 @@ def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
 
 def with_decisions(config: Config, engine: Engine) -> Config:
     """Return the configuration with what the engine decided by its first step, such that it can be run again."""
-    decided = config.with_resolved(train__clip=engine.clip)
+    decided = config.with_resolved(train__clip=engine.clip, offload__update=engine.updates_on)
     if config.offload.prefetch != "auto":
         return decided
     has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None

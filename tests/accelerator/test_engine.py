@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,11 @@ import torch
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
+from offload.engine.gradients.updates import Landed
 from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
+from offload.lanes.ticket import Fence, Ticket
 from offload.tiers.device import AcceleratorDevice, _Staging
 from offload.tiers.pinning import HostMapping, Pinning
 from offload.tiers.slots import Slots
@@ -86,6 +89,13 @@ CASES: Mapping[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {  # the setti
     "bf16": (steps, {"precision": "bf16"}, {}),
     "activations": (steps, {}, {"activations": "cpu"}),
     "states on the device": (steps, {}, {"parameters": "device", "optimizer": "device"}),
+    "updates on the device": (steps, {"update": "device"}, {}),
+    "updates at once on the device": (steps, {"update": "device", "max_grad_norm": None, "precision": "bf16"}, {}),
+    "corrections on the device": (
+        steps,
+        {"update": "device", "clip": "speculative", "max_grad_norm": 0.2},
+        {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
+    ),
     "weights on the device": (steps, {"precision": "bf16"}, {"parameters": "device"}),
     "nvme": (steps, {}, {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"}),
     "kept graphs": (steps, {"recompute": "never"}, {}),
@@ -127,7 +137,8 @@ def wanted(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def made(name: str) -> list[Any]:
         loaded.set_jitter(0)
-        return run(name, tmp_path_factory.mktemp("cpu"), "sim" if name == "states on the device" else "cpu")
+        on_device = name == "states on the device" or CASES[name][1].get("update") == "device"
+        return run(name, tmp_path_factory.mktemp("cpu"), "sim" if on_device else "cpu")
 
     return cache(made)
 
@@ -154,6 +165,81 @@ def test_bits_are_the_same_whatever_is_late(
     assert sim.counters()["launches"] > 100, "nothing was done there"
 
 
+@pytest.mark.parametrize("place", ["memory", "nvme"])
+@pytest.mark.parametrize("name", ["updates on the device", "updates at once on the device"])
+def test_states_that_stream_are_updated_as_those_that_stay(sim: Control, tmp_path: Path, name: str, place: str) -> None:
+    job, settings, _ = CASES[name]
+    on_disk = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"} if place == "nvme" else {}
+    found = []
+    for there in (on_disk, {"parameters": "device", "optimizer": "device"}):
+        where = {"nvme_dir": str(tmp_path)} if "nvme" in there.values() else {}
+        with Engine(build(llama), placement=Placement(**there, **where), device="sim", **settings) as engine:
+            found.append([*job(engine, tmp_path), *weights(engine).values()])
+    assert is_same(*found)
+
+
+def deep() -> torch.nn.Module:
+    return llama(num_hidden_layers=12)
+
+
+def some_stay(**settings: Any) -> Engine:
+    """Return an engine with room for some moments on its device."""
+    placement = Placement("cpu", "auto", device_memory="1400KiB")
+    engine = Engine(build(deep), placement=placement, device="sim", update="device", **settings)
+    stays = [bool(engine._state.store[region].stays) for region in engine._state.regions]
+    assert any(stays)
+    assert not all(stays)
+    return engine
+
+
+@pytest.mark.parametrize("slow", ["compute", "copies"])
+def test_what_stays_is_updated_as_what_streams(sim: Control, tmp_path: Path, slow: Any) -> None:
+    with Engine(build(deep), device="sim", update="device") as engine:
+        wanted = [*resumed(engine, tmp_path), *weights(engine).values()]
+    sim.set_jitter(LATE_US, 1, slow)
+    (tmp_path / "other").mkdir()
+    with some_stay() as engine:
+        found = [*resumed(engine, tmp_path / "other"), *weights(engine).values()]
+    assert is_same(found, wanted)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_update_comes_after_what_was_read_into_states_that_stay(
+    sim: Control, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is read by way of compute's stream."""
+    with some_stay(max_grad_norm=None) as engine:
+        engine.step(words(0))
+        engine.finish()
+        updates, store = engine._state.updates, engine._state.store
+        state = next(state for state in store.states if state.stays)
+        if broken:
+            monkeypatch.setattr(engine._state.lanes, "mark", lambda: ())
+        gradients = torch.ones(state.region.numel)
+        with sim.held(torch.accelerator.current_stream()):
+            state.planes["exp_avg_sq"].fill_(0.0)
+            updates._place.begin_step()
+            updates._submit(Landed(state.region, gradients, Fence("gradients")), [True] * len(state.region.parameters))
+            time.sleep(0.2 if broken else 0.02)
+        engine._state.lanes.finish()
+        assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)
+
+
+def test_updates_on_the_device_are_within_two_ulp_of_the_hosts(sim: Control) -> None:
+    """Of the larger of weight and change, after a step from equal states."""
+    with Engine(build(llama), device="sim", update="cpu") as engine:
+        begun = weights(engine)
+    found = []
+    for update in ("cpu", "device"):
+        with Engine(build(llama), device="sim", update=update) as engine:
+            engine.step(words(0))
+            found.append(weights(engine))
+    for name, wanted in found[0].items():
+        unit = torch.maximum(wanted.abs(), (wanted - begun[name]).abs())
+        ulp = torch.nextafter(unit, torch.tensor(torch.inf)) - unit
+        assert bool(((found[1][name] - wanted).abs() <= 2 * ulp).all()), name
+
+
 # -- each wait, taken away -----------------------------------------------------------------------------------
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -172,8 +258,9 @@ def nobody_waits_for_compute(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_host_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Its lanes take what is put into a stream for done."""
+    """Its lanes, and what is taken of the norm so far, take what is put into a stream for done."""
     patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
+    patch.setattr(Ticket, "synchronize", lambda self: None)
 
 
 def memory_is_freed_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -240,6 +327,16 @@ def slots_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "used", lambda self, cargo, regions, marks: used(self, cargo, regions, ()))
 
 
+def does_not_wait(lane: str) -> Change:
+    """A lane of its own stream does not let it wait for the others."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        wait = StreamLane._order
+        patch.setattr(StreamLane, "_order", lambda self, ticket: None if self.name == lane else wait(self, ticket))
+
+    return change
+
+
 WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # the case that shows it, and which side is late there
     "compute waits for copies": (compute_does_not_wait, "plain", "copies"),
     "compute waits for weights": (without("compute_after", "Slots.wait"), "plain", "copies"),
@@ -268,6 +365,11 @@ WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # the case that shows it, an
     "a loss waits for compute": (numbers_are_read_before_they_are_down, "evaluation", "compute"),
     "staging waits for copies": (staging_is_used_again_at_once, "plain", "copies"),
     "events wait for who waits for them": (events_are_used_again_at_once, "plain", "copies"),
+    "states go up after what is there has gone down": (does_not_wait("update_up"), "updates on the device", "copies"),
+    "updates wait for their states": (does_not_wait("update_on_device"), "updates on the device", "copies"),
+    "states go down after their update": (does_not_wait("update_down"), "updates on the device", "compute"),
+    "the norm so far waits for its parts": (the_host_does_not_wait, "corrections on the device", "copies"),
+    "fetches wait for weights that go down": (does_not_wait("h2d"), "updates on the device", "copies"),
 }
 
 

@@ -25,7 +25,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
         "adjust_lr_fn decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
-        "zero_stage throttle device",
+        "zero_stage throttle device update",
         "checkpoint": "every keep resume on_error export",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]

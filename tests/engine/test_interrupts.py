@@ -78,6 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batch_size": 1},
     "threads": {"debug": 1},
     "two backwards": {"optimizer": LOMO(clip_norm=0.1)},
+    "streamed": {"debug": 1, "update": "device"},
 }
 
 

@@ -26,7 +26,8 @@ from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.planning import disk
+from offload.planning import device_updates, disk
+from offload.planning.device_updates import UPDATE_RING as DEVICE_RING
 from offload.schedule.execute import Executor
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
 from offload.tiers.ring import Ring
@@ -90,6 +91,20 @@ def used_before_it_was_read(kind: str) -> Change:
             return Ticket("nvme_read", is_done=True) if self._ring.kind == kind else ticket
 
         patch.setattr(Channel, "read", read)
+
+    return change
+
+
+def begun_at_once(lane: str) -> Change:
+    """Let a lane begin what it is given without regard to what it reads."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        original = ThreadLane.submit
+
+        def submit(self: ThreadLane, work: Callable[[], object], **how: Any) -> Ticket:
+            return original(self, work, **how | ({"reads": ()} if self.name == lane else {}))
+
+        patch.setattr(ThreadLane, "submit", submit)
 
     return change
 
@@ -162,6 +177,7 @@ _WAIT = Lanes.wait
 STATES = {"parameters": "nvme", "optimizer": "nvme"}
 GRADIENTS = {"gradients": "nvme"}
 ACTIVATIONS: dict[str, Any] = CLIPPED | {"on_disk": {"activations": "nvme"}}
+STREAMED: dict[str, Any] = CLIPPED | {"update": "device"}
 LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more tiles each than the ring has
 
 CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
@@ -234,6 +250,23 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
         reused_at_once(UPDATE_RING, "update"),
         CLIPPED | {"on_disk": GRADIENTS},
     ),
+    "states go up before their gradients landed": (begun_at_once("update_up"), FREE | {"update": "device"}),
+    "states are updated before they went up": (begun_at_once("update"), STREAMED),
+    "states come down before they were updated": (begun_at_once("update_down"), STREAMED),
+    "states go up over others that are coming down": (reused_at_once(DEVICE_RING), STREAMED),
+    "weights are fetched before they came down": (without("weights", "before_read"), STREAMED),
+    "a correction goes up before its update came down": (
+        begun_at_once("update_up"),
+        STREAMED | {"clip": "speculative"},
+    ),
+    "states go up before they were read from disk": (
+        used_before_it_was_read(UPDATE_RING),
+        STREAMED | {"on_disk": {"optimizer": "nvme"}},
+    ),
+    "states are written before they came down": (
+        written_at_once(UPDATE_RING),
+        STREAMED | {"on_disk": {"optimizer": "nvme"}},
+    ),
     "activations are read before they were written": (
         without("activation checkpoints", "before_read"),
         ACTIVATIONS | {"throttle": {"nvme_write": {"latency_seconds": 0.02}}},
@@ -252,6 +285,7 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even tiny regions and activations go around the rings of the disk many times."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    monkeypatch.setattr(device_updates, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(disk, "_MOST_ACTIVATION_RING", 1 << 16)
 
 
@@ -300,6 +334,9 @@ SECONDS = {
     "gradients are written before they landed",
     "gradients land on others that are being written",
     "gradients are read over others that an update reads",
+    "a correction goes up before its update came down",
+    "states go up before they were read from disk",
+    "states are written before they came down",
     "activations are written before they came down",
     "activations come down on others that are being written",
     "activations go up before they were read",
@@ -337,8 +374,14 @@ def engine() -> Iterator[Engine]:
     yield from stepped(Placement(activations="cpu"))
 
 
-def stepped(placement: Placement) -> Iterator[Engine]:
-    made = Engine(build(deep), throttle={"h2d": 10**12}, prefetch=0, max_grad_norm=0.2, placement=placement)
+@pytest.fixture
+def streaming() -> Iterator[Engine]:
+    """The same, with updates on the device."""
+    yield from stepped(Placement(), update="device")
+
+
+def stepped(placement: Placement, **more: Any) -> Iterator[Engine]:
+    made = Engine(build(deep), throttle={"h2d": 10**12}, prefetch=0, max_grad_norm=0.2, placement=placement, **more)
     for seed in range(2):
         made.step(tokens(seed))
     settle(made)
@@ -456,6 +499,41 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(
 
 
 @BROKEN
+def test_states_come_down_once_the_fetch_has_read_the_weights(
+    streaming: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = streaming._state
+    unit, state = of_one_tile(streaming)
+    index = state.region.parameters[0]
+    before = parts.store.read(index)
+    take_away(broken, "weights", "before_fill", monkeypatch)
+    with held_up(parts.lanes.h2d):
+        shown = brought_up(streaming, unit, state)
+        update(streaming, state, torch.ones(state.region.numel))
+    settle(streaming)
+    assert torch.equal(shown, before.view(-1)) == (not broken)
+    assert not torch.equal(parts.store.read(index), before)
+
+
+@BROKEN
+def test_gradients_land_once_those_before_went_up(
+    streaming: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = streaming._state
+    _, state = of_one_tile(streaming)
+    assert state.gradients is not None
+    state.gradients.fill_(0.0)
+    take_away(broken, "waiting gradients", "before_fill", monkeypatch)
+    with held_up(parts.lanes.update_up):
+        parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+        parts.updates._submit(Landed(state.region, state.gradients, state.landing), [True])
+        land(streaming, state, 1.0)
+    settle(streaming)
+    assert bool((state.tiles[0].planes["exp_avg"] == 0).all()) == (not broken)
+    assert bool((state.gradients == 1).all())
+
+
+@BROKEN
 def test_the_host_reads_states_after_their_update(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,7 +563,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
     landed = Landed(region, state.gradients, state.landing)
     with held_up(parts.lanes.update):
-        parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
+        parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
         parts.updates._submit(landed, [True] * len(region.parameters))
         parts.gradients.begin_step()
         parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
@@ -704,7 +782,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(
     parts, (_, state) = gradients_on_disk._state, of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)
     settle(gradients_on_disk)
-    parts.updates._rule = AdamW(betas=(0.0, 0.0))  # exp_avg becomes the gradient
+    parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
     with held_up(parts.lanes.update_read):
         update(gradients_on_disk, state)

@@ -163,6 +163,7 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "recompute": (0.6, lambda: dice.choice(["never", "never", "auto"])),
         "prefetch": (0.5, lambda: dice.choice([0, 1, 1, 2, 3, 9])),
         "throttle": (0.25, lambda: _throttle(dice)),
+        "update": (0.4, lambda: "device"),
         "small_tiles": (0.6, lambda: True),
         "device_extra": (0.2, lambda: dice.choice([0, 0, 1024, 8192, 65536])),
         "host_extra": (0.1, lambda: dice.choice([0, 0, 4096, 65536])),
@@ -241,5 +242,6 @@ def _op(dice: random.Random, case: Case, do: str, shapes: Sequence[dict[str, Any
         where = ["lines", "lines", "lines", "time", "forward", "backward", "lane"]
         op["where"] = dice.choice(where if of in ("step", "own", "evaluate") else ["lines", "time"])
         op["share"] = dice.random() * 1.02
-        op["lane"] = dice.choice(["h2d", "d2h", "update", "update", "fetch_read", "update_read", "update_write"])
+        lanes = ["h2d", "d2h", "update", "update", "update_up", "update_down", "fetch_read", "update_read"]
+        op["lane"] = dice.choice([*lanes, "update_write"])
     return op

@@ -58,6 +58,7 @@ _SENSIBLE: dict[str, list[str]] = {
     "offload.host_memory": ["none", "1GiB", "1MiB"],
     "offload.prefetch": ["auto", "0", "3"],
     "offload.zero_stage": ["0", "1", "2", "3"],
+    "offload.update": ["auto", "cpu", "device"],
     "offload.throttle": ["none", "{h2d: 100MiB}", "{update: {latency_seconds: 1e-4}}"],
     "checkpoint.every": ["1", "none"],
     "checkpoint.keep": ["1", "none"],

@@ -30,7 +30,7 @@ from offload.errors import (
     RankLostError,
     TornError,
 )
-from offload.planning import disk
+from offload.planning import device_updates, disk
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import models
 from tests.fuzz.cases import Case, Op
@@ -259,13 +259,15 @@ def open_engine(
     if "nvme" in places.values() or "host_extra" in layout:
         (folder / "nvme").mkdir(parents=True, exist_ok=True)
         places["nvme_dir"] = str(folder / "nvme")
-    more = {key: layout[key] for key in ("debug", "recompute", "prefetch", "throttle", "zero_stage") if key in layout}
+    keys = ("debug", "recompute", "prefetch", "throttle", "update", "zero_stage")
+    more = {key: layout[key] for key in keys if key in layout}
     given = dict(settings)
     if "optimizer" in given:
         given["optimizer"] = RULES[given["optimizer"]]
     with ExitStack() as stack:
         if layout.get("small_tiles"):
-            stack.enter_context(mock.patch.object(disk, "_LARGEST_TILE", 2048))
+            for owner in (disk, device_updates):
+                stack.enter_context(mock.patch.object(owner, "_LARGEST_TILE", 2048))
         return Engine(model, placement=Placement(**places, **budgets), comm=comm, **given, **more)
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from offload.engine.gradients.early import EarlyReads
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
 from offload.errors import NonFiniteError
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
-from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store, Tile
 
@@ -54,7 +53,7 @@ class Applied:
 
 
 class Updates:
-    """Runs the update rule on the update lane.
+    """Submits the updates of a step to the `place` where they run.
 
     Without clipping a region is updated as soon as its gradients have landed. `deferred`: once the norm over all of
     them is known, in the order in which the next step needs them. `speculative`: as they land, with the coefficient
@@ -71,11 +70,11 @@ class Updates:
         slots: Slots,
         lanes: Lanes,
         settings: Settings,
-        device: Device,
+        place: InPlace | OnDevice,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """`workspace`: memory of the device, for rules that compute there."""
-        self._device, self._workspace = device, workspace
+        self._place, self._workspace = place, workspace
         self._learns = settings.judges_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # that of this step, as a backward of its own has found it
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
@@ -85,16 +84,11 @@ class Updates:
         self._delays_from = settings.delay_after if settings.delay else math.inf
         self._delays = False
         self._lane: Lane = store.updating
-        # What a lane of the host computes on the device is no part of compute.
-        has_stream = workspace is not None and self._lane is lanes.update
-        self._aside: Callable[[], AbstractContextManager[Any]] = device.aside if has_stream else nullcontext
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
         self.confirm: Callable[[], None] = lambda: None
         """Raises what speaks against any update of the step."""
         self._updated: list[Landed] = []
-        self._counts: list[tuple[Region, torch.Tensor]] = []
-        """Of weights that are not finite, known to the device alone."""
         self.lr = settings.optimizer.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
@@ -132,7 +126,8 @@ class Updates:
         self.lr, self._norm, self._delays = lr, norm, number >= self._delays_from
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
-        self._updated, self._counts = [], []
+        self._updated = []
+        self._place.begin_step()
         reads_early = self.waits and not self._delays and not waits and self._early.are_possible
         self._flow.opens = self._early.begin if reads_early else None
         self._flow.landing.drops = learns
@@ -166,7 +161,7 @@ class Updates:
             self._slots.refresh()
             go_on()
             self._submit_due()
-        self._check_weights()
+        self._place.check()
         self._lanes.settle()  # what is on its way belongs to a step that is over
         self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
@@ -222,15 +217,6 @@ class Updates:
                 if region is last:
                     break
 
-    def _check_weights(self) -> None:
-        """Ask an accelerator once for what it has counted in its updates."""
-        if self._counts:
-            regions, counts = zip(*self._counts, strict=True)
-            self._counts = []
-            for region, num_wrong in zip(regions, self._device.bring_down(torch.stack(counts))().tolist(), strict=True):
-                if num_wrong:
-                    raise _overflow(region, num_wrong, self.lr)
-
     # -- failures --------------------------------------------------------------------------------------------
 
     def give_up(self) -> str | None:
@@ -240,7 +226,12 @@ class Updates:
         self._due.clear()
         self._early.forget()
         self._lanes.give_up()
+        self._place.reset()
         return self.failure()
+
+    def free(self) -> None:
+        """Let go of every buffer."""
+        self._place.free()
 
     def failure(self) -> str | None:
         """Between steps: return why the states belong to no step, if they do not."""
@@ -255,7 +246,7 @@ class Updates:
         landed = Landed(region, gradients, fence)
         self._updated.append(landed)
         touched, squares, so_far = self._measures.touched[region.index], self._measures.squares, self._so_far
-        norm = self._norm
+        norm, landing = self._norm, fence.before_read()
         # Several ranks find out together, in `apply`.
         alone = self._store.comm.size == 1
         if alone and not all(math.isfinite(squares[index]) for index in region.parameters):
@@ -264,6 +255,8 @@ class Updates:
         def prepare() -> None:
             if self._max_norm is None and self._lane is self._lanes.here:
                 return  # compute does not wait for the norm, which `apply` judges
+            for ticket in landing:  # a stream may not have come to it, and the host reads what came before it
+                ticket.synchronize()
             self._measures.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
             landed.scale = clip_coefficient(total_norm(so_far) if norm is None else norm, self._max_norm)
@@ -288,7 +281,7 @@ class Updates:
             self._publish(landed.region)
         return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
 
-    # -- the lane --------------------------------------------------------------------------------------------
+    # -- where it runs ---------------------------------------------------------------------------------------
 
     def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
         state, lr = self._store[landed.region], self.lr
@@ -351,34 +344,28 @@ class Updates:
         overwrites. The work returns how many weights are no longer finite. `publishes`: they are final, and go to the
         other ranks where these hold them too.
         """
-        region, lr = landed.region, self.lr
+        region, state = landed.region, self._store[landed.region]
         self.is_updating = True
         self._slots.invalidate((region,))
-
-        def run(tile: Tile, planes: dict[str, torch.Tensor]) -> None:
-            gradients = planes.get("gradients")
-            if gradients is None:
-                assert landed.gradients is not None
-                begin = self._store[region].begin
-                gradients = landed.gradients[tile.begin - begin : tile.end - begin]
-            with self._aside():
-                num_wrong = work(tile, planes, gradients)
-            if isinstance(num_wrong, torch.Tensor):
-                self._counts.append((region, num_wrong))
-            elif num_wrong:
-                raise _overflow(region, num_wrong, lr)
-
-        for number, tile in enumerate(self._store[region].tiles):
+        for number, tile in enumerate(state.tiles):
             lease = self._early.lend(tile, [*tile.states, *(["gradients"] if landed.gradients is None else ())])
-            ticket: Ticket = self._lane.submit(
-                partial(run, tile, lease.planes),
-                reads=(*landed.fence.before_read(), *lease.reads),
-                fills=lease.fills,
-                name=f"{verb} {region.name}",
-                num_bytes=region.update_bytes(tile.end - tile.begin),
+            planes = lease.planes
+            if landed.gradients is not None:
+                gradients = landed.gradients[tile.begin - state.begin : tile.end - state.begin]
+                planes = {**planes, "gradients": gradients}
+            ticket = self._place.submit(
+                TileUpdate(
+                    region,
+                    partial(work, tile),
+                    lease,
+                    planes,
+                    landed.fence,
+                    state.stays,
+                    partial(_refuse_weights, region, self.lr),
+                    f"{verb} {region.name}",
+                    region.update_bytes(tile.end - tile.begin),
+                )
             )
-            landed.fence.read(ticket)
-            lease.done_writing(ticket)
             if publishes and self._store.sharding.publishes:
                 self._store.publish(region, number, lease, (ticket,))
 
@@ -404,8 +391,8 @@ class Updates:
         )
 
 
-def _overflow(region: Region, num_wrong: int, lr: float) -> NonFiniteError:
-    return NonFiniteError(
+def _refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
+    raise NonFiniteError(
         f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
         "too large. Lower --optimizer.lr, and go on from the last checkpoint."
     )

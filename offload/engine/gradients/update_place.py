@@ -1,0 +1,210 @@
+"""Where the update of a tile runs: where its planes are, or on the device, to which they stream and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.lanes.lane import Lane
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import Region, align
+from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
+from offload.telemetry.counters import Counters
+from offload.tiers.device import Device
+from offload.tiers.lease import Lease
+from offload.tiers.ring import Ring
+
+
+@dataclass(frozen=True)
+class TileUpdate:
+    """What is to be done with a tile of `region`: `work(planes, gradients)`, in place, which returns how many weights
+    are no longer finite; `refuse` is told how many, where there are any, and raises. `planes` are those of the lease
+    and the gradients, which are behind a `fence` of their own; of them `stays` rest on the device in any case.
+    """
+
+    region: Region
+    work: Callable[[Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
+    lease: Lease
+    planes: Mapping[str, torch.Tensor]
+    fence: Fence
+    stays: Container[str]
+    refuse: Callable[[int], None]
+    name: str
+    num_bytes: int
+
+
+class InPlace:
+    """Updates states where they are, on one lane: that of updates on the host, or compute itself on the device."""
+
+    def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
+        """`within`: the context of the work."""
+        self._lane, self._device, self._within = lane, device, within
+        self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # of weights that are not finite, known to the device
+
+    def begin_step(self) -> None:
+        """Forget what the last step has counted."""
+        self._counts = []
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit the update of a tile: after its gradients, behind every fetch of what it overwrites. The ticket stands
+        for its new weights.
+        """
+        ticket = self._lane.submit(
+            partial(self._run, tile),
+            reads=(*tile.fence.before_read(), *tile.lease.reads),
+            fills=tile.lease.fills,
+            name=tile.name,
+            num_bytes=tile.num_bytes,
+        )
+        tile.fence.read(ticket)
+        tile.lease.done_writing(ticket)
+        return ticket
+
+    def _run(self, tile: TileUpdate) -> None:
+        with self._within():
+            num_wrong = tile.work(tile.planes, tile.planes["gradients"])
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            self._counts.append((tile, num_wrong))
+        elif num_wrong:
+            tile.refuse(int(num_wrong))
+
+    def check(self) -> None:
+        """All of a step is submitted: ask an accelerator once for what it has counted."""
+        if self._counts:
+            tiles, counts = zip(*self._counts, strict=True)
+            self._counts = []
+            for tile, num_wrong in zip(tiles, self._device.bring_down(torch.stack(counts))().tolist(), strict=True):
+                if num_wrong:
+                    tile.refuse(num_wrong)
+
+    def reset(self) -> None:
+        """A step was given up."""
+
+    def free(self) -> None:
+        """Let go of every buffer."""
+
+
+class OnDevice:
+    """Updates states of the host on the device, in the stretches of a ring: three lanes bring a tile up, update it and
+    bring down what was changed, each beside the others and beside compute.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, num_regions: int, lanes: Lanes, device: Device, counters: Counters
+    ) -> None:
+        """`memory`: of the device, flat uint8."""
+        self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
+        self._begun: Sequence[Ticket] = ()
+        self._counts = _Counts()
+        self._told, self._telling = device.host_memory(num_regions, torch.int64), Fence("counts")
+
+    def begin_step(self) -> None:
+        """Count anew; what the last step has counted is looked at by a lane."""
+        self._counts = _Counts()
+        self._begun = self._lanes.mark()  # compute has cleared the memory, or filled what stays from a checkpoint
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit what `InPlace.submit` does, and its copies."""
+        there = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
+        sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in there.values()]
+        stretch = self._ring.take(sum(sizes))
+        assert stretch is not None, "the ring was planned for the largest tile"
+        places = stretch.flat.split(sizes)
+        here = {
+            name: place[: flat.nbytes].view(flat.dtype)
+            for place, (name, flat) in zip(places, there.items(), strict=True)
+        }
+        changed = {name: flat for name, flat in there.items() if name != "gradients"}
+
+        up_bytes = sum(flat.nbytes for flat in there.values())
+        up = self._lanes.update_up.submit(
+            partial(self._copy, here, there),
+            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._begun),
+            fills=stretch.fills,
+            name=tile.name,
+            num_bytes=up_bytes,
+        )
+        stretch.fence.fill(up)
+        tile.fence.read(up)
+        updated = self._lanes.update_on_device.submit(
+            partial(self._run, tile, {**tile.planes, **here}, self._counts),
+            reads=stretch.fence.before_read(),
+            name=tile.name,
+            num_bytes=tile.num_bytes,
+        )
+        stretch.fence.fill(updated)
+        down_bytes = sum(flat.nbytes for flat in changed.values())
+        down = self._lanes.update_down.submit(
+            partial(self._copy, changed, here),
+            reads=stretch.fence.before_read(),
+            fills=tile.lease.fills,
+            name=tile.name,
+            num_bytes=down_bytes,
+        )
+        stretch.fence.read(down)
+        stretch.is_open = False
+        tile.lease.done_writing(down)
+        self._counters.h2d_bytes += up_bytes
+        self._counters.d2h_bytes += down_bytes
+        return down
+
+    def _copy(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+        for name, target in targets.items():
+            self._device.copy(target, sources[name])
+
+    @staticmethod
+    def _run(tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: _Counts) -> None:
+        num_wrong = tile.work(here, here["gradients"])
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            counts.add(tile, num_wrong)
+        elif num_wrong:
+            tile.refuse(int(num_wrong))
+
+    def check(self) -> None:
+        """All of a step is submitted: let a lane look at what an accelerator counts in it. Nobody waits for that."""
+        if self._device.torch_device.type == "cpu":
+            return
+        copied = self._lanes.update_on_device.submit(
+            partial(self._counts.bring_down, self._told, self._device), fills=self._telling.before_fill(), name="check"
+        )
+        self._telling.fill(copied)
+        looked = self._lanes.update.submit(
+            partial(self._counts.refuse, self._told), reads=self._telling.before_read(), name="check"
+        )
+        self._telling.read(looked)
+
+    def reset(self) -> None:
+        """A step was given up: no stretch is lent any more."""
+        self._ring.reset()
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
+
+
+class _Counts:
+    """How many weights of each region an accelerator finds not finite in the updates of a step."""
+
+    def __init__(self) -> None:
+        self._of: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}
+
+    def add(self, tile: TileUpdate, count: torch.Tensor) -> None:
+        if tile.region in self._of:
+            self._of[tile.region][1].add_(count)
+        else:
+            self._of[tile.region] = tile, count
+
+    def bring_down(self, told: torch.Tensor, device: Device) -> None:
+        if self._of:
+            device.copy(told[: len(self._of)], torch.stack([count for _, count in self._of.values()]))
+
+    def refuse(self, told: torch.Tensor) -> None:
+        for (tile, _), num_wrong in zip(self._of.values(), told.tolist(), strict=False):
+            if num_wrong:
+                tile.refuse(num_wrong)

@@ -1,0 +1,63 @@
+"""Whether states of the host are updated on the device, and the memory there through which they stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offload.accelerators import Accelerator
+from offload.lanes.throttle import Throttle
+from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
+from offload.optim.rule import UpdateRule
+from offload.planning.estimates import streamed_update_seconds, update_seconds, weight_seconds
+from offload.tiers.nvme import RING_TILES
+
+UPDATE_RING = "update ring"
+PLANE_ALIGNMENT = 512
+"""Bytes: where a plane of a tile may begin in the ring."""
+_LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
+"""Elements. A tile costs some 300 microseconds of Python and of launches, in which a link moves as many megabytes as a
+tile of the largest size has; a fetch that comes in between waits for one tile."""
+_RING_SHARE = 8
+"""The ring takes at most this part of the device's budget, if smaller tiles can make it that small."""
+_WORTH_S = 0.02
+"""An update on the host that takes less is not worth a look at what the device would make of it."""
+
+
+def is_faster(
+    rule: UpdateRule,
+    regions: Sequence[Region],
+    sharding: Sharding,
+    throttles: Mapping[str, Throttle],
+    accelerator: Accelerator,
+) -> bool:
+    """Measure which is done sooner, beside a compute that is quicker than either: the update on the host; or the way of
+    the states to the device and back, over a link that weights and gradients need as well, and the update there.
+    """
+    on_host = update_seconds(rule, regions, sharding, throttles)
+    if on_host < _WORTH_S:
+        return False
+    moved = weight_seconds(regions, sharding, throttles, accelerator)
+    return moved + streamed_update_seconds(rule, regions, sharding, throttles, accelerator) < on_host
+
+
+def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
+    """Return the elements of a tile, as far as the device's budget (None: without end) has room for a ring of them."""
+    tile = _LARGEST_TILE
+    while device_bytes is not None and tile > _SMALLEST_TILE:
+        layout = DiskLayout(tile_numel=tile, sharding=sharding, cuts_memory=True)
+        if ring_bytes(layout, regions) * _RING_SHARE <= device_bytes:
+            break
+        tile //= 2
+    largest = max((region.numel // sharding.num_ranges for region in regions if region.trainable), default=0)
+    return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))
+
+
+def ring_bytes(layout: DiskLayout, regions: Sequence[Region]) -> int:
+    """Return the bytes of the ring: one tile goes up, one is updated, one comes down, and one is on hand."""
+    most = 0
+    for region in regions:
+        if region.trainable:
+            numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
+            moving = [plane for plane in region.planes if not layout.stays(region, plane)]
+            most = max(most, sum(align(plane.num_bytes(numel), PLANE_ALIGNMENT) for plane in moving))
+    return RING_TILES * most

@@ -1,0 +1,367 @@
+"""Updates on the device of states that rest on the host: the bits of updates on the host, wherever the states are, and
+the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import AdamW, Engine, Lion, Placement
+from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
+from offload.planning import device_updates, disk
+from offload.planning.device_updates import UPDATE_RING
+from tests.engine.compare import assert_same, weights
+from tests.engine.device import TWO_KERNELS
+from tests.engine.families import build, llama, tokens
+from tests.engine.inside import states
+from tests.engine.ranks import run
+from tests.engine.ranks_child import trained
+from tests.engine.sizes import elements, tier_bytes
+from tests.engine.test_rules import Blocks
+from tests.matrix import matrix
+
+NUM_STEPS = 20
+PLACES: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "weights stay": {"parameters": "device", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
+    "moments on nvme": {"optimizer": "nvme"},
+    "gradients on nvme": {"parameters": "nvme", "gradients": "nvme"},
+}
+CLIPS: dict[str, dict[str, Any]] = {
+    "none": {"max_grad_norm": None},
+    "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
+    "speculative": {"max_grad_norm": 0.2, "clip": "speculative"},
+    "skip": {"on_nonfinite": "skip"},
+}
+RULES = {"AdamW": AdamW(), "Lion": Lion(), "Blocks": Blocks()}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let even tiny regions go around the ring several times."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    monkeypatch.setattr(device_updates, "_LARGEST_TILE", 2048)
+
+
+def placed(place: str, folder: Path, **budgets: Any) -> Placement:
+    on_disk = {"nvme_dir": str(folder)} if "nvme" in PLACES[place].values() else {}
+    return Placement(**PLACES[place], **on_disk, **budgets)
+
+
+def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return what each step gave, and the weights; a step in the middle is skipped where that is allowed."""
+    found = []
+    for seed in range(num_steps):
+        spikes = seed == 7 and engine._state.updates._skips
+        loss_fn = (lambda outputs, batch: outputs.loss * float("inf")) if spikes else None
+        result = engine.step(tokens(seed), loss_fn=loss_fn)
+        found.append((result.loss.item(), result.grad_norm, result.skipped, result.corrected))
+    assert all(corrected for *_, corrected in found) or engine.clip != "speculative"
+    return [str(step) for step in found], weights(engine)
+
+
+@cache
+def on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    with Engine(build(llama), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
+        return train(engine)
+
+
+@TWO_KERNELS
+@matrix(
+    place=list(PLACES),
+    clip=list(CLIPS),
+    precision=["fp32", "bf16"],
+    rule=list(RULES),
+    debug={"in turn": False, "beside compute": 1},
+)
+def test_bits_are_those_of_updates_on_the_host(
+    place: str, clip: str, precision: str, rule: str, debug: Any, tmp_path: Path
+) -> None:
+    if clip == "speculative" and not RULES[rule].can_correct:
+        rule = "AdamW"
+    settings = {"precision": precision, "optimizer": RULES[rule], "debug": debug} | CLIPS[clip]
+    with Engine(build(llama), placement=placed(place, tmp_path), update="device", **settings) as engine:
+        steps, found = train(engine)
+    wanted_steps, wanted = on_the_host(clip, precision, rule)
+    assert steps == wanted_steps
+    assert_same(found, wanted)
+
+
+def own_loop(engine: Engine) -> None:
+    for seed in range(3):
+        for part in range(2):
+            batch = {key: value.to(engine.device) for key, value in tokens(10 * seed + part).items()}
+            engine.backward(engine.model(**batch).loss)
+        engine.update()
+
+
+def steps(engine: Engine) -> None:
+    train(engine, 3)
+
+
+@TWO_KERNELS
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("work", "settings"),
+    [(own_loop, {"precision": "bf16"}), (own_loop, {"precision": "fp32"}), (steps, {"micro_batch_size": 1})],
+)
+def test_sums_over_several_passes(
+    work: Callable[[Engine], None], settings: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    found = []
+    for update in ("cpu", "device"):
+        with Engine(build(llama), placement=placed(place, tmp_path), update=update, debug=1, **settings) as engine:
+            work(engine)
+            found.append((weights(engine), {name: str(state) for name, state in states(engine).items()}))
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+
+
+@TWO_KERNELS
+def test_a_checkpoint_is_that_of_updates_on_the_host(tmp_path: Path) -> None:
+    with Engine(build(llama), update="device", debug=1) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 2)
+        wanted = weights(engine)
+    for update in ("cpu", "device"):
+        with Engine(build(llama), update=update) as engine:
+            engine.load_checkpoint(tmp_path / "saved")
+            train(engine, 2)
+            assert_same(weights(engine), wanted)
+
+
+RANKS: list[dict[str, Any]] = [
+    {"zero_stage": 0, "clip": "speculative", "max_grad_norm": 0.01},
+    {"zero_stage": 1, "clip": "speculative", "max_grad_norm": 0.01, "placement": PLACES["nvme"]},
+    {"zero_stage": 2, "max_grad_norm": None, "placement": PLACES["moments on nvme"]},
+    {"zero_stage": 3, "clip": "deferred", "max_grad_norm": 0.01, "placement": PLACES["gradients on nvme"]},
+]
+
+
+@TWO_KERNELS
+@pytest.mark.parametrize("num_steps", [4, pytest.param(NUM_STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_bits_are_the_same_over_ranks(size: int, num_steps: int, tmp_path: Path) -> None:
+    common = {"rows": [1] * size, "num_steps": num_steps, "folder": str(tmp_path)}
+    cases = ["plain", "frozen in bf16", "tied", "plain"]
+    both = [
+        {"case": case, **common, **settings, "update": update, "delays": delays}
+        for case, settings in zip(cases, RANKS, strict=True)
+        for update, delays in (("cpu", None), ("device", 1))
+    ]
+    for found in run(size, trained, runs=both):
+        for on_host, on_device in zip(found[::2], found[1::2], strict=True):
+            assert on_device.results == on_host.results
+            assert_same(on_device.weights, on_host.weights)
+
+
+# -- states that stay on the device -------------------------------------------------------------------------
+
+
+def deep() -> nn.Module:
+    return llama(num_hidden_layers=12)
+
+
+ROOM = {"fp32": "1400KiB", "bf16": "1100KiB"}
+"""For all weights at once, and some of the moments."""
+
+
+def held_by_region(engine: Engine) -> list[bool]:
+    return [bool(engine._state.store[region].stays) for region in engine._state.regions]
+
+
+@TWO_KERNELS
+@matrix(
+    strength=1,
+    place=["cpu", "nvme"],
+    precision=list(ROOM),
+    clip=list(CLIPS),
+    debug={"in turn": False, "beside compute": 1},
+)
+def test_what_stays_changes_no_bit(place: str, precision: str, clip: str, debug: Any, tmp_path: Path) -> None:
+    settings = {"precision": precision} | CLIPS[clip]
+    on_disk = {"parameters": "nvme", "gradients": "nvme", "nvme_dir": str(tmp_path)} if place == "nvme" else {}
+    found = []
+    room = {"parameters": "cpu", "optimizer": "auto", "device_memory": ROOM[precision], **on_disk}
+    for placement, update in (({}, "cpu"), (room, "device")):
+        more = {"debug": debug} if update == "device" else {}
+        with Engine(build(deep), placement=Placement(**placement), update=update, **settings, **more) as engine:
+            moments = [tier_bytes(engine, tier).get("exp avg", 0) for tier in ("device", "cpu")]
+            found.append(train(engine, 3))
+            found[-1] += ({name: str(state) for name, state in states(engine).items()},)
+            if update == "device":
+                assert min(moments) > 0, "some there, some here"
+                stays = held_by_region(engine)
+                assert any(stays[:5])
+                assert any(stays[-5:]), "evenly over the model"
+                engine.save_checkpoint(tmp_path / "saved")
+                wanted = weights(engine)
+                train(engine, 1)
+                engine.load_checkpoint(tmp_path / "saved")
+                assert_same(weights(engine), wanted)
+                assert {name: str(state) for name, state in states(engine).items()} == found[-1][2]
+                after = train(engine, 1)
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+    assert found[0][2] == found[1][2]
+    with Engine(build(deep), update="cpu", **settings) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same(train(engine, 1)[1], after[1])
+
+
+def test_what_stays_does_not_move() -> None:
+    """Of its states only weights and gradients do."""
+    moved = {}
+    for optimizer in ("cpu", "auto"):
+        placement = Placement("cpu", optimizer, device_memory=ROOM["fp32"])
+        with Engine(build(deep), placement=placement, update="device", prefetch=0) as engine:
+            kept = sum(region.numel for region in engine._state.regions if engine._state.store[region].stays)
+            assert bool(kept) == (optimizer == "auto")
+            train(engine, 3)
+            moved[optimizer] = engine.counters.d2h_bytes
+            if engine.device.type == "cpu":  # else the allocator counts what was measured of the machine as well
+                assert engine.counters.peak_device_bytes <= 1400 << 10
+    assert moved["cpu"] - moved["auto"] == 8 * kept
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
+
+
+def ring_bytes(engine: Engine) -> int:
+    return tier_bytes(engine, "device").get(UPDATE_RING, 0)
+
+
+@pytest.mark.parametrize(("precision", "bytes_an_element"), [("fp32", 16), ("bf16", 14)])
+def test_states_pass_through_a_ring_of_four_tiles(precision: str, bytes_an_element: int) -> None:
+    model = build(llama)
+    total = sum(elements(unit) for unit in (model.model.embed_tokens, model.model.norm, model.lm_head))
+    total += sum(elements(layer) for layer in model.model.layers)
+    moved = {}
+    for update in ("cpu", "device"):
+        with Engine(build(llama), precision=precision, update=update, prefetch=0) as engine:
+            assert engine.updates_on == update
+            assert ring_bytes(engine) == (4 * 2048 * bytes_an_element if update == "device" else 0)
+            assert tier_bytes(engine, "cpu")["gradients"] > 0, "and nothing else is kept otherwise"
+            train(engine, 2)
+            moved[update] = engine.counters.h2d_bytes, engine.counters.d2h_bytes
+    assert moved["device"][0] - moved["cpu"][0] == bytes_an_element * total
+    assert moved["device"][1] - moved["cpu"][1] == 12 * total
+
+
+def test_a_budget_without_room_for_the_ring_is_refused_with_numbers() -> None:
+    with Engine(build(llama), update="device") as engine:
+        needed = sum(tier_bytes(engine, "device").values())
+        ring = ring_bytes(engine)
+    with pytest.raises(DoesNotFitError, match=rf"update ring .*\({ring}\).*--offload.update cpu"):
+        Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=needed - 1))
+    with Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=needed)) as engine:
+        assert ring_bytes(engine) == ring
+    Engine(build(llama), update="cpu", placement=Placement(optimizer="cpu", device_memory=needed - ring)).close()
+
+
+def test_states_of_the_device_need_no_ring() -> None:
+    with Engine(build(llama), update="device", placement=Placement("device", "device")) as engine:
+        assert (engine.updates_on, ring_bytes(engine)) == ("device", 0)
+    with pytest.raises(ConfigError, match=r"offload.update is 'gpu'; this version allows auto, cpu, device"):
+        Engine(build(llama), update="gpu")
+
+
+def test_small_models_are_updated_where_they_rest() -> None:
+    """Which on the CPU is so with any."""
+    with Engine(build(llama), placement=Placement(optimizer="cpu")) as engine:
+        assert engine.updates_on == "cpu"
+
+
+def test_what_goes_up_and_down_is_shown() -> None:
+    with Engine(build(llama), update="device", debug=1) as engine:
+        train(engine, 2)
+        engine.finish()
+        train(engine, 1)
+        shown = {(span.lane, span.name.partition(" ")[0]) for span in engine.spans}
+    assert {("h2d", "update"), ("update", "update"), ("d2h", "update")} <= shown
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def steps_and_settles(engine: Engine, seed: int) -> None:
+    engine.step(tokens(seed))
+    engine.finish()
+    weights(engine)
+
+
+@dataclass(frozen=True)
+class Breaking(AdamW):
+    """Raises in the update of one step."""
+
+    error: type[Exception] = OSError
+    at: int = 2
+
+    def update(self, states, gradients, by):
+        if by.step == self.at:
+            raise self.error("told to")
+        return super().update(states, gradients, by)
+
+
+@pytest.mark.parametrize("debug", [False, 1])
+@pytest.mark.parametrize("error", [OSError, torch.OutOfMemoryError])
+def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: Any, tmp_path: Path) -> None:
+    engine = Engine(build(llama), update="device", optimizer=Breaking(error=error), debug=debug)
+    engine.step(tokens(0))
+    engine.save_checkpoint(tmp_path / "saved")
+    wanted = weights(engine)
+    with pytest.raises((error, TornError)):  # at once, where one thread does all
+        steps_and_settles(engine, 1)
+    with pytest.raises(TornError, match="belong to no step"):
+        engine.step(tokens(2))
+    engine.load_checkpoint(tmp_path / "saved")
+    assert_same(weights(engine), wanted)
+    engine.close()
+
+
+@pytest.mark.parametrize("lane", ["update_up", "update_on_device", "update_down"])
+def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(build(llama), update="device", debug=1)
+    engine.step(tokens(0))
+    engine.finish()
+    submit, left = getattr(engine._state.lanes, lane).submit, [3]
+
+    def fail() -> None:
+        raise OSError("told to")
+
+    def broken(work: Callable[[], object], **how: Any) -> Any:
+        left[0] -= 1
+        return submit(fail if left[0] == 0 else work, **how)
+
+    monkeypatch.setattr(getattr(engine._state.lanes, lane), "submit", broken)
+    with pytest.raises((OSError, TornError), match="told to"):
+        steps_and_settles(engine, 1)
+    with pytest.raises(TornError, match="told to"):
+        weights(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("clip", ["none", "deferred"])
+def test_weights_that_are_not_finite_are_refused_by_unit(clip: str) -> None:
+    engine = Engine(build(llama), update="device", optimizer=AdamW(lr=3e38), debug=1, **CLIPS[clip])
+    with pytest.raises((NonFiniteError, TornError), match="weights of unit .* are no longer finite"):
+        steps_and_settles(engine, 0)
+    with pytest.raises(TornError, match="weights of unit .* are no longer finite"):
+        weights(engine)
+    engine.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget() -> Iterator[None]:
+    yield
+    on_the_host.cache_clear()

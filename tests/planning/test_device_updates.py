@@ -1,0 +1,133 @@
+"""Where states of the host are updated, by the rates of a machine that is played; tiles and ring for any regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.accelerators import Accelerator
+from offload.lanes.throttle import Throttle
+from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Sharding
+from offload.optim.adamw import AdamW
+from offload.planning import device_updates, estimates
+from offload.planning.device_updates import is_faster, ring_bytes, tile_numel
+from offload.planning.disk import lay_out
+from offload.planning.memory import UnitPlan, plan_memory
+from tests.planning.test_disk import region
+
+GPU = Accelerator(torch.device("cuda"), None)
+WHERE = ("device", "cpu", "nvme")
+ON_HOST = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
+
+
+def play(patch: pytest.MonkeyPatch, kernel: float, link: float, device: float = 1e12) -> None:
+    """Let the host's and the device's kernel and the link move so many bytes a second."""
+
+    def rate(update: Any, moments: Any, where: torch.device) -> float:
+        return kernel if where.type == "cpu" else device
+
+    patch.setattr(estimates, "update_bytes_per_second", rate)
+    patch.setattr(estimates, "link_bytes_per_second", lambda accelerator, is_up: link)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "link", "device", "wins"),
+    [
+        (20e9, 50e9, 1e12, True),  # 18 bytes an element go up the link, for 24 that the host reads and writes
+        (200e9, 50e9, 1e12, False),
+        (20e9, 5e9, 1e12, False),
+        (20e9, 50e9, 10e9, False),
+    ],
+)
+def test_auto_goes_by_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, kernel: float, link: float, device: float, wins: bool
+) -> None:
+    play(monkeypatch, kernel, link, device)
+    regions = [region(0, 1 << 16)]
+    assert is_faster(AdamW(), regions, Sharding(), {}, GPU) == wins
+
+
+def test_auto_counts_what_the_link_moves_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 bytes an element on the host; 14 up, and twice its 2 bytes of weights beside them."""
+    regions = [region(0, 1 << 16)]
+    for link, wins in ((18.1e9, True), (17.9e9, False)):
+        play(monkeypatch, 24e9, link)
+        assert is_faster(AdamW(), regions, Sharding(), {}, GPU) == wins
+    play(monkeypatch, 24e9, 100e9)
+    assert not is_faster(AdamW(), regions, Sharding(), {"h2d": Throttle(17.9e9)}, GPU)
+    frozen = [region(1, 1 << 18, trainable=False)]  # whose weights go up all the same
+    assert not is_faster(AdamW(), regions + frozen, Sharding(), {"h2d": Throttle(20e9)}, GPU)
+
+
+def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, 1e9, 1e12)
+
+    def measured(*_: Any, **__: Any) -> float:
+        raise AssertionError("it was")
+
+    monkeypatch.setattr(estimates, "link_bytes_per_second", measured)
+    assert not is_faster(AdamW(), [region(0, 50)], Sharding(), {}, GPU)
+
+
+SIZES = st.tuples(st.integers(1, 999), st.sampled_from(["bf16", "fp32"]), st.booleans(), st.booleans())
+
+
+@given(st.lists(SIZES, min_size=1, max_size=5), st.one_of(st.none(), st.integers(0, 1 << 40)), st.integers(1, 3))
+def test_the_ring_holds_four_of_any_tile(shapes: Any, device_bytes: int | None, size: int) -> None:
+    regions = [region(index, size * shards, *how) for index, (shards, *how) in enumerate(shapes)]
+    sharding = Sharding(0, size, 3)
+    numel = tile_numel(regions, device_bytes, sharding)
+    assert numel % SHARD_MULTIPLE == 0
+    layout = lay_out(
+        regions,
+        ON_HOST,
+        keeps_gradients=True,
+        staging_bytes=0,
+        host_bytes=None,
+        sharding=sharding,
+        most_numel=numel,
+    )
+    ring = ring_bytes(layout, regions)
+    for one in regions:
+        tiles = layout.tiles(one)
+        assert [tiles[0][0], *(end for _, end in tiles)] == [*(begin for begin, _ in tiles), sharding.own(one).stop]
+        assert one.trainable or len(tiles) == 1, "what is frozen moves nowhere"
+        for first, last in tiles if one.trainable else ():
+            assert 4 * sum(plane.num_bytes(last - first) for plane in one.planes) <= ring
+    assert bool(ring) == any(one.trainable for one in regions)
+    if device_bytes is not None and numel > device_updates._SMALLEST_TILE:
+        assert ring * device_updates._RING_SHARE <= device_bytes
+
+
+@given(st.lists(SIZES, min_size=1, max_size=5), st.integers(0, 1 << 26))
+def test_what_stays_is_in_no_other_place(shapes: Any, device_bytes: int) -> None:
+    regions = [region(index, *shape) for index, shape in enumerate(shapes)]
+    units = [UnitPlan(one.name, (one,), resident=False) for one in regions]
+    how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "most_numel": 1 << 20}
+    totals = []
+    for tier in ("cpu", "nvme"):
+        layout = lay_out(regions, ON_HOST | {"optimizer": tier}, device_bytes=device_bytes, **how)
+        tiers = {"parameters_tier": "cpu", "optimizer_tier": "cpu", "keeps_gradients": True, "splits": False}
+        plan = plan_memory(units, regions, layout=layout, **tiers)
+        moments = {where: sum(a.num_bytes for a in plan if a.tier == where and "exp" in a.name) for where in WHERE}
+        assert moments["device"] <= device_bytes
+        assert not moments["nvme" if tier == "cpu" else "cpu"]
+        for one in regions:
+            assert not (set(layout.of(one)) & {p.name for p in one.planes if layout.stays(one, p)})
+        totals.append(sum(moments.values()))
+    assert totals == [sum(8 * one.numel for one in regions if one.trainable)] * 2
+
+
+def test_tiles_of_disk_and_of_memory_are_one() -> None:
+    regions = [region(0, 1000), region(1, 100)]
+    tiers = {"parameters": "cpu", "gradients": "cpu", "optimizer": "nvme"}
+    how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None}
+    assert not lay_out(regions, tiers, **how).cuts_memory
+    small = lay_out(regions, tiers, most_numel=SHARD_MULTIPLE, **how)
+    assert (small.tile_numel, small.cuts_memory, len(small.tiles(regions[0]))) == (SHARD_MULTIPLE, True, 1000)
+    assert lay_out(regions, tiers, **how).tile_numel == lay_out(regions, tiers, most_numel=1 << 40, **how).tile_numel
+    assert DiskLayout().tiles(regions[0]) == [(0, regions[0].numel)]
