@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def updates_on(self) -> str:
-        """Where updates are made: on the cpu, or the device."""
+        """Where states that rest on the host are updated: on the cpu, or the device."""
         return self._state.plan.update
 
     @property

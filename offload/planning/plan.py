@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offload.accelerators import Accelerator, own_accelerator
 from offload.distributed.comm import Comm
-from offload.errors import ConfigError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.environment import memory
@@ -37,9 +38,9 @@ AUTO_LOOKAHEAD = 2
 @dataclass(frozen=True)
 class Plan:
     """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
-    copies and updates run beside compute, where updates are made (cpu or device), how many units are fetched ahead,
-    what is allocated, and what would be with all the memory that there can be. `limited`: the device has a budget,
-    whose rest may be given away.
+    copies and updates run beside compute, where states that rest on the host are updated (cpu or device), how many
+    units are fetched ahead, what is allocated, and what would be with all the memory that there can be. `limited`: the
+    device has a budget, whose rest may be given away.
     """
 
     tiers: tuple[str, str]
@@ -95,10 +96,35 @@ def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
 def make_plan(
     settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
 ) -> Plan:
-    """Choose the tiers and how far to look ahead; refuse what the budgets cannot hold. Collective."""
+    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets cannot hold. Collective."""
     comm = comm or Comm()
     accelerator = own_accelerator(settings.device)
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
+    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
+    if settings.update != "auto":
+        return plan_with(settings.update)
+    on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
+    if accelerator is None or settings.host_bound or on_host.tiers[1] == "device":
+        return on_host
+    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, accelerator)
+    if comm.any(not is_faster, "choice of offload.update"):  # each rank has measured for itself
+        return on_host
+    try:
+        return plan_with("device")
+    except DoesNotFitError:
+        return on_host
+
+
+def _make_plan(
+    settings: Settings,
+    units: Sequence[UnitPlan],
+    regions: Sequence[Region],
+    accelerator: Accelerator | None,
+    sharding: Sharding,
+    free: Free,
+    num_sharing: int,
+    update: str,
+) -> Plan:
     placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
@@ -128,9 +154,7 @@ def make_plan(
     tiers = _choose_tiers(placement, free, plan_for)
     if placement.activations == "nvme":
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
-    update = "device"
     if tiers[1] == "cpu":
-        update = _choose_update(settings, regions, sharding, accelerator, comm)
         most_numel, room = None, 0
         if update == "device":
             budget = _device_bytes(placement, free)
@@ -180,21 +204,8 @@ def make_plan(
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
-    check_budgets(allocations, limits, floor, num_sharing=comm.local_size)
+    check_budgets(allocations, limits, floor, num_sharing=num_sharing)
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
-
-
-def _choose_update(
-    settings: Settings, regions: Sequence[Region], sharding: Sharding, accelerator: Accelerator | None, comm: Comm
-) -> str:
-    """Resolve where states of the host are updated. Collective."""
-    if settings.update != "auto":
-        return settings.update
-    if accelerator is None or settings.host_bound:
-        return "cpu"
-    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, accelerator)
-    # Each rank has measured for itself.
-    return "cpu" if comm.any(not is_faster, "choice of offload.update") else "device"
 
 
 def _device_bytes(placement: Placement, free: Free) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import AdamW, Engine, Lion, Placement
+from offload import AdamW, Engine, Lion, Muon, Placement
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING
@@ -274,6 +274,15 @@ def test_states_of_the_device_need_no_ring() -> None:
         assert (engine.updates_on, ring_bytes(engine)) == ("device", 0)
     with pytest.raises(ConfigError, match=r"offload.update is 'gpu'; this version allows auto, cpu, device"):
         Engine(build(llama), update="gpu")
+
+
+def test_what_was_resolved_is_taken_again_by_a_rule_that_is_bound_to_the_host() -> None:
+    where = Placement("device", "device")
+    with Engine(build(llama), Muon(), where) as engine:
+        resolved = engine.updates_on
+    Engine(build(llama), Muon(), where, update=resolved).close()
+    with pytest.raises(ConfigError, match=r"update is device, and Muon updates .* --offload.update cpu or auto"):
+        Engine(build(llama), Muon(), update="device")
 
 
 def test_small_models_are_updated_where_they_rest() -> None:
