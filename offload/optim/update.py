@@ -44,8 +44,9 @@ def update_tile(
     num_wrong: int | torch.Tensor = 0
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
+    flats = [(name, flat, state.region.plane(name)) for name, flat in planes.items()]
     for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one):
-        states = {name: flat[state.region.plane(name).cut(span)] for name, flat in planes.items()}
+        states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if position is not None:
             info = infos[state.region.parameters[position]]
