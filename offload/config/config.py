@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from offload.config.familiar import familiar
+from offload.config.rules import OFFERS
 from offload.config.sections import (
     CheckpointSection,
     DataSection,
@@ -64,28 +65,6 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_OF_RULE: dict[str, dict[str, Any]] = {
-    "lion": {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.1},
-    "adafactor": {"optimizer.weight_decay": 0.0},
-    "lomo": {"optimizer.weight_decay": 0.0, "train.max_grad_norm": None},
-    "adalomo": {"optimizer.weight_decay": 0.0, "train.max_grad_norm": None},
-    "muon": {"optimizer.weight_decay": 0.1},
-}
-"""What rules have for defaults. By Lion's paper (arXiv:2302.06675, section 5) its learning rate is 3 to 10 times less
-than AdamW's, and its weight decay as many times more. Whose gradients do not wait would compute twice to clip them.
-"""
-_RATE = {"lion": 0.1, "adafactor": 10.0, "adalomo": 10.0, "lomo": 100.0}
-"""The default learning rate of rules, in AdamW's."""
-_OWN_KEYS = {
-    "adamw": ("betas", "eps", "states"),
-    "lion": ("betas", "states"),
-    "sgd": ("momentum",),
-    "adafactor": ("beta2_decay", "d"),
-    "lomo": ("clip_value",),
-    "adalomo": ("beta2_decay", "d"),
-    "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
-}
-"""Of the optimizer section: what not all rules have."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is gone on with."""
 _TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
@@ -197,7 +176,7 @@ class Config(BaseModel):
                 found_anew = True
             if is_another and key.startswith("optimizer.") and key not in _OF_ANY_RULE:
                 continue
-            if is_another and key in _OF_RULE.get(was.optimizer.name, {}) and origin == "resolved":
+            if is_another and key in OFFERS[was.optimizer.name].defaults and origin == "resolved":
                 continue
             if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
                 section, field = key.split(".")
@@ -270,14 +249,14 @@ class Config(BaseModel):
     def _check_rule(self) -> None:
         """Refuse settings that the update rule does not have."""
         rule = self.optimizer.name
-        rules = [rule, *(str(values["rule"]) for _, values in self.optimizer.groups if values.get("rule") in _OWN_KEYS)]
-        for key in dict.fromkeys(key for keys in _OWN_KEYS.values() for key in keys):
+        rules = [rule, *(str(values["rule"]) for _, values in self.optimizer.groups if values.get("rule") in OFFERS)]
+        for key in dict.fromkeys(key for offer in OFFERS.values() for key in offer.keys):
             value = getattr(self.optimizer, key)
             if (
-                not any(key in _OWN_KEYS[each] for each in rules)
+                not any(key in OFFERS[each].keys for each in rules)
                 and value != OptimizerSection.model_fields[key].default
             ):
-                having = [name for name, keys in _OWN_KEYS.items() if key in keys]
+                having = [name for name, offer in OFFERS.items() if key in offer.keys]
                 raise ConfigError(
                     f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
                     f"--optimizer.name {' or '.join(having)}."
@@ -324,8 +303,8 @@ class Config(BaseModel):
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
         rate = 2e-5 if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
-        rate *= _RATE.get(optimizer.name, 1.0)
-        of_rule = {key: value for key, value in _OF_RULE.get(optimizer.name, {}).items() if self.is_default(key)}
+        rate *= OFFERS[optimizer.name].rate
+        of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
         return self.with_resolved(
             model__preset=preset,
             model__init=init,

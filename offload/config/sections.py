@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from offload.config.presets import PRESETS
+from offload.config.rules import OFFERS, RuleName
 from offload.errors import ConfigError, nearest, shorten
 
 _SIZE_UNITS = {
@@ -20,9 +21,6 @@ _SIZE_UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
-
-
-RuleName = Literal["adamw", "lion", "sgd", "adafactor", "lomo", "adalomo", "muon"]
 
 
 def parse_size(value: Any, key: str | None = None) -> int | None:
@@ -94,12 +92,12 @@ def _as_groups(value: Any) -> Any:
 
 def _as_group_value(value: Any) -> float | str:
     """Take a finite number, or the name of an update rule."""
-    if value in typing.get_args(RuleName):
+    if value in OFFERS:
         return str(value)
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(number := float(value)):
             return number
-    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(typing.get_args(RuleName))}")
+    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(OFFERS)}")
 
 
 def _as_throttle(value: Any) -> Any:
