@@ -34,7 +34,7 @@ from offload.config.sections import (
 from offload.config.sections import parse_size as parse_size
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 
-BUILTIN_DEVICE_MEMORY = 8 * 2**20
+BUILTIN_DEVICE_MEMORY = 9 * 2**20
 """Of the built-in run on a CPU: its states are 16 MiB, so they have to stream. (A GPU's allocator, which a budget
 bounds, takes more at once.)
 """
@@ -65,6 +65,8 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
+_OF_STATES = ("optimizer.name", "optimizer.states")
+"""What may change where the states of the update rule begin anew."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is gone on with."""
 _TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
@@ -164,7 +166,7 @@ class Config(BaseModel):
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
             is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
-            if self.optimizer.reset and key == "optimizer.name":
+            if self.optimizer.reset and key in _OF_STATES:
                 is_fixed = False
             if is_given and is_fixed and own in (None, "auto"):
                 is_given = False
@@ -183,8 +185,9 @@ class Config(BaseModel):
                 setattr(getattr(copy, section), field, was.get(key))
                 copy._origins[key] = origin
         if changed:
-            is_rule = any(each.startswith("optimizer.name ") for each in changed)
-            anew = " Another update rule goes on from its weights with --optimizer.reset." if is_rule else ""
+            is_rule = any(each.partition(" ")[0] in _OF_STATES for each in changed)
+            how = " Another update rule, or width of its states, goes on from the weights with --optimizer.reset."
+            anew = how if is_rule else ""
             raise ConfigError(
                 f"{'; '.join(changed)} in the run that {where} belongs to: that may not change. Leave "
                 f"{'it' if len(changed) == 1 else 'them'} out to go on with that run, or set --run.dir to a new folder "

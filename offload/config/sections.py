@@ -118,7 +118,7 @@ def _with_latency(fields: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: latency if key == "latency_seconds" else value for key, value in fields.items()}
 
 
-def _as_stage(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
@@ -141,7 +141,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
 Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_stage)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_number)]
+Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
@@ -282,7 +283,7 @@ class TrainSection(Section):
         description="On an infinite or NaN gradient: stop with an error, or skip the step and leave every state as "
         "it was.",
     )
-    delay: Literal[0, 1] = Field(
+    delay: Delay = Field(
         default=0,
         description="1: updates come one step late: each is made beside all of the next step, which computes with the "
         "weights from before. Another training than without, and one more copy of the weights on the host.",

@@ -243,7 +243,7 @@ def _of_model(entry: Entry | None) -> tuple[Any, ...] | None:
 
 def _rule(engine: EngineState) -> str:
     """Return what the update rule, and those of its groups, are called."""
-    return " and ".join(dict.fromkeys(rule.title for rule in engine.rules))
+    return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
 
 
 def _without_shown(contents: Contents) -> dict[str, Entry]:
@@ -364,12 +364,13 @@ def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, No
 
 def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
     """Return the planes of a tile that are read from a checkpoint: the weights alone where states begin `anew`, and
-    weights from before an update only if one was late.
+    weights from before an update only if one was late, and the next one is.
     """
     if anew:
         return [name for name in tile.states if name in MASTER]
     first = reader.contents[engine.infos[state.region.parameters[0]].name]
-    return [name for name in tile.states if name != SHOWN or name in first.planes]
+    is_late = SHOWN in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
+    return [name for name in tile.states if name != SHOWN or is_late]
 
 
 def _wanted(engine: EngineState, state: RegionState, tile: Tile, there: Collection[str]) -> Iterator[Span]:

@@ -307,6 +307,17 @@ class Engine:
         self._own_loop.forget()
         return meta
 
+    def catch_up(self) -> None:
+        """Let what is computed next see the newest weights. It is for the end of a run whose updates come late: between
+        its steps an evaluation sees the weights that the next step would compute with. Collective.
+        """
+        self._recovery.settle("catch_up")
+        with self._recovery.working(), self.counters.unchanged():
+            self._state.updates.catch_up()
+            self._state.executor.forget()
+            self._state.runner.claims.weights_change()
+            self._state.slots.refresh(always=True)
+
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model gets its weights back in their original dtype with `restore`; otherwise it is left
         without, and refuses to run, to be saved and to be trained again.

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 
 from offload.errors import ConfigError
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, count_of, master_piece, put_piece
+from offload.native import kernels
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, master
 
 
 @dataclass(frozen=True)
 class LOMO(UpdateRule):
-    """Low-memory optimization (Lv et al., arXiv:2306.09782): gradient descent without any state, w -= lr g, in which a
-    unit's gradient is updated from and dropped; `groups` and `decay_1d` as `UpdateRule` says.
+    """Low-memory optimization (Lv et al., arXiv:2306.09782): the update of SGD without momentum, bit for bit, in which
+    a unit's gradient is updated from and dropped; `groups` and `decay_1d` as `UpdateRule` says.
 
     `clip_value` clamps each element of a gradient. `clip_norm` clips all of them to a norm, which a step learns by a
     backward of its own, so that it computes twice; it stands for the engine's `max_grad_norm`, and where it is None
@@ -41,16 +42,17 @@ class LOMO(UpdateRule):
                 raise ConfigError(f"optimizer.{key} is 0, which would train nothing; give none for no clipping.")
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        num_wrong = torch.zeros((), dtype=torch.int64, device=gradients.device)
+        if self.clip_value is None:
+            return _descend(states, gradients, by)
+        num_wrong: int | torch.Tensor = 0
         for begin in range(0, gradients.numel(), PIECE):
             piece = slice(begin, begin + PIECE)
-            change = gradients[piece].float()
-            if self.clip_value is not None:
-                change = change.clamp(-self.clip_value, self.clip_value)
-            if by.scale != 1.0:
-                change = change * by.scale
-            weights = master_piece(states, piece)
-            if by.weight_decay:
-                weights.mul_(1.0 - by.lr * by.weight_decay)
-            num_wrong += put_piece(states, piece, weights.sub_(change * by.lr))
-        return count_of(num_wrong)
+            clamped = gradients[piece].float().clamp(-self.clip_value, self.clip_value)
+            num_wrong += _descend({name: plane[piece] for name, plane in states.items()}, clamped, by)
+        return num_wrong
+
+
+def _descend(states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+    return kernels.sgd(
+        master(states), None, gradients, lr=by.lr, momentum=0.0, weight_decay=by.weight_decay, grad_scale=by.scale
+    )

@@ -118,9 +118,9 @@ def plan_memory(
             key = states_tier, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
-    if states_tier == "cpu" and not keeps_gradients:
+    if not keeps_gradients:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
-        plan.append(Allocation("cpu", "gradient staging", staging_bytes(staged, stagings, sharding)))
+        plan.append(Allocation(states_tier, "gradient staging", staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
 
     resident = resident_regions(units)

@@ -30,7 +30,7 @@ from offload.tiers.placement import Placement
 _SHARE_OF_FREE_MEMORY = 0.9
 """Of the host's, where it has no budget: the rest is for whoever else runs there."""
 _SHARE_FOR_STATES = 0.6
-"""Of an accelerator's free memory, where it has no budget: the rest is for activations."""
+"""Of the device's budget, or of an accelerator's free memory: the rest is for activations."""
 AUTO_LOOKAHEAD = 2
 """Units fetched ahead where no budget says otherwise: one on its way while another waits for compute."""
 
@@ -163,8 +163,7 @@ def _make_plan(
             if placement.optimizer == "auto" and budget is not None:
                 # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
-                share = 1.0 if placement.device_memory is None else _SHARE_FOR_STATES
-                room = max(0, int(share * budget) - sum(a.num_bytes for a in most if a.tier == "device"))
+                room = max(0, budget - sum(a.num_bytes for a in most if a.tier == "device"))
         staging = staging_bytes(regions, 2 if overlap else 1, sharding)
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         reserved = staging, sum(rings.values()) + factors
@@ -211,7 +210,8 @@ def _make_plan(
 def _device_bytes(placement: Placement, free: Free) -> int | None:
     """Return the bytes of the device that states may count on; None without end."""
     budget = budget_bytes(placement.device_memory)
-    return int(free.device_bytes * _SHARE_FOR_STATES) if budget is None and free.device_bytes is not None else budget
+    budget = free.device_bytes if budget is None else budget
+    return None if budget is None else int(budget * _SHARE_FOR_STATES)
 
 
 def _host_bytes(placement: Placement, free: Free) -> int:

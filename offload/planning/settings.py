@@ -97,11 +97,21 @@ class Settings:
         _check(self.delay, (0, 1), "train.delay")
         if type(self.delay_after) is not int or self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")
+        if self.delay_after and not self.delay:
+            raise ConfigError(
+                f"train.delay_after is {self.delay_after}, and train.delay is 0, with which no update is late: set "
+                "--train.delay 1, or leave it out."
+            )
         if self.delay and (self.clip == "speculative" or self.placement.optimizer == "device"):
             wrong = "train.clip is speculative" if self.clip == "speculative" else "offload.optimizer is device"
             raise ConfigError(
                 f"train.delay is 1 and {wrong}: delayed updates are made on the host, once the norm is known. Set "
                 f"--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
+            )
+        if self.delay and self.optimizer.drops_gradients:
+            raise ConfigError(
+                f"train.delay is 1, and the gradients of {type(self.optimizer).__name__} do not wait for a later step: "
+                "set --train.delay 0, or another --optimizer.name."
             )
         if self.update == "device" and self.host_bound:
             raise ConfigError(f"offload.update is device, and {self.host_bound}: set --offload.update cpu or auto.")

@@ -287,6 +287,7 @@ class Trainer:
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
+        self._engine.catch_up()  # what is exported is the newest weights
         if not every or stands.num_done % every:
             if (loss := self._evaluate()) is not None:
                 self._records.amend({"eval_loss": loss})

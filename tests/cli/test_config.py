@@ -31,6 +31,13 @@ def test_every_key_of_the_contract_is_there() -> None:
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
 
 
+def test_every_default_may_be_given_as_the_command_line_gives_it() -> None:
+    config = Config.load(None, {})
+    for key, value in config.items():
+        if isinstance(value, bool | int | float | str):
+            assert Config.load(None, {key: str(value)}).get(key) == value, key
+
+
 def test_every_key_has_help() -> None:
     for section in Config.SECTIONS.values():
         assert section.__doc__
@@ -181,7 +188,7 @@ class TestResolve:
 
     def test_timing_leaves_the_built_in_run_boxed_and_what_says_where_states_are_does_not(self) -> None:
         for timing in ({"offload__throttle": {"h2d": 1000}}, {"offload__prefetch": 1}, {"offload__zero_stage": 0}):
-            assert self.resolved(**timing).offload.device_memory == 8 * 2**20, timing
+            assert self.resolved(**timing).offload.device_memory == 9 * 2**20, timing
         for where in ({"offload__parameters": "cpu"}, {"offload__host_memory": "1GiB"}, {"train__batch_size": 2}):
             assert self.resolved(**where).offload.device_memory is None, where
 
@@ -211,7 +218,7 @@ class TestResolve:
         config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
         assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
 
-    @pytest.mark.parametrize(("has_accelerator", "budget"), [(True, None), (False, 8 << 20)])
+    @pytest.mark.parametrize(("has_accelerator", "budget"), [(True, None), (False, 9 << 20)])
     def test_the_built_in_run_has_a_budget_on_a_cpu(self, has_accelerator: bool, budget: int | None) -> None:
         assert self.resolved(has_accelerator=has_accelerator).offload.device_memory == budget
 
@@ -262,6 +269,14 @@ def test_what_a_rule_lacks_is_refused_unless_a_group_has_it() -> None:
     assert config.optimizer.groups == (("mlp", {"rule": "adafactor", "lr_scale": 2.0}),)
     with pytest.raises(ConfigError, match=r"optimizer\.groups .*'adagrad'"):
         Config.load(None, {"optimizer.groups": "{mlp: {rule: adagrad}}"})
+
+
+def test_another_width_of_states_may_go_on_with_a_run_that_is_reset() -> None:
+    was = Config.load(None, {"optimizer.states": "int8", "optimizer.lr": 0.5})
+    with pytest.raises(ConfigError, match=r"optimizer\.states is 'bf16' and was 'int8'.*--optimizer\.reset"):
+        Config.load(None, {"optimizer.states": "bf16"}).resumed(was.to_dict(), "there")
+    config = Config.load(None, {"optimizer.states": "bf16", "optimizer.reset": True}).resumed(was.to_dict(), "there")
+    assert (config.optimizer.states, config.optimizer.lr) == ("bf16", 0.5)
 
 
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:

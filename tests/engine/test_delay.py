@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload import AdamW, Engine, Lion, Placement
+from offload import LOMO, AdamW, Engine, Lion, Placement
 from offload.errors import ConfigError
+from offload.lanes.ticket import Ticket
+from offload.layout.planes import SHOWN
 from offload.planning import disk
+from offload.tiers.store import Tile
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.ranks import run
@@ -110,6 +113,54 @@ def test_who_updates_in_time_goes_on_from_the_newest_weights(tmp_path):
     other.step(tokens(5))
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.3, None])
+def test_where_updates_are_not_late_yet_it_goes_on_from_the_newest_weights_too(tmp_path, max_grad_norm):
+    settings = {"placement": Placement(**HOST), "max_grad_norm": max_grad_norm}
+    engine = Engine(build(llama), RULE, delay=1, **settings)
+    for batch in batches(3):
+        engine.step(batch)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    soon = Engine(build(llama), RULE, delay=1, delay_after=5, **settings)
+    never = Engine(build(llama), RULE, **settings)
+    for seed in range(3, 5):
+        results = []
+        for each in (soon, never):
+            if seed == 3:
+                each.load_checkpoint(tmp_path / "saved")
+            results.append(each.step(tokens(seed)).loss)
+        assert results[0] == results[1]
+        assert_same(weights(soon), weights(never))
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_was_shown_is_written_once_it_was_read(again):
+    tile = Tile(0, 4, {"weights": torch.zeros(4), SHOWN: torch.ones(4)}, None)
+    tile.show(True)
+    reading = Ticket("h2d")
+    tile.fetch(is_ahead=False).done_reading(reading)
+    tile.show(again)
+    assert reading in tile.lend("weights", SHOWN).fills
+
+
+def test_it_catches_up_where_it_is_told_to():
+    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
+    in_time = Engine(build(llama), RULE, placement=Placement(**HOST))
+    reference = Late(build(llama), RULE)
+    steps_are_equal(engine, reference, range(3))
+    newest = weights(engine)
+    in_time.catch_up()  # does nothing
+    engine.catch_up()
+    assert_same(weights(engine), newest)
+    resident = build(llama)
+    resident.load_state_dict(newest)
+    assert engine.evaluate(tokens(7)) == Engine(resident, RULE, placement=Placement(**HOST)).evaluate(tokens(7))
+    reference.before = None
+    for name in reference.named:
+        reference._show(name)
+    steps_are_equal(engine, reference, range(3, 6))
+
+
 def test_a_step_that_is_skipped_catches_up():
     reference = Late(build(llama), RULE)
     engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST), on_nonfinite="skip")
@@ -143,6 +194,7 @@ def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
     [
         ({"delay": 2}, r"train\.delay"),
         ({"delay": 1, "delay_after": -1}, r"train\.delay_after is -1"),
+        ({"delay_after": 3}, r"train\.delay_after is 3, and train\.delay is 0, .* --train\.delay 1, or leave it out"),
         ({"delay": 1, "clip": "speculative"}, "train.clip is speculative"),
         ({"delay": 1, "placement": Placement("device", "device")}, "offload.optimizer is device"),
     ],
@@ -150,6 +202,11 @@ def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
 def test_what_cannot_be_late_is_refused(settings, match):
     with pytest.raises(ConfigError, match=match):
         Engine(build(llama), RULE, **settings)
+
+
+def test_a_rule_whose_gradients_do_not_wait_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.delay is 1.*LOMO.*do not wait"):
+        Engine(build(llama), LOMO(), delay=1, placement=Placement(**HOST))
 
 
 def test_weights_on_disk_are_refused(tmp_path):

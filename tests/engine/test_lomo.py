@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
-    """p -= lr c g of plain torch, bit for bit, where c is 1 or that of the norm."""
+    """p -= lr c g of torch's SGD, bit for bit, where c is 1 or that of the norm."""
     model = build(llama)
     plain, engine = twin(model), Engine(model, LOMO(lr=0.3), placed(place, tmp_path), max_grad_norm=clip)
     for seed in range(3):
@@ -49,7 +49,7 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
         with torch.no_grad():
             for p in plain.parameters():
                 gradient, p.grad = p.grad.cpu(), None
-                p.copy_(p.cpu() - (gradient if scale == 1.0 else gradient * scale) * 0.3)
+                p.copy_(p.cpu().add_(gradient if scale == 1.0 else gradient * scale, alpha=-0.3))
         assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
     engine.finish()
     assert engine._state.runner.step_number == 3

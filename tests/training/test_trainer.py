@@ -35,6 +35,14 @@ def test_a_streamed_run_equals_a_resident_one_bit_for_bit(run: Any) -> None:
         assert torch.equal(a, b), name
 
 
+def test_a_run_whose_updates_are_late_ends_with_the_newest_weights(run: Any) -> None:
+    settings = {"train__delay": 1, "offload__parameters": "cpu", "offload__optimizer": "cpu"}
+    result, lines, said = run("late", **settings)
+    assert "updates come one step late, from step 1 on" in said
+    assert "logits bit-equal" in said
+    assert lines[-1]["eval_loss"] == result.eval_loss
+
+
 def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
     result, lines, said = run("said", train__batch_size=2, data__eval_fraction=0.3)
     text = tmp_path / "text.txt"

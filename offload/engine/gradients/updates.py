@@ -107,6 +107,10 @@ class Updates:
         is_late = self._skips or self._delays or (self._max_norm is not None and not self._is_speculative)
         return is_late and not self._learns
 
+    def delays(self, number: int) -> bool:
+        """Return whether the update of a step comes late, by the number of steps before it."""
+        return number >= self._delays_from
+
     @property
     def learns_first(self) -> bool:
         """True where a step has a backward of its own for the norm; `begin_step` says which of them it is."""
@@ -123,7 +127,7 @@ class Updates:
         """Start a step, by its number; `waits`: its updates come after the norm in any case. `learns`: the backward
         that comes is for the norm alone; `norm`: such a one has found it.
         """
-        self.lr, self._norm, self._delays = lr, norm, number >= self._delays_from
+        self.lr, self._norm, self._delays = lr, norm, self.delays(number)
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
@@ -196,6 +200,11 @@ class Updates:
         self._slots.invalidate(self._due)
         self._show()
         return Applied(norm)
+
+    def catch_up(self) -> None:
+        """Every update is made: the next pass computes with the weights as they are now."""
+        self._delays = False
+        self._show()
 
     def _show(self) -> None:
         """Where updates are late, the next pass computes with the weights from before those that are due."""
@@ -318,11 +327,8 @@ class Updates:
         state, touched, lr = self._store[landed.region], self._measures.touched[landed.region.index], self.lr
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            how: dict[str, Any] = {
-                "scale": scale,
-                "applied_scale": landed.scale,
-                "seed": self._seed,
-            }  # it was updated by now
+            # By now it was updated, with a scale that is known.
+            how: dict[str, Any] = {"scale": scale, "applied_scale": landed.scale, "seed": self._seed}
             return update_tile(state, tile, planes, gradients, touched, self._rules, self._infos, lr=lr, **how)
 
         self._enter(landed, correct, "correct", publishes=False)
