@@ -31,13 +31,35 @@ struct AdamwStep {
         neg_step_size(Lane::set(s.neg_step_size)),
         lerp_from_start(s.lerp_weight < 0.5f) {}
 
-  Vec operator()(Vec weight, Vec* moments, Vec gradient) const {
+  void update_moments(Vec* moments, Vec gradient) const {
     const Vec grad = Lane::mul(gradient, grad_scale);
     const Vec m = Lane::fma(lerp_coefficient, Lane::sub(grad, moments[0]), lerp_from_start ? moments[0] : grad);
     const Vec v = Lane::fma(Lane::mul(one_minus_beta2, grad), grad, Lane::mul(moments[1], beta2));
     moments[0] = m;
     moments[1] = v;
-    return Lane::add(Lane::mul(weight, decay), change<Lane>(*this, m, v));
+  }
+  Vec operator()(Vec weight, Vec* moments, Vec gradient) const {
+    update_moments(moments, gradient);
+    return Lane::add(Lane::mul(weight, decay), change<Lane>(*this, moments[0], moments[1]));
+  }
+};
+
+// The same for moments that will be rounded, where nobody compares the weights with torch's bits: without the division
+// by the correction, and with decay in a fused multiply-add.
+template <class Lane>
+struct AdamwShortStep : AdamwStep<Lane> {
+  using Vec = typename Lane::Vec;
+  Vec corrected_eps, corrected_step_size;
+
+  explicit AdamwShortStep(const AdamwScalars& s)
+      : AdamwStep<Lane>(s),
+        corrected_eps(Lane::set(s.eps * s.sqrt_correction2)),
+        corrected_step_size(Lane::set(s.neg_step_size * s.sqrt_correction2)) {}
+
+  Vec operator()(Vec weight, Vec* moments, Vec gradient) const {
+    this->update_moments(moments, gradient);
+    const Vec denom = Lane::add(Lane::sqrt(moments[1]), corrected_eps);
+    return Lane::fma(weight, this->decay, Lane::div(Lane::mul(corrected_step_size, moments[0]), denom));
   }
 };
 
@@ -83,7 +105,8 @@ struct AdamwCorrection {
 };
 
 int64_t adamw_chunk(const UpdateArrays& a, const AdamwScalars& s, int64_t begin, int64_t end) {
-  return update_chunk<AdamwStep>(a, s, begin, end);
+  return a.moments.states == States::fp32 ? update_chunk<AdamwStep>(a, s, begin, end)
+                                          : update_chunk<AdamwShortStep>(a, s, begin, end);
 }
 
 int64_t correct_adamw_chunk(const UpdateArrays& a, const CorrectionScalars& s, int64_t begin, int64_t end) {

@@ -6,7 +6,7 @@
 
 template <int kNum>
 struct Fp32Moments {
-  static constexpr int64_t kBlock = 32;
+  static constexpr int64_t kBlock = 64;
   float* p[kNum ? kNum : 1];
 
   explicit Fp32Moments(const Moments& m) {
@@ -15,14 +15,23 @@ struct Fp32Moments {
   void prefetch(int64_t i) const {
     for (int which = 0; which < kNum; ++which) prefetch_block<kBlock>(p[which] + i);
   }
-  void open(int64_t) {}
-  void close(int64_t) {}
+
+  template <class Lane>
+  struct Block {
+    float* p[kNum ? kNum : 1];
+    typename Lane::Vec load(int which, int64_t k) const { return Lane::load(p[which] + k); }
+    void store(int which, int64_t k, typename Lane::Vec x) { Lane::store(p[which] + k, x); }
+  };
+  template <class Lane>
+  Block<Lane> open(int64_t i) const {
+    Block<Lane> block;
+    for (int which = 0; which < kNum; ++which) block.p[which] = p[which] + i;
+    return block;
+  }
+  template <class Lane>
+  void close(const Block<Lane>&, int64_t) {}
   template <class Lane>
   void settle(int64_t) {}
-  template <class Lane>
-  typename Lane::Vec load(int which, int64_t i) const { return Lane::load(p[which] + i); }
-  template <class Lane>
-  void store(int which, int64_t i, typename Lane::Vec x) { Lane::store(p[which] + i, x); }
 };
 
 // Both moments of an element are rounded by the same 16 bits: each is as unbiased as it would be by bits of its own, for
@@ -42,18 +51,29 @@ struct Bf16Moments {
   void prefetch(int64_t i) const {
     for (int which = 0; which < kNum; ++which) prefetch_block<kBlock>(p[which] + i);
   }
-  OFFLOAD_INLINE void open(int64_t i) { draw_words(words, draws, keys, (element + static_cast<uint64_t>(i)) / kBlock); }
-  void close(int64_t) {}
+
+  template <class Lane>
+  struct Block {
+    uint16_t* p[kNum];
+    const uint32_t* words;
+    typename Lane::Vec load(int which, int64_t k) const { return Lane::load_bf16(p[which] + k); }
+    void store(int which, int64_t k, typename Lane::Vec x) {
+      const auto word = Lane::load_int(words + k / 32 * 16 + k % 16);
+      Lane::store_bf16_between(p[which] + k, x, k % 32 < 16 ? Lane::low_half(word) : Lane::template shift_right<16>(word));
+    }
+  };
+  template <class Lane>
+  OFFLOAD_INLINE Block<Lane> open(int64_t i) {
+    draw_words(words, draws, keys, (element + static_cast<uint64_t>(i)) / kBlock);
+    Block<Lane> block;
+    for (int which = 0; which < kNum; ++which) block.p[which] = p[which] + i;
+    block.words = words;
+    return block;
+  }
+  template <class Lane>
+  void close(const Block<Lane>&, int64_t) {}
   template <class Lane>
   void settle(int64_t) {}
-  template <class Lane>
-  typename Lane::Vec load(int which, int64_t i) const { return Lane::load_bf16(p[which] + i); }
-  template <class Lane>
-  void store(int which, int64_t i, typename Lane::Vec x) {
-    const int64_t k = i % kBlock;
-    const auto word = Lane::load_int(words + k / 32 * 16 + k % 16);
-    Lane::store_bf16_between(p[which] + i, x, k % 32 < 16 ? Lane::low_half(word) : Lane::template shift_right<16>(word));
-  }
 };
 
 // The dynamic map of Dettmers et al., "8-bit optimizers via block-wise quantization" (section 2), arXiv:2110.02861: seven
@@ -63,10 +83,23 @@ struct Bf16Moments {
 // ends may share one.
 struct MapTables {
   alignas(64) float by[16], from[16];  // by the exponent of the rank's float: number = by * rank + from
-  alignas(64) float next[16];          // by the upper exponent bits of a number: the one threshold between levels there
-  alignas(64) int32_t level[16];       // and the level below it
-  alignas(64) float slope[16], start[16], last[16];  // by level: place = slope * number + start, at most last
+  alignas(64) float border[16];        // by the upper exponent bits of a size: the one threshold between levels there, in
+                                       // whose lowest three bits is the level below it
+  alignas(64) float slope[16], start[16], last[16];  // by level: place = slope * size + start, at most last
 };
+
+// Sizes are magnitudes plus this: whatever is too small to matter then has one exponent.
+constexpr float kLeastSize = 0x1p-23f;
+
+// Returns the largest float of at most x, above 0, whose lowest three bits are those of a number. (No cast does that in a
+// constant expression.)
+constexpr float marked(double x, int number) {
+  double unit = 0x1p-23;  // of the last bit
+  while (x < 0x1p23 * unit) unit /= 2;
+  int64_t mantissa = static_cast<int64_t>(x / unit);
+  while (mantissa % 8 != number) --mantissa;
+  return static_cast<float>(static_cast<double>(mantissa) * unit);
+}
 
 // A place is how far a code lies from that of 0. A rank is what a number is linear in so that its float's exponent tells
 // the level: without a sign place + 1, else twice the place with its sign, where 0 can go with the lone number of level 0.
@@ -79,21 +112,21 @@ constexpr MapTables make_map() {
   map.from[7] = kIsSigned ? 0 : -map.by[7];
   map.slope[0] = map.last[0] = static_cast<float>(most + 0.5);
   double before = 0;
-  float thresholds[8] = {};
+  double thresholds[8] = {};
   for (int level = 0; level < 7; ++level) {
     const double unit = kUnits[level], count = (kIsSigned ? 1 : 2) << level;
     const double first = unit * (0.1 + 0.45 / count), place = kIsSigned ? count : count - 1;  // of the first number
-    thresholds[level] = static_cast<float>((before + first) / 2);
+    thresholds[level] = (before + first) / 2 + kLeastSize;
     before = unit * (1 - 0.45 / count);
     const double step = unit * 0.9 / count;
     map.by[level] = static_cast<float>(kIsSigned ? step / 2 : step);
     map.from[level] = static_cast<float>(first - count * step);
     if (kIsSigned && level == 0) map.by[0] = static_cast<float>(first / 2), map.from[0] = 0;
     map.slope[level + 1] = static_cast<float>(1 / step);
-    map.start[level + 1] = static_cast<float>(place - count / 9);
+    map.start[level + 1] = static_cast<float>(place - count / 9 - kLeastSize / step);
     map.last[level + 1] = static_cast<float>(place + count - 0.5);
   }
-  thresholds[7] = static_cast<float>((before + 1) / 2);
+  thresholds[7] = (before + 1) / 2 + kLeastSize;
   for (int k = 0; k < 8; ++k) {
     map.by[8 + k] = map.by[k], map.from[8 + k] = map.from[k];
     map.slope[8 + k] = map.slope[k], map.start[8 + k] = map.start[k], map.last[8 + k] = map.last[k];
@@ -102,8 +135,7 @@ constexpr MapTables make_map() {
   for (int k = 15; k >= 0; --k, least /= 4) {
     int level = 0;
     while (level < 7 && thresholds[level] <= least) ++level;
-    map.next[k] = thresholds[level];
-    map.level[k] = level;
+    map.border[k] = marked(thresholds[level], level);
   }
   return map;
 }
@@ -117,15 +149,13 @@ struct ByteMoment {
   static constexpr int64_t kBlock = 128;
   uint8_t* codes;
   float* scales;
-  float inverse = 0;                  // of the scale of the block that is to be quantised
-  uint8_t* to = nothing;              // where its codes go
-  float* fresh = buffers[0];          // the new numbers of this block
-  const float* waiting = buffers[1];  // and of that one
-  typename Wide::Int largest;         // bits of magnitudes, which have their order, with what is not finite above all
-  int32_t largest_in_tail;
-  alignas(64) float by[16], from[16];  // of the numbers times the block's scale
   alignas(64) float buffers[2][kBlock] = {};
   uint8_t nothing[kBlock];
+  float* fresh = buffers[0];  // where the new numbers of the open block go
+  // The closed block that is to be quantised: its numbers, where its codes go, and the inverse of its scale.
+  const float* waiting = buffers[1];
+  uint8_t* to = nothing;
+  float inverse = 0;
 
   ByteMoment(void* codes, float* scales) : codes(static_cast<uint8_t*>(codes)), scales(scales) {}
   ByteMoment(const ByteMoment&) = delete;
@@ -135,46 +165,45 @@ struct ByteMoment {
     __builtin_prefetch(scales + (i + kPrefetchAhead) / kBlock);
   }
 
-  OFFLOAD_INLINE void open(int64_t i) {
-    const auto scale = Wide::set(scales[i / kBlock]);
-    for (int64_t k = 0; k < 16; k += Wide::kWidth) {
-      Wide::store(by + k, Wide::mul(Wide::load(kMap<kIsSigned>.by + k), scale));
-      Wide::store(from + k, Wide::mul(Wide::load(kMap<kIsSigned>.from + k), scale));
+  template <class Lane>
+  struct Block {
+    const uint8_t* codes;
+    float* fresh;
+    typename Lane::Table by, from;  // of the numbers times the block's scale
+    typename Lane::Int largest;     // bits of magnitudes, which have their order, with what is not finite above all
+
+    OFFLOAD_INLINE typename Lane::Vec load(int64_t k) const {
+      const auto code = Lane::to_float(Lane::load_code(codes + k));
+      const auto rank = kIsSigned ? Lane::fma(code, Lane::set(2), Lane::set(-254)) : Lane::add(code, Lane::set(1));
+      const auto exponent = Lane::template shift_right<23>(Lane::bits(rank));
+      const auto begin = Lane::pick(from, exponent);
+      return Lane::fma(Lane::pick(by, exponent), rank, kIsSigned ? Lane::flip_by_sign(begin, rank) : begin);
     }
-    largest = Wide::set_int(0);
-    largest_in_tail = 0;
-  }
+    OFFLOAD_INLINE void store(int64_t k, typename Lane::Vec x) {
+      Lane::store(fresh + k, x);
+      largest = Lane::max_int(largest, Lane::bits(Lane::magnitude(x)));
+    }
+  };
 
   template <class Lane>
-  typename Lane::Vec load(int64_t i) const {
-    const auto code = Lane::to_float(Lane::load_code(codes + i));
-    const auto rank = kIsSigned ? Lane::fma(code, Lane::set(2), Lane::set(-254)) : Lane::add(code, Lane::set(1));
-    const auto exponent = Lane::template shift_right<23>(Lane::bits(rank));
-    const auto begin = Lane::pick(from, exponent);
-    return Lane::fma(Lane::pick(by, exponent), rank, kIsSigned ? Lane::flip_by_sign(begin, rank) : begin);
-  }
-
-  void store(Wide, int64_t i, typename Wide::Vec x) {
-    Wide::store(fresh + i % kBlock, x);
-    largest = Wide::max_int(largest, Wide::bits(Wide::magnitude(x)));
-  }
-  template <class Lane>
-  void store(Lane, int64_t i, typename Lane::Vec x) {
-    fresh[i % kBlock] = x;
-    largest_in_tail = Lane::max_int(largest_in_tail, Lane::bits(Lane::magnitude(x)));
+  OFFLOAD_INLINE Block<Lane> open(int64_t i) const {
+    const float scale = scales[i / kBlock];
+    return {codes + i, fresh, Lane::scaled(kMap<kIsSigned>.by, scale), Lane::scaled(kMap<kIsSigned>.from, scale),
+            Lane::set_int(0)};
   }
 
   // The scale is the largest magnitude. Where that is no normal number, all are 0; where one is not finite, all are NaN.
-  OFFLOAD_INLINE void close(int64_t i) {
-    const int32_t most = Narrow::max_int(Wide::largest(largest), largest_in_tail);
-    const float scale = float_of(static_cast<uint32_t>(most));
+  template <class Lane>
+  OFFLOAD_INLINE void close(const Block<Lane>& block, int64_t i) {
+    const int32_t most = Lane::largest(block.largest);
+    float scale = float_of(static_cast<uint32_t>(most));
     inverse = 1.0f / scale;
-    scales[i / kBlock] = scale;
     if (most < 0x00800000 || most >= 0x7F800000) {
-      scales[i / kBlock] = most < 0x00800000 ? 0.0f : float_of(0x7FC00000);
+      scale = most < 0x00800000 ? 0.0f : float_of(0x7FC00000);
       inverse = 0;
       for (int64_t k = 0; k < kBlock; ++k) fresh[k] = 0;  // 0 times what is not finite is no number
     }
+    scales[i / kBlock] = scale;
     to = codes + i;
     waiting = fresh;
     fresh = fresh == buffers[0] ? buffers[1] : buffers[0];
@@ -182,16 +211,22 @@ struct ByteMoment {
 
   // Stores the codes of the numbers nearest to those that wait; of two equally near that of the one farther from 0.
   template <class Lane>
-  OFFLOAD_INLINE void quantise(int64_t k) {
+  OFFLOAD_INLINE void quantise(int64_t k) const {
+    typename Lane::Int places[Lane::kPacked];
+    for (int j = 0; j < Lane::kPacked; ++j) places[j] = place<Lane>(Lane::load(waiting + k + j * Lane::kWidth));
+    if constexpr (kIsSigned) Lane::store_signed_codes(to + k, places);
+    else Lane::store_codes(to + k, places);
+  }
+
+  template <class Lane>
+  OFFLOAD_INLINE typename Lane::Int place(typename Lane::Vec x) const {
     const auto& map = kMap<kIsSigned>;
-    const auto x = Lane::mul(Lane::load(waiting + k), Lane::set(inverse));
-    const auto size = Lane::magnitude_at_least(x, Lane::set(1e-7f));  // below, all is 0
-    const auto octaves = Lane::template shift_right<24>(Lane::bits(size));
-    const auto level = Lane::increment_if_at_least(Lane::pick16(map.level, octaves), size, Lane::pick16(map.next, octaves));
+    const auto size = Lane::fma(kIsSigned ? Lane::magnitude(x) : x, Lane::set(inverse), Lane::set(kLeastSize));
+    const auto border = Lane::pick16(map.border, Lane::template shift_right<24>(Lane::bits(size)));
+    const auto level = Lane::increment_if_at_least(Lane::bits(border), size, border);
     const auto place = Lane::at_most(Lane::fma(Lane::pick(map.slope, level), size, Lane::pick(map.start, level)),
                                      Lane::pick(map.last, level));
-    if constexpr (kIsSigned) Lane::store_signed_code(to + k, Lane::truncate(Lane::with_other_sign(place, x)));
-    else Lane::store_code(to + k, Lane::truncate(place));
+    return Lane::truncate(kIsSigned ? Lane::with_other_sign(place, x) : place);
   }
 };
 
@@ -206,26 +241,32 @@ struct Int8Moments {
     first.prefetch(i);
     if constexpr (kNum > 1) second.prefetch(i);
   }
-  void open(int64_t i) {
-    first.open(i);
-    if constexpr (kNum > 1) second.open(i);
-  }
-  void close(int64_t i) {
-    first.close(i);
-    if constexpr (kNum > 1) second.close(i);
+
+  template <class Lane>
+  struct Block {
+    ByteMoment<true>::Block<Lane> first;
+    ByteMoment<false>::Block<Lane> second;
+    OFFLOAD_INLINE typename Lane::Vec load(int which, int64_t k) const { return which ? second.load(k) : first.load(k); }
+    OFFLOAD_INLINE void store(int which, int64_t k, typename Lane::Vec x) {
+      if (which) second.store(k, x);
+      else first.store(k, x);
+    }
+  };
+  template <class Lane>
+  OFFLOAD_INLINE Block<Lane> open(int64_t i) const {
+    Block<Lane> block;
+    block.first = first.template open<Lane>(i);
+    if constexpr (kNum > 1) block.second = second.template open<Lane>(i);
+    return block;
   }
   template <class Lane>
-  void settle(int64_t k) {
+  OFFLOAD_INLINE void close(const Block<Lane>& block, int64_t i) {
+    first.close(block.first, i);
+    if constexpr (kNum > 1) second.close(block.second, i);
+  }
+  template <class Lane>
+  OFFLOAD_INLINE void settle(int64_t k) const {
     first.template quantise<Lane>(k);
     if constexpr (kNum > 1) second.template quantise<Lane>(k);
-  }
-  template <class Lane>
-  typename Lane::Vec load(int which, int64_t i) const {
-    return which ? second.template load<Lane>(i) : first.template load<Lane>(i);
-  }
-  template <class Lane>
-  void store(int which, int64_t i, typename Lane::Vec x) {
-    if (which) second.store(Lane{}, i, x);
-    else first.store(Lane{}, i, x);
   }
 };

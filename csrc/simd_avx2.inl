@@ -65,7 +65,6 @@ struct Wide {
   }
 
   static Vec magnitude(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-  static Vec magnitude_at_least(Vec a, Vec b) { return _mm256_max_ps(magnitude(a), b); }
   static Vec at_most(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 
   static Int set_int(int32_t x) { return _mm256_set1_epi32(x); }
@@ -74,14 +73,17 @@ struct Wide {
   static Int load_code(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static void store_code(uint8_t* p, Int x) {
-    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  static constexpr int kPacked = 4;
+  static void store_codes(uint8_t* p, const Int* x) {
+    const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(bytes));
   }
-  static void store_signed_code(uint8_t* p, Int x) {
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    const __m128i code = _mm_xor_si128(_mm_packs_epi16(words, words), _mm_set1_epi8(127));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), code);
+  static void store_signed_codes(uint8_t* p, const Int* x) {
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(_mm256_xor_si256(bytes, _mm256_set1_epi8(127))));
+  }
+  static __m256i in_order(__m256i packed) {  // packing takes by turns four of each vector
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   }
   static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
@@ -102,13 +104,13 @@ struct Wide {
     return _mm256_sub_epi32(a, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GE_OQ)));
   }
   static Vec pick(const float* table, Int index) { return _mm256_permutevar8x32_ps(_mm256_load_ps(table), index); }
+  using Table = Vec;
+  static Table scaled(const float* table, float scale) { return mul(_mm256_load_ps(table), set(scale)); }
+  static Vec pick(Table table, Int index) { return _mm256_permutevar8x32_ps(table, index); }
 
   static Vec pick16(const float* table, Int index) {
     const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // bit 3 at the sign
     return _mm256_blendv_ps(pick(table, index), pick(table + 8, index), upper);
-  }
-  static Int pick16(const int32_t* table, Int index) {
-    return bits(pick16(reinterpret_cast<const float*>(table), index));
   }
 
   using Long = __m256i;

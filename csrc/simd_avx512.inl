@@ -61,7 +61,6 @@ struct Wide {
   }
 
   static Vec magnitude(Vec x) { return _mm512_abs_ps(x); }
-  static Vec magnitude_at_least(Vec a, Vec b) { return _mm512_range_ps(a, b, 0x0B); }  // the larger magnitude, sign 0
   static Vec at_most(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 
   static Int set_int(int32_t x) { return _mm512_set1_epi32(x); }
@@ -70,12 +69,17 @@ struct Wide {
   static Int load_code(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static void store_code(uint8_t* p, Int x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  static constexpr int kPacked = 4;
+  static void store_codes(uint8_t* p, const Int* x) {
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    _mm512_storeu_si512(p, in_order(bytes));
   }
-  static void store_signed_code(uint8_t* p, Int x) {  // 127 - x is x ^ 127 in a byte, after saturation to -128 ... 127
-    const __m128i code = _mm_xor_si128(_mm512_cvtsepi32_epi8(x), _mm_set1_epi8(127));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), code);
+  static void store_signed_codes(uint8_t* p, const Int* x) {  // 127 - x is x ^ 127 in a byte, after saturation to -128 ... 127
+    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    _mm512_storeu_si512(p, in_order(_mm512_xor_si512(bytes, _mm512_set1_epi8(127))));
+  }
+  static __m512i in_order(__m512i packed) {  // packing takes by turns four of each vector
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
   }
   static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
@@ -96,11 +100,11 @@ struct Wide {
     return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), a, _mm512_set1_epi32(1));
   }
   static Vec pick(const float* table, Int index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
+  using Table = Vec;
+  static Table scaled(const float* table, float scale) { return mul(_mm512_load_ps(table), set(scale)); }
+  static Vec pick(Table table, Int index) { return _mm512_permutexvar_ps(index, table); }
 
   static Vec pick16(const float* table, Int index) { return pick(table, index); }
-  static Int pick16(const int32_t* table, Int index) {
-    return _mm512_permutexvar_epi32(index, _mm512_load_si512(table));
-  }
 
   using Long = __m512i;
   static constexpr int64_t kLongs = 8;

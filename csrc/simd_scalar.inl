@@ -61,15 +61,17 @@ struct Narrow {
   static int64_t count_nonfinite(Vec x) { return (bits_of(x) & 0x7F800000) == 0x7F800000; }
 
   static Vec magnitude(Vec x) { return float_of(bits_of(x) & 0x7FFFFFFF); }
-  static Vec magnitude_at_least(Vec a, Vec b) { return magnitude(a) > b ? magnitude(a) : b; }  // of numbers, b above 0
   static Vec at_most(Vec a, Vec b) { return a < b ? a : b; }
 
   static Int set_int(int32_t x) { return x; }
   static Int load_int(const uint32_t* p) { return static_cast<int32_t>(*p); }
   static void store_int(uint32_t* p, Int x) { *p = static_cast<uint32_t>(x); }
   static Int load_code(const uint8_t* p) { return *p; }
-  static void store_code(uint8_t* p, Int x) { *p = static_cast<uint8_t>(x); }  // 0 to 255
-  static void store_signed_code(uint8_t* p, Int x) { *p = static_cast<uint8_t>(x > 127 ? 0 : 127 - x); }  // from -128 on
+  static constexpr int kPacked = 1;  // vectors whose codes are stored at once
+  static void store_codes(uint8_t* p, const Int* x) { *p = static_cast<uint8_t>(*x); }  // of 0 to 255
+  static void store_signed_codes(uint8_t* p, const Int* x) {  // 127 - x, of -128 to 128
+    *p = static_cast<uint8_t>(*x > 127 ? 0 : 127 - *x);
+  }
   static Int add_int(Int a, Int b) { return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }
   static Int max_int(Int a, Int b) { return a > b ? a : b; }
   static Int low_half(Int a) { return a & 0xFFFF; }
@@ -83,8 +85,13 @@ struct Narrow {
   static Vec with_other_sign(Vec x, Vec of) { return bits(of) < 0 ? x : -x; }  // of an x that is not negative
   static Int increment_if_at_least(Int a, Vec x, Vec y) { return a + (x >= y); }
   static Vec pick(const float* table, Int index) { return table[index & 7]; }  // of 8 entries that are there twice
+  struct Table {
+    const float* entries;
+    float scale;
+  };
+  static Table scaled(const float* table, float scale) { return {table, scale}; }  // times a scale
+  static Vec pick(Table table, Int index) { return pick(table.entries, index) * table.scale; }
   static Vec pick16(const float* table, Int index) { return table[index & 15]; }
-  static Int pick16(const int32_t* table, Int index) { return table[index & 15]; }
 
   // 64-bit lanes. multiply is that of the lower halves; store_zipped writes the lower halves of a and b by turns.
   using Long = uint64_t;

@@ -40,15 +40,33 @@ inline typename Lane::Vec load_grad(const uint16_t* g) { return Lane::load_bf16(
 
 #include "moments.inl"
 
-// Updates the Lane::kWidth elements from i on; returns how many of the new weights are not finite.
+// Updates a block of neighbours from i on, or, where Lane is Narrow, the first `count` of one; returns how many of the
+// new weights are not finite.
 template <class Lane, template <class> class Rule, class Master, class Stored, class Grad>
-inline int64_t update(const Rule<Lane>& rule, const Master& master, Stored& stored, const Grad* g, int64_t i) {
-  typename Lane::Vec moments[Rule<Lane>::kNumMoments + 1];  // no array is empty
-  for (int which = 0; which < Rule<Lane>::kNumMoments; ++which) moments[which] = stored.template load<Lane>(which, i);
-  const auto weight = rule(master.template load<Lane>(i), moments, load_grad<Lane>(g + i));
-  for (int which = 0; which < Rule<Lane>::kNumMoments; ++which) stored.template store<Lane>(which, i, moments[which]);
-  master.template store<Lane>(i, weight);
-  return Lane::count_nonfinite(weight);
+OFFLOAD_INLINE inline int64_t update_block(const Rule<Lane>& rule, const Master& master, Stored& stored, const Grad* g,
+                                           int64_t i, int64_t count) {
+  constexpr int64_t kTurn = Lane::kPacked * Lane::kWidth;
+  auto block = stored.template open<Lane>(i);
+  auto nothing = Lane::set(0);  // 0 times a weight, or NaN
+  for (int64_t k = 0; k < count; k += kTurn) {
+    for (int64_t j = k; j < k + kTurn; j += Lane::kWidth) {
+      typename Lane::Vec moments[Rule<Lane>::kNumMoments + 1];  // no array is empty
+      for (int which = 0; which < Rule<Lane>::kNumMoments; ++which) moments[which] = block.load(which, j);
+      const auto weight = rule(master.template load<Lane>(i + j), moments, load_grad<Lane>(g + i + j));
+      for (int which = 0; which < Rule<Lane>::kNumMoments; ++which) block.store(which, j, moments[which]);
+      master.template store<Lane>(i + j, weight);
+      nothing = Lane::fma(weight, Lane::set(0), nothing);
+    }
+    if (count == Stored::kBlock) stored.template settle<Lane>(k);  // of the block before
+  }
+  stored.close(block, i);
+  int64_t num_nonfinite = 0;
+  if (Lane::count_nonfinite(nothing)) {
+    for (int64_t k = 0; k < count; k += Lane::kWidth) {
+      num_nonfinite += Lane::count_nonfinite(master.template load<Lane>(i + k));
+    }
+  }
+  return num_nonfinite;
 }
 
 template <template <class> class Rule, class Stored, class Scalars, class Master, class Grad>
@@ -61,22 +79,12 @@ int64_t update_range(const Scalars& scalars, const Master master, const Moments&
   int64_t i = begin;
   for (; i + kBlock <= end; i += kBlock) {
     master.template prefetch<kBlock>(i), stored.prefetch(i), prefetch_block<kBlock>(g + i);
-    stored.open(i);
-    for (int64_t k = 0; k < kBlock; k += Wide::kWidth) {
-      num_nonfinite += update<Wide>(wide, master, stored, g, i + k);
-      stored.template settle<Wide>(k);
-    }
-    stored.close(i);
+    num_nonfinite += update_block<Wide>(wide, master, stored, g, i, kBlock);
   }
-  for (int64_t k = 0; k < kBlock && i > begin; k += Wide::kWidth) stored.template settle<Wide>(k);
+  for (int64_t k = 0; k < kBlock && i > begin; k += Wide::kPacked * Wide::kWidth) stored.template settle<Wide>(k);
   if (i == end) return num_nonfinite;
-  const Rule<Narrow> narrow(scalars);
-  int64_t k = i;
-  stored.open(i);
-  for (; k + Wide::kWidth <= end; k += Wide::kWidth) num_nonfinite += update<Wide>(wide, master, stored, g, k);
-  for (; k < end; ++k) num_nonfinite += update<Narrow>(narrow, master, stored, g, k);
-  stored.close(i);
-  for (k = 0; k < end - i; ++k) stored.template settle<Narrow>(k);
+  num_nonfinite += update_block<Narrow>(Rule<Narrow>(scalars), master, stored, g, i, end - i);
+  for (int64_t k = 0; k < end - i; ++k) stored.template settle<Narrow>(k);
   return num_nonfinite;
 }
 

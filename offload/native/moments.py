@@ -12,6 +12,7 @@ from offload.native import philox
 BLOCK = 128
 """Weights whose moments have a scale together where they are stored in bytes."""
 _UNITS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_LEAST_SIZE = 2.0**-23  # added to magnitudes
 _LEAST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
 
 
@@ -29,10 +30,10 @@ def random_halves(num_elements: int, key: int, step: int, element: int, device: 
 
 
 @cache
-def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return by exponents (factor and summand of numbers, fp32 [2, 8]), by levels (slope, start and limit of places,
-    fp32 [3, 8]), and by upper exponent bits the threshold there, fp32 [16], and the level below, int32 [16]: make_map
-    in csrc/moments.inl.
+    fp32 [3, 8]), and by upper exponent bits the border there, fp32 [16], whose lowest bits are the level below:
+    make_map in csrc/moments.inl.
     """
     numbers, places = torch.zeros(2, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
     numbers[0, 7] = 1 / (256 if is_signed else 255)
@@ -42,21 +43,29 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
     for level, unit in enumerate(_UNITS):
         count = (1 if is_signed else 2) << level
         first, place = unit * (0.1 + 0.45 / count), count if is_signed else count - 1
-        thresholds.append((before + first) / 2)
+        thresholds.append((before + first) / 2 + _LEAST_SIZE)
         before = unit * (1 - 0.45 / count)
         step = unit * 0.9 / count
         numbers[:, level] = torch.tensor([step / 2 if is_signed else step, first - count * step], dtype=torch.float64)
         if is_signed and level == 0:
             numbers[:, 0] = torch.tensor([first / 2, 0], dtype=torch.float64)
         places[:, (level + 1) % 8] = torch.tensor(
-            [1 / step, place - count / 9, place + count - 0.5], dtype=torch.float64
+            [1 / step, place - count / 9 - _LEAST_SIZE / step, place + count - 0.5], dtype=torch.float64
         )
-    thresholds.append((before + 1) / 2)
-    edges = torch.tensor(thresholds, dtype=torch.float64).float()
-    least = 0.5 * 4.0 ** torch.arange(-15, 1)
+    thresholds.append((before + 1) / 2 + _LEAST_SIZE)
+    edges = torch.tensor(thresholds, dtype=torch.float64)
+    least = 0.5 * 4.0 ** torch.arange(-15, 1, dtype=torch.float64)
     below = (edges[:, None] <= least).sum(0).clamp(max=7)
-    tables = numbers.float(), places.float(), edges[below], below.int()
+    tables = numbers.float(), places.float(), _marked(edges[below], below)
     return tuple(table.to(device) for table in tables)  # type: ignore[return-value]
+
+
+def _marked(x: Tensor, number: Tensor) -> Tensor:
+    """Return the largest fp32 of at most x (float64, above 0) whose lowest three bits are those of a number."""
+    bits = x.float().view(torch.int32).long() + 1
+    bits -= (bits.int().view(torch.float32).double() > x).long()
+    bits -= (bits.int().view(torch.float32).double() > x).long()
+    return (bits - (bits - number) % 8).int().view(torch.float32)
 
 
 def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
@@ -73,18 +82,19 @@ def decode(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 def encode(x: Tensor, codes: Tensor, scales: Tensor, is_signed: bool) -> None:
     """Write the codes (uint8 [n]) of fp32 [n], and the scales of their blocks."""
-    _, (slope, start, limit), threshold, below = _tables(is_signed, x.device)
+    _, (slope, start, limit), borders = _tables(is_signed, x.device)
     padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = (padded.view(torch.int32) & 0x7FFFFFFF).amax(1)
     is_wrong, is_zero = largest >= _INFINITY, largest < _LEAST_NORMAL
     most = largest.view(torch.float32)
     scales.copy_(most.masked_fill(is_zero, 0).masked_fill_(is_wrong, torch.nan))
     inverse = torch.ones_like(most).div_(most).masked_fill_(is_zero | is_wrong, 0)
-    ratio = (padded * inverse[:, None]).masked_fill_(is_wrong[:, None], 0)
-    size = ratio.abs().clamp_(min=1e-7)
-    octaves = (size.view(torch.int32) >> 24) & 15
-    level = (below[octaves] + (size >= threshold[octaves])) & 7
+    numbers = padded.masked_fill((is_wrong | is_zero)[:, None], 0)
+    magnitudes = numbers.abs() if is_signed else numbers
+    size = torch.full_like(numbers, _LEAST_SIZE).addcmul_(magnitudes, inverse[:, None].expand_as(numbers).contiguous())
+    border = borders[(size.view(torch.int32) >> 24) & 15]
+    level = (border.view(torch.int32) + (size >= border)) & 7
     place = torch.minimum(torch.addcmul(start[level], slope[level], size), limit[level]).int()
     if is_signed:
-        place = torch.where(ratio.view(torch.int32) < 0, -place, place).add_(127).clamp_(min=0)
+        place = torch.where(numbers.view(torch.int32) < 0, -place, place).add_(127).clamp_(min=0)
     codes.copy_(place.view(-1)[: x.numel()])

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in torch: what `csrc/philox.inl` draws, on any device (Salmon et al., "Parallel random numbers: as easy
+"""Philox4x32-7 in torch: what `csrc/philox.inl` draws, on any device (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011). What is drawn from which counter: docs/design.md, "Randomness".
 """
 
@@ -10,6 +10,7 @@ from torch import Tensor
 _MASK = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 7
 _DRAWN = 64  # elements whose words come from 16 neighbouring counters
 
 
@@ -17,7 +18,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     """Return four words for each counter of four; all are int64 [n] of which 32 bits count, `key` has 64."""
     first, second, third, fourth = counter
     key0, key1 = key & _MASK, key >> 32
-    for _ in range(10):
+    for _ in range(_ROUNDS):
         # A product of 64 bits wraps around in int64, and loses no bit.
         left, right = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
         first, third = (right >> 32) ^ second ^ key0, (left >> 32) ^ fourth ^ key1

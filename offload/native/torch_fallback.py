@@ -43,6 +43,8 @@ def update(
     """
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
     key, step, element = drawn
+    if states != "fp32":
+        rule = _OF_ROUNDED.get(rule, rule)
     for part in _parts(master, _BYTES_AN_ELEMENT[states]):
         weight = master[part] if lo is None else join(master[part], lo[part])
         blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
@@ -82,15 +84,45 @@ def adamw(
 ) -> None:
     """Do one AdamW step. See `offload.native.kernels.adamw`."""
     m, v = moments
+    _update_moments(m, v, grad, grad_scale, lerp_weight, beta2, one_minus_beta2)
     # CUDA divides by a Python number through its reciprocal; by a tensor it divides.
     correction = _scalar(sqrt_correction2, weight)
-    scaled = grad.float() * grad_scale
-    m.lerp_(scaled, lerp_weight)
-    v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
-    del scaled
     denom = _sqrt(v).div_(correction).add_(eps)
     change = (m * neg_step_size).div_(denom)  # addcdiv_, whose order differs between CPU and CUDA
     weight.mul_(decay).add_(change)
+
+
+def short_adamw(
+    weight: Tensor,
+    moments: Sequence[Tensor],
+    grad: Tensor,
+    grad_scale: float,
+    decay: float,
+    lerp_weight: float,
+    beta2: float,
+    one_minus_beta2: float,
+    sqrt_correction2: float,
+    eps: float,
+    neg_step_size: float,
+) -> None:
+    """Do the same for moments that will be rounded, as `AdamwShortStep` in csrc/adamw_kernel.inl does."""
+    m, v = moments
+    _update_moments(m, v, grad, grad_scale, lerp_weight, beta2, one_minus_beta2)
+    correction = _scalar(sqrt_correction2, weight)
+    denom = _sqrt(v).add_(_scalar(eps, weight) * correction)
+    change = (m * (_scalar(neg_step_size, weight) * correction)).div_(denom)
+    weight.copy_(change.addcmul_(weight, _scalar(decay, weight)))  # without value: one fma
+
+
+_OF_ROUNDED = {adamw: short_adamw}
+
+
+def _update_moments(
+    m: Tensor, v: Tensor, grad: Tensor, grad_scale: float, lerp_weight: float, beta2: float, one_minus_beta2: float
+) -> None:
+    scaled = grad.float() * grad_scale
+    m.lerp_(scaled, lerp_weight)
+    v.mul_(beta2).addcmul_(scaled, scaled, value=one_minus_beta2)
 
 
 def correct_adamw(
