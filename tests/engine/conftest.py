@@ -1,5 +1,7 @@
 """Tiny matrices gain nothing from a second thread."""
 
+import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +28,15 @@ def nothing_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether an accelerator's updates hide is measured with matrices larger than all that these models hold."""
     monkeypatch.setattr("offload.engine.steps.forward_seconds", lambda *_: 1.0)
+
+
+@pytest.fixture
+def nothing_collected() -> Iterator[None]:
+    """Python drops the Ctrl-C that comes in a callback of its collector, of which hypothesis has one. One that comes
+    in an import leaves half a module, and torch imports dynamo at first use.
+    """
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -499,6 +499,7 @@ def steps(engine: Engine) -> None:
 
 
 @cpu_only("torch lets a Ctrl-C in once the backward is over, which autograd runs in another thread there")
+@pytest.mark.usefixtures("nothing_collected")
 @pytest.mark.parametrize("delay_s", [0.1, 0.6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:

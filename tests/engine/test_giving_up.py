@@ -166,6 +166,7 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
     assert_no_threads(engine)
 
 
+@pytest.mark.usefixtures("nothing_collected")
 @pytest.mark.parametrize("delay_s", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
 def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> None:
