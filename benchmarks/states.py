@@ -1,8 +1,10 @@
-"""The built-in run with moments in fp32, bf16 and int8: the loss of evaluation that each ends with.
+"""The built-in run with moments in fp32, bf16 and int8, and with fp32 and another rounding: the loss of evaluation that
+each ends with.
 
-python benchmarks/states.py --seeds 0 1 2 > benchmarks/results/states.json     # two minutes a run, nine of them
+python benchmarks/states.py --seeds 0 1 2 > benchmarks/results/states.json     # two minutes a run, twelve of them
 
-A difference is that to the run with fp32 moments of the same seed, whose weights and batches begin alike.
+A difference is that to the run with fp32 moments of the same seed, whose weights and batches begin alike. How far apart
+runs end that nothing but rounding tells apart, the last shows: its eps is larger by a millionth.
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from offload.benches.report import Result, document
 
-STATES = ("fp32", "bf16", "int8")
+ARMS = {
+    "fp32": [],
+    "bf16": ["--optimizer.states", "bf16"],
+    "int8": ["--optimizer.states", "int8"],
+    "fp32, eps larger by a millionth": ["--optimizer.eps", "1.000001e-8"],
+}
 
 
 def main() -> None:
@@ -26,28 +34,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of each run (default %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    results, apart = [], {states: [] for states in STATES[1:]}
+    results, apart = [], {arm: [] for arm in ARMS if arm != "fp32"}
     for seed in arguments.seeds:
-        losses = {states: final_loss(states, seed, arguments.steps) for states in STATES}
-        for states, loss in losses.items():
+        losses = {arm: final_loss(words, seed, arguments.steps) for arm, words in ARMS.items()}
+        for arm, loss in losses.items():
             details = {"seed": seed, "steps": arguments.steps}
-            if states != "fp32":
-                apart[states].append(loss - losses["fp32"])
-                details["difference"] = round(apart[states][-1], 5)
-            results.append(Result(f"final eval loss, {states}", round(loss, 5), "nats", details=details))
+            if arm != "fp32":
+                apart[arm].append(loss - losses["fp32"])
+                details["difference"] = round(apart[arm][-1], 5)
+            results.append(Result(f"final eval loss, {arm}", round(loss, 5), "nats", details=details))
             print(results[-1], file=sys.stderr, flush=True)
-    for states, differences in apart.items():
+    for arm, differences in apart.items():
         largest = max(differences, key=abs)
-        results.append(Result(f"{states} - fp32, largest", round(largest, 5), "nats"))
-        results.append(Result(f"{states} - fp32, mean", round(statistics.mean(differences), 5), "nats"))
+        results.append(Result(f"{arm} - fp32, largest", round(largest, 5), "nats"))
+        results.append(Result(f"{arm} - fp32, mean", round(statistics.mean(differences), 5), "nats"))
     print(document(results))
 
 
-def final_loss(states: str, seed: int, steps: int) -> float:
+def final_loss(words: Sequence[str], seed: int, steps: int) -> float:
     """Return the last loss of evaluation of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--optimizer.states", states, "--run.seed", str(seed), "--train.steps", str(steps)]
-        command = [sys.executable, "-m", "offload.train", *words, "--run.dir", folder]
+        command = [sys.executable, "-m", "offload.train", *words, "--run.seed", str(seed), "--train.steps", str(steps)]
+        command += ["--run.dir", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
         return [line["eval_loss"] for line in lines if line.get("eval_loss") is not None][-1]
