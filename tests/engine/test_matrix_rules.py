@@ -13,7 +13,7 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.optim.rule import UpdateRule
 from offload.planning import disk
 from tests.engine import matrix_jobs
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import assert_same, step_by_step, train_both, weights
 from tests.engine.device import LEDGER, own_device, twin
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.inside import stored_factors, stored_plane
@@ -79,19 +79,9 @@ def test_each_step_of_muon_is_torchs_beside_torchs_adamw(max_grad_norm: float | 
     matrices = [p for name, p in plain.named_parameters() if "layers" in name and p.dim() == 2]
     rest = [p for p in plain.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)
-    for seed in range(3):
-        before = weights(engine)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p.copy_(before[name])
-        plain(**tokens(seed)).loss.backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
-        engine.step(tokens(seed))
-        after = weights(engine)
+    for _, after in step_by_step(plain, engine, batches(3), max_grad_norm):
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
         exact = max_grad_norm is None and own_device().type in ("cpu", "sim")
         for p in matrices:  # the norm is summed in another order by torch, and may be another number
             apart = (after[names[id(p)]] - p.detach().cpu()).abs().max().item()
@@ -104,19 +94,12 @@ def test_each_step_of_adafactor_is_torchs() -> None:
     model = build(llama)
     plain, engine = twin(model), Engine(model, Adafactor(lr=0.03, decay_1d=True), max_grad_norm=None)
     optimizer = torch.optim.Adafactor(plain.parameters(), lr=0.03)
-    for seed in range(4):
-        before = weights(engine)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p.copy_(before[name])
-        plain(**tokens(seed)).loss.backward()
-        engine.step(tokens(seed))
+    for before, after in step_by_step(plain, engine, batches(4)):
         optimizer.step()
-        optimizer.zero_grad()
         for name, p in plain.named_parameters():
             wanted = p.detach().cpu()
             size = (wanted - before[name]).abs().max().item()
-            torch.testing.assert_close(weights(engine)[name], wanted, rtol=3e-7, atol=1e-5 * size)
+            torch.testing.assert_close(after[name], wanted, rtol=3e-7, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])

@@ -17,7 +17,7 @@ from offload.native import kernels
 from offload.optim import states
 from offload.optim.rule import Trained, UpdateRule, master
 from offload.planning import disk
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import assert_same, step_by_step, train_both, weights
 from tests.engine.device import twin
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
@@ -218,16 +218,7 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
     model = build(llama)
     plain, engine = twin(model), Engine(model, LION, max_grad_norm=max_grad_norm)
     moments = {name: torch.zeros_like(p, device="cpu") for name, p in plain.named_parameters()}
-    for seed in range(3):
-        before = weights(engine)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p.copy_(before[name])
-        plain(**tokens(seed)).loss.backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
-        engine.step(tokens(seed))
-        after = weights(engine)
+    for before, after in step_by_step(plain, engine, batches(3), max_grad_norm):
         for name, p in plain.named_parameters():
             choice = LION.choose(Trained(name, tuple(p.shape)))
             lr_scale, decay = choice.lr_scale, choice.weight_decay
@@ -240,7 +231,6 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
             wanted = before[name] * (1 - lr * decay) - lr * mix.sign()
             torch.testing.assert_close(after[name][sure], wanted[sure], rtol=3e-7, atol=1e-9)
             m.mul_(beta2).add_(gradient, alpha=1 - beta2)
-            p.grad = None
 
 
 @pytest.mark.parametrize("stage", [0, 3])
