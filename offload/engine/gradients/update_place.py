@@ -38,6 +38,17 @@ class TileUpdate:
     name: str
     num_bytes: int
 
+    def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Do the work on these planes. Return how many weights are no longer finite where an accelerator alone knows
+        it; else refuse them here.
+        """
+        num_wrong = self.work(planes, planes["gradients"])
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            return num_wrong
+        if num_wrong:
+            self.refuse(int(num_wrong))
+        return None
+
 
 class InPlace:
     """Updates states where they are, on one lane: that of updates on the host, or compute itself on the device."""
@@ -68,11 +79,9 @@ class InPlace:
 
     def _run(self, tile: TileUpdate) -> None:
         with self._within():
-            num_wrong = tile.work(tile.planes, tile.planes["gradients"])
-        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
-            self._counts.append((tile, num_wrong))
-        elif num_wrong:
-            tile.refuse(int(num_wrong))
+            count = tile.run(tile.planes)
+        if count is not None:
+            self._counts.append((tile, count))
 
     def check(self) -> None:
         """All of a step is submitted: ask an accelerator once for what it has counted."""
@@ -160,11 +169,9 @@ class OnDevice:
 
     @staticmethod
     def _run(tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: _Counts) -> None:
-        num_wrong = tile.work(here, here["gradients"])
-        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
-            counts.add(tile, num_wrong)
-        elif num_wrong:
-            tile.refuse(int(num_wrong))
+        count = tile.run(here)
+        if count is not None:
+            counts.add(tile, count)
 
     def check(self) -> None:
         """All of a step is submitted: let a lane look at what an accelerator counts in it. Nobody waits for that."""
