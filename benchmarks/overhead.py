@@ -32,6 +32,7 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.call import Call
 from offload.engine.units.router import Router
 from offload.engine.units.unit import Unit
+from offload.planning.memory import SLOT
 from tests import accelerator
 
 SHALLOW, DEEP = 8, 24
@@ -61,7 +62,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
-    """Yield a step of an engine whose units stream, with all that it leaves to its lanes."""
+    """Yield a step of an engine whose units stream, with all that it leaves to its lanes. It has taken the memory that
+    is left over, which it does once a step has needed no more than those before.
+    """
     settings, placement = CASES[case]
     engine = Engine(
         model_of(num_layers),
@@ -71,8 +74,19 @@ def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
         prefetch=2,
         **settings,
     )
+
+    def step() -> None:
+        engine.step(batch())
+        engine._state.lanes.finish()
+
     try:
-        yield lambda: (engine.step(batch()), engine._state.lanes.finish())
+        for _ in range(20):
+            step()
+            if engine._state.slots.capacity_bytes == engine._state.plan.range(SLOT)[1]:
+                break
+        else:
+            raise RuntimeError("twenty steps have not shown what memory is left over")
+        yield step
     finally:
         engine.close()
 
