@@ -12,7 +12,7 @@ import torch
 
 from tests.accelerator.driver import CostFields, Driver
 
-_SIDES = {"all": 0, "compute": 1, "copies": 2}
+_SIDES = {"all": 0, "compute": 1, "copies": 2, "copies to the host": 3}
 _ENGINES = {"compute": 1, "to_device": 2, "to_host": 3, "peer": 4}
 
 
@@ -108,7 +108,9 @@ class Control:
         for index in range(self.num_devices):
             self._driver.reset_counters(index)
 
-    def set_jitter(self, most_us: int, seed: int = 0, slow: Literal["all", "compute", "copies"] = "all") -> None:
+    def set_jitter(
+        self, most_us: int, seed: int = 0, slow: Literal["all", "compute", "copies", "copies to the host"] = "all"
+    ) -> None:
         """Wait at random before each kernel or copy, at most so long, by this seed; 0 for not at all."""
         self._driver.set_jitter(most_us, seed, _SIDES[slow])
 

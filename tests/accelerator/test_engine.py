@@ -365,7 +365,11 @@ WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # the case that shows it, an
     "a loss waits for compute": (numbers_are_read_before_they_are_down, "evaluation", "compute"),
     "staging waits for copies": (staging_is_used_again_at_once, "plain", "copies"),
     "events wait for who waits for them": (events_are_used_again_at_once, "plain", "copies"),
-    "states go up after what is there has gone down": (does_not_wait("update_up"), "updates on the device", "copies"),
+    "states go up after what is there has gone down": (
+        does_not_wait("update_up"),
+        "updates on the device",
+        "copies to the host",
+    ),
     "updates wait for their states": (does_not_wait("update_on_device"), "updates on the device", "copies"),
     "states go down after their update": (does_not_wait("update_down"), "updates on the device", "compute"),
     "the norm so far waits for its parts": (the_host_does_not_wait, "corrections on the device", "copies"),

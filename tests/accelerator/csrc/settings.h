@@ -27,7 +27,7 @@ struct CostModel {
 };
 
 // Which work the random delays hold up.
-enum class SlowSide : int { kAll = 0, kCompute = 1, kCopies = 2 };
+enum class SlowSide : int { kAll = 0, kCompute = 1, kCopies = 2, kToHost = 3 };
 
 // What an operation that makes the host wait does, as torch.cuda.set_sync_debug_mode has it.
 enum class SyncMode : int { kDefault = 0, kWarn = 1, kError = 2 };

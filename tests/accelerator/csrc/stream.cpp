@@ -159,7 +159,9 @@ void Stream::delay(Engine engine) {
     return;
   }
   const SlowSide side = set.slow_side;
-  if (side != SlowSide::kAll && (side == SlowSide::kCompute) != (engine == Engine::kCompute)) {
+  const bool computes = engine == Engine::kCompute;
+  if ((side == SlowSide::kCompute && !computes) || (side == SlowSide::kCopies && computes) ||
+      (side == SlowSide::kToHost && engine != Engine::kToHost)) {
     return;
   }
   if (random_seed_ != set.jitter_seed) {
