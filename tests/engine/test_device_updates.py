@@ -28,7 +28,7 @@ from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks
 from tests.matrix import matrix
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 PLACES: dict[str, dict[str, str]] = {
     "cpu": {},
     "weights stay": {"parameters": "device", "optimizer": "cpu"},
@@ -149,8 +149,9 @@ RANKS: list[dict[str, Any]] = [
 
 
 @TWO_KERNELS
-@pytest.mark.parametrize("num_steps", [4, pytest.param(NUM_STEPS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "num_steps"), [(3, 3), *(pytest.param(size, 20, marks=pytest.mark.slow) for size in (2, 3))]
+)
 def test_bits_are_the_same_over_ranks(size: int, num_steps: int, tmp_path: Path) -> None:
     common = {"rows": [1] * size, "num_steps": num_steps, "folder": str(tmp_path)}
     cases = ["plain", "frozen in bf16", "tied", "plain"]
@@ -169,10 +170,10 @@ def test_bits_are_the_same_over_ranks(size: int, num_steps: int, tmp_path: Path)
 
 
 def deep() -> nn.Module:
-    return llama(num_hidden_layers=12)
+    return llama(num_hidden_layers=6)
 
 
-ROOM = {"fp32": "1400KiB", "bf16": "1100KiB"}
+ROOM = {"fp32": "1000KiB", "bf16": "800KiB"}
 """For all weights at once, and some of the moments."""
 
 
@@ -230,7 +231,7 @@ def test_what_stays_does_not_move() -> None:
             train(engine, 3)
             moved[optimizer] = engine.counters.d2h_bytes
             if engine.device.type == "cpu":  # else the allocator counts what was measured of the machine as well
-                assert engine.counters.peak_device_bytes <= 1400 << 10
+                assert engine.counters.peak_device_bytes <= 1000 << 10
     assert moved["cpu"] - moved["auto"] == 8 * kept
 
 

@@ -154,10 +154,11 @@ def test_a_rule_has_the_planes_that_it_names(place: str, precision: str, tmp_pat
 def test_a_rule_without_a_correction_is_deferred() -> None:
     with pytest.raises(ConfigError, match=r"train\.clip is speculative.*Counting.*deferred or auto"):
         Engine(Stack(), optimizer=Counting(), clip="speculative")
-    engine = Engine(build(llama), optimizer=Counting(), clip="auto", throttle={"update": 1e3})
-    assert engine.resolve_clip(1) == "deferred"
-    assert engine.step(tokens()).corrected == 0
-    assert Engine(build(llama), throttle={"update": 1e3}).resolve_clip(1) == "speculative", "the throttle says so"
+    with Engine(build(llama), optimizer=Counting(), clip="auto", throttle={"update": 1e5}) as engine:
+        assert engine.resolve_clip(1) == "deferred"
+        assert engine.step(tokens()).corrected == 0
+    with Engine(build(llama), throttle={"update": 1e5}) as engine:
+        assert engine.resolve_clip(1) == "speculative", "the throttle says so"
 
 
 @pytest.mark.parametrize(
@@ -333,11 +334,11 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
 
 @pytest.mark.parametrize("rule", SMALL)
 def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
-    """One, two and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""
+    """One and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""
     found = []
-    for size in (1, 2, 3):
+    for size in (1, 3):
         runs = [
-            {"case": case, "rows": (1,) * size, "num_steps": 3, "optimizer": SMALL[rule], "max_grad_norm": None}
+            {"case": case, "rows": (1,) * size, "num_steps": 2, "optimizer": SMALL[rule], "max_grad_norm": None}
             | {"zero_stage": stage, "placement": placement, "folder": str(tmp_path)}
             for case in ("first row", "first row in bf16")
             for stage, placement in ((0, {}), (3, PLACES["nvme"]))
