@@ -21,8 +21,9 @@ from offload.distributed.outcome import as_one
 from offload.engine.assemble import assemble
 from offload.engine.checkpoints import Saving, check_contents, load_states
 from offload.engine.exporting import export_model
+from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import meet
-from offload.engine.loss.loss import Batch, LossFunction
+from offload.engine.loss.loss import LossFunction
 from offload.engine.own_loop import OwnLoop
 from offload.engine.recovery import Recovery
 from offload.engine.steps import StepResult, Steps
@@ -98,8 +99,9 @@ class Engine:
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
-        """Train on this rank's rows of a batch (tensors [batch, sequence]; labels unshifted, -100 ignored):
-        forward, backward, update.
+        """Train on this rank's rows of a batch (what the model's forward takes, by name; labels unshifted, -100
+        ignored): forward, backward, update. `loss_fn(outputs, batch)` gives the loss where the model has none, and may
+        use what the model does not take.
         """
         self._recovery.check_usable()
         if not torch.is_grad_enabled():

@@ -83,7 +83,7 @@ class OwnLoop:
                 return
             recovery.check_sound()
             rehearsal.forget_other_modes()
-            if meet(state.comm, "own loop", is_new=lambda: rehearsal.is_new_call(args, kwargs)).is_new:
+            if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
                 rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
             self._open_step()
 

@@ -13,8 +13,9 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
-from offload.engine.loss.batch_agreement import PassPlan, meet
-from offload.engine.loss.loss import IGNORED, Batch, LossFunction, LossRule
+from offload.engine.loss.batch import Batch, map_tensors
+from offload.engine.loss.batch_agreement import PassPlan, RankBatch, meet
+from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
 from offload.engine.loss.parts import Losses
 from offload.engine.recording.rehearsal import Rehearsal
 from offload.engine.recovery import Recovery
@@ -53,7 +54,9 @@ class StepResult:
     grad_norm: float
     """The norm of the gradients before clipping."""
     tokens: int | None
-    """The target tokens; None in own loops."""
+    """The targets: labels that are not ignored, of a causal model after the shift, or all numbers of a regression.
+    Without labels the rows of the batch; with a loss_fn and nothing but tensors [rows, ...] the elements of the first.
+    None in own loops."""
     skipped: bool
     """Whether the update was skipped for a gradient that is not finite."""
     corrected: int = 0
@@ -75,7 +78,7 @@ class Steps:
         self._state, self._recovery, self._counters = state, recovery, counters
         self._rule, self.lr, self._micro_rows = settings.optimizer, settings.optimizer.lr, settings.micro_batch_size
         self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
-        self.rehearsal = Rehearsal(state, counters)
+        self.rehearsal = Rehearsal(state, counters, cuts=settings.micro_batch_size is not None or state.comm.size > 1)
         self._modules = list(state.model.modules())
         self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
         self.spans: list[Span] = []
@@ -240,24 +243,31 @@ class Steps:
     @property
     def decided(self) -> dict[str, Any]:
         """What was decided once and for all, and changes bits; for JSON."""
-        clip, losses = self._state.updates.clip, self.rehearsal.decided
-        return {"clip": clip, "plain": self.losses.is_plain, "losses": losses}
+        clip, rehearsal = self._state.updates.clip, self.rehearsal
+        plain = self.losses.is_plain
+        return {"clip": clip, "plain": plain, "losses": rehearsal.decided, "forms": rehearsal.forms}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.clip = decided["clip"]
-        self.rehearsal.begin_again(decided.get("losses", {}))
+        self.rehearsal.begin_again(decided.get("losses", {}), decided.get("forms", {}))
         self.losses.is_plain = decided.get("plain", False)
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
-        is_new = partial(self.rehearsal.is_new, batch, loss_fn)
+
+        def is_new(told: RankBatch) -> bool:
+            form = self.rehearsal.known_form(batch, loss_fn)
+            if form is not None:
+                self.losses.check(form, [told])
+            return form is None
+
         return meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
 
     def _bring(self, batch: Batch) -> Batch:
-        normal = {key: value.clone() if value.is_inference() else value for key, value in batch.items()}
-        self.losses.know(normal.get("labels"))
-        return {key: self._state.device.bring_up(value) for key, value in normal.items()}
+        batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
+        self.losses.know(batch)
+        return map_tensors(self._state.device.bring_up, batch)
 
     def _sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of what each rank has of a loss, on the CPU."""
@@ -272,11 +282,15 @@ class Steps:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._recovery.ending():
             self._state.slots.settle()
-            rule, self.losses.head = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
-            if not self.losses.is_plain and (known.is_new or departed is not None):
+            found = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
+            self.losses.head, self.losses.form = found.head, found.form
+            is_recorded = known.is_new or departed is not None
+            if is_recorded and not self.losses.is_plain:
                 self.losses.is_plain = self._state.comm.any(not self.losses.splits, "whether batches can be cut")
             self.rehearsal.is_complete = True
-        return rule
+            if is_recorded:
+                self.losses.check(found.form, known.ranks)
+        return found.rule
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer

@@ -97,7 +97,14 @@ class Reference:
     def losses(
         self, batch: Batch, loss_fn: LossFunction | None, count: Callable[[Batch], int]
     ) -> Iterator[torch.Tensor]:
-        batch = {key: value.to(self.device) for key, value in batch.items()}
+        batch = {
+            key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+        }
+        if self.rows is None:  # of any form
+            inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
+            outputs = self.model(**inputs)
+            yield outputs.loss if loss_fn is None else loss_fn(outputs, batch)
+            return
         total = len(next(iter(batch.values())))
         rows = self.rows or total
         for start in range(0, total, rows):

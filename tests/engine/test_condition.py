@@ -215,3 +215,32 @@ def test_what_runs_in_inference_mode_leaves_nothing_of_it_behind(begins: bool, m
 def test_an_engine_is_not_made_in_inference_mode() -> None:
     with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
         Engine(build(Stack))
+
+
+class Collecting(Stack):
+    """Hooks itself onto its blocks in the first forward, notes that it has, and returns what it collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_hooked, self.collected = False, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for block in self.blocks:
+                block.register_forward_hook(lambda _block, _args, h: self.collected.append(h))
+            self.is_hooked = True
+        self.collected.clear()
+        result = super().forward(x)
+        return result * len(self.collected)
+
+
+def test_hooks_of_a_forward_go_with_the_note_that_they_are_there() -> None:
+    """As transformers collects hidden states. Break: leave the hooks of the recording pass."""
+    model = build(Collecting)
+    reference, engine = Reference(model), Engine(model)
+    for step in range(2):
+        loss, norm = reference.step(words(step), cross_entropy)
+        result = engine.step(words(step), cross_entropy)
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+    assert all(len(block._forward_hooks) == 1 for block in engine.model.blocks)
+    engine.close()

@@ -6,29 +6,33 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from offload.distributed.comm import Comm
-from offload.engine.loss.loss import Batch, LossRule, check_batch
+from offload.engine.loss.batch import Batch, check_batch, has_equal_rows
+from offload.engine.loss.loss import LossRule, labels_of
 from offload.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What a rank is about to do. `targets`: of a loss that shifts labels, and of one that does not. `is_new`: it has
-    to record first. `lr`: of the update that follows.
+    """What a rank is about to do. `shapes`: of its batch's tensors, and the types of what is none. `targets`: of a loss
+    that shifts labels, and of one that does not; without labels (`is_labelled`), rows. `elements`: of the first tensor
+    of a batch without labels, all of whose tensors have its rows. `is_new`: it has to record first. `lr`: of the update
+    that follows.
     """
 
     operation: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...] | str], ...] = ()
+    rows: int = 0
     micro_rows: int = 0
     targets: tuple[int, int] = (0, 0)
+    elements: int = 0
+    is_labelled: bool = False
     has_loss_function: bool = False
     is_new: bool = False
     complaint: str = ""
     lr: float | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.shapes[0][1][0]
 
     @property
     def num_parts(self) -> int:
@@ -62,15 +66,19 @@ class PassPlan:
     @property
     def num_elements(self) -> int:
         """Return the elements of the largest tensor."""
-        return max(math.prod(shape) for told in self.ranks for _, shape in told.shapes)
+        return max(math.prod(shape) for told in self.ranks for _, shape in told.shapes if isinstance(shape, tuple))
 
     @property
     def has_peers(self) -> bool:
         return len(self.ranks) > 1
 
     def num_targets(self, rule: LossRule, rank: int | None = None) -> int:
-        """Return the targets of all ranks together, or of one."""
+        """Return the targets of all ranks together, or of one. Without labels: the rows; what a loss function makes of
+        tensors [rows, ...] alone is taken for a mean over the elements of the first.
+        """
         counts = [told.targets[not rule.shifts] for told in self.ranks]
+        if all(told.has_loss_function and told.elements for told in self.ranks):
+            counts = [told.elements for told in self.ranks]
         return sum(counts) if rank is None else counts[rank]
 
 
@@ -80,10 +88,11 @@ def meet(
     batch: Batch | None = None,
     micro_rows: int | None = None,
     has_loss_function: bool = False,
-    is_new: Callable[[], bool] = lambda: False,
+    is_new: Callable[[RankBatch], bool] = lambda _: False,
     lr: float | None = None,
 ) -> PassPlan:
-    """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective.
+    """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `is_new`
+    may refuse it.
 
     Raises:
         ConfigError: on all ranks, where they are about to do different things, or where one has no sound batch.
@@ -91,29 +100,42 @@ def meet(
     told = RankBatch(operation)
     try:
         if batch is not None:
-            check_batch(batch)
+            told = _told(operation, batch, micro_rows, has_loss_function)
+        told = replace(told, is_new=is_new(told), lr=lr)
     except ConfigError as error:
         told = RankBatch(operation, complaint=str(error))
-    if batch is not None and not told.complaint:
-        shapes = tuple((key, tuple(value.shape)) for key, value in sorted(batch.items()))
-        rows = shapes[0][1][0]
-        micro = min(micro_rows or rows, rows)
-        targets = LossRule(shifts=True).targets(batch), LossRule(shifts=False).targets(batch)
-        told = RankBatch(operation, shapes, micro, targets, has_loss_function)
-    if not told.complaint:
-        told = replace(told, is_new=is_new(), lr=lr)
     ranks = comm.gather_objects(told, "what to do next")
     for rank, other in enumerate(ranks):
         if other.complaint:
             raise ConfigError(f"rank {rank}: {other.complaint}" if len(ranks) > 1 else other.complaint)
     for what, found in (
         ("call", [other.operation for other in ranks]),
-        ("have the tensors", [", ".join(f"{key} of {len(s)} axes" for key, s in other.shapes) for other in ranks]),
+        ("have the tensors", [", ".join(_shown(key, shape) for key, shape in other.shapes) for other in ranks]),
         ("have", [f"engine.lr={other.lr}" for other in ranks]),
         ("have", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
     ):
         _refuse_differences(what, found)
     return PassPlan(ranks, comm.rank)
+
+
+def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:
+    rows, labels = check_batch(batch), labels_of(batch)
+    shapes = tuple(
+        (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
+        for key, value in sorted(batch.items())
+    )
+    targets, elements = (rows, rows), 0
+    if labels is not None:
+        targets = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
+    elif has_equal_rows(batch, rows):
+        elements = next(iter(batch.values())).numel()
+    micro_rows = min(micro_rows or rows, rows)
+    is_labelled = labels is not None
+    return RankBatch(operation, shapes, rows, micro_rows, targets, elements, is_labelled, has_loss_function)
+
+
+def _shown(key: str, shape: tuple[int, ...] | str) -> str:
+    return f"{key}, {shape}" if isinstance(shape, str) else f"{key} of {len(shape)} axes"
 
 
 def _refuse_differences(what: str, found: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.loss.loss import IGNORED, Batch, find_loss
+from offload.engine.loss.batch import Batch
+from offload.engine.loss.loss import IGNORED, find_loss
 from offload.engine.units.undo import Undo
 
 

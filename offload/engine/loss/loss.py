@@ -1,22 +1,20 @@
-"""From a batch to a loss: micro-batches, what the model's own loss counts, and how the parts add up to the mean
-over target tokens.
-"""
+"""From a batch to a loss, and what the loss counts."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.engine.loss.batch import Batch
 from offload.errors import ConfigError, OffloadError, nearest
 
 IGNORED = -100
-Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 
@@ -31,44 +29,25 @@ class LossRule:
     shifts: bool = True
     takes_count: bool = False
 
-    def targets(self, batch: Batch) -> int:
-        """Return how many tokens of a batch are scored; without labels, how many elements its first tensor has."""
-        labels = batch.get("labels")
-        if labels is None:
-            return next(iter(batch.values())).numel()
+    def count(self, labels: torch.Tensor) -> int:
+        """Return how many targets labels have: those that are not ignored, or all numbers of a regression."""
+        if labels.is_floating_point():
+            return labels.numel()
         if self.shifts and labels.dim() > 1:
             labels = labels[:, 1:]
         return int((labels != IGNORED).sum())
 
 
-def check_batch(batch: Batch) -> int:
-    """Return the number of rows of a batch of tensors; ConfigError where it is no such thing."""
-    if not isinstance(batch, Mapping) or not batch:
-        raise ConfigError(
-            f"the batch is {type(batch).__name__}; a mapping from names to tensors [batch, ...] is wanted."
-        )
-    rows = {}
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            raise ConfigError(f"batch[{key!r}] is {type(value).__name__}; a tensor [batch, ...] is wanted.")
-        rows[key] = value.shape[0]
-    if len(set(rows.values())) != 1 or not next(iter(rows.values())):
-        raise ConfigError(f"the tensors of the batch have {rows} rows; all need the same number, at least one.")
-    return next(iter(rows.values()))
+def labels_of(batch: Batch) -> torch.Tensor | None:
+    """Return the labels of a batch by whose number its loss is weighed, if it has such."""
+    labels = batch.get("labels")
+    return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
-def split_rows(batch: Batch, rows: int | None) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches of at most `rows` rows; the last may be smaller."""
-    total = check_batch(batch)
-    step = rows or total
-    for start in range(0, total, step):
-        yield {key: value[start : start + step] for key, value in batch.items()}
-
-
-def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> dict[str, torch.Tensor]:
+def select_inputs(model: nn.Module, batch: Batch, has_loss_function: bool) -> dict[str, Any]:
     """Return the part of a batch that the model's forward takes; the rest must be for `loss_fn`."""
     signature = inspect.signature(model.forward).parameters
-    labels = batch.get("labels")
+    labels = labels_of(batch)
     if has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
         batch = {key: value for key, value in batch.items() if key != "labels"}  # no token labels: loss_fn's alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
@@ -131,9 +110,9 @@ def probe_loss(
     several families take the argument and ignore it. How sure the model is of its rows must not matter: everything is
     tried on two sets of labels that differ everywhere, of which it cannot have both right.
     """
-    labels = batch.get("labels")
+    labels = labels_of(batch)
     if labels is None or labels.dim() < 2 or labels.is_floating_point():
-        return LossRule(shifts=labels is not None and labels.dim() > 1)
+        return LossRule(shifts=False)
 
     def tried(given: torch.Tensor, **extra: int) -> float:
         inputs = {**batch, "labels": given}
@@ -162,7 +141,7 @@ def probe_loss(
     if loss_fn is not None:
         return rule
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
-        count = rule.targets({"labels": one})
+        count = rule.count(one)
         once, wrong = max((tried(its, num_items_in_batch=count), number) for number, its in enumerate((one, other)))
         twice = tried((one, other)[wrong], num_items_in_batch=2 * count)
         rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-5 * abs(once))

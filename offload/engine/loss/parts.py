@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
-from offload.engine.loss.batch_agreement import PassPlan
+from offload.engine.loss.batch import Batch, BatchForm
+from offload.engine.loss.batch_agreement import PassPlan, RankBatch
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.loss.loss import IGNORED, Batch, LossFunction, LossRule, run_loss, select_inputs, split_rows
+from offload.engine.loss.loss import IGNORED, LossFunction, LossRule, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
+from offload.errors import ConfigError
 
 
 class Losses:
@@ -26,6 +29,7 @@ class Losses:
         self._labels: torch.Tensor | None = None
         self.head: ChunkedHead | None = None
         self.is_plain = False
+        self.form = BatchForm({})
 
     @property
     def splits(self) -> bool:
@@ -33,9 +37,34 @@ class Losses:
         pages = [page for unit in self._state.units if not unit.resident for page in unit.known.values()]
         return all(page.splits for page in pages if page.is_compared)
 
-    def know(self, labels: torch.Tensor | None) -> None:
+    def know(self, batch: Batch) -> None:
         """Note the labels of a batch on the host, where nobody waits who counts them."""
+        labels = labels_of(batch)
         self._labels = None if labels is None else labels.cpu()
+
+    def check(self, form: BatchForm, ranks: Sequence[RankBatch]) -> None:
+        """Raise ConfigError where batches of this form are to be cut and cannot be, or where it is not known how the
+        ranks' losses make that of the whole.
+        """
+        if not (form.obstacle or form.is_whole or self.is_plain):
+            return
+        obstacle = form.obstacle if self.is_plain or form.is_whole else ""
+        if self.is_plain and not obstacle:
+            obstacle = next(filter(None, (form.misfit(told.shapes, told.rows) for told in ranks)), "")
+        if obstacle and any(told.num_parts > 1 for told in ranks):
+            raise ConfigError(
+                f"micro_batch_size is {self._micro_rows}, and the batch cannot be cut in rows: {obstacle}. Set no "
+                "micro_batch_size, or cut the batch in a loop of your own, with engine.backward(loss) for each part, "
+                "and engine.update()."
+            )
+        is_labelled = all(told.is_labelled for told in ranks)
+        is_unknown = form.adds_up is None and form.obstacle and not is_labelled
+        if self._state.comm.size > 1 and (form.adds_up is False or is_unknown):
+            raise ConfigError(
+                f"each of {self._state.comm.size} ranks has a part of the batch, and how their losses make that of the "
+                f"whole is not known: {form.obstacle}. Write a loop of your own, with engine.backward(loss) of a loss "
+                "that is divided as it should be, and engine.update()."
+            )
 
     def parts(
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
@@ -63,10 +92,14 @@ class Losses:
     def _micro_batches(
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
     ) -> Generator[torch.Tensor, None, None]:
-        tokens = known.num_targets(rule)
-        parts = list(split_rows(batch, self._micro_rows))
-        counted = batch if self._labels is None else {"labels": self._labels}
-        counts = [rule.targets(part) for part in split_rows(counted, self._micro_rows)]
+        tokens, own = known.num_targets(rule), known.ranks[known.rank]
+        parts = list(self.form.parts(batch, own.rows, self._micro_rows))
+        if self._labels is None:
+            of_row = known.num_targets(rule, known.rank) // own.rows
+            starts = range(0, own.rows, own.micro_rows)
+            counts = [of_row * min(own.micro_rows, own.rows - start) for start in starts]
+        else:
+            counts = [rule.count(labels) for labels in self._labels.split(own.micro_rows)]
         for number in range(known.num_parts):
             position = min(number, len(parts) - 1)
             part, share, extra = parts[position], counts[position] / max(1, tokens), {}
@@ -88,7 +121,9 @@ class Losses:
             return 1
         most = 1
         for told in known.ranks:
-            rows, length = dict(told.shapes)["labels"]
+            shape = dict(told.shapes)["labels"]
+            assert isinstance(shape, tuple)
+            rows, length = shape
             columns = max(1, self._chunk_bytes // (rows * self.head.vocabulary * 4))
             most = max(most, -(-length // columns))
         return most
@@ -120,9 +155,9 @@ def _scaled(loss: torch.Tensor, share: float) -> torch.Tensor:
     return loss * share if share != 1.0 else loss
 
 
-def _with_targets(batch: Batch) -> dict[str, torch.Tensor]:
+def _with_targets(batch: Batch) -> dict[str, Any]:
     """Return a batch whose loss is a number also where none of its labels is a target; it counts for nothing."""
-    labels = batch.get("labels")
+    labels = labels_of(batch)
     if labels is None or labels.is_floating_point():
         return dict(batch)
     return {**batch, "labels": labels.masked_fill(labels == IGNORED, 0)}

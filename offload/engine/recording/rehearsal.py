@@ -5,90 +5,203 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 import torch
 
 from offload.distributed.agreement import digest
+from offload.engine.loss.batch import (
+    Batch,
+    BatchForm,
+    check_batch,
+    describe,
+    forms_of,
+    has_equal_rows,
+    is_token_batch,
+    map_tensors,
+    pattern,
+)
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.loss import Batch, LossFunction, LossRule, check_batch, probe_loss, run_loss, select_inputs
+from offload.engine.loss.loss import LossFunction, LossRule, find_loss, probe_loss, run_loss, select_inputs
+from offload.engine.recording.form_trial import find_form, rows_to_try
 from offload.engine.recording.recording import Recording
 from offload.engine.state import EngineState
 from offload.engine.units.condition import Moment, buffer_places
-from offload.errors import ConfigError
+from offload.engine.units.undo import Where
+from offload.errors import ConfigError, OffloadError
 from offload.telemetry.counters import Counters
 
 _ROWS = (2, 3)
 _TOKENS = 16
 _FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
-_Found = TypeVar("_Found")
+_MOST_FORMS = 16  # that are tried
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found about a kind of batch: its loss, a head that goes in chunks, how it is cut in rows."""
+
+    rule: LossRule
+    head: ChunkedHead | None = None
+    form: BatchForm = field(default_factory=partial(BatchForm, {}))
 
 
 class Rehearsal:
-    """Runs the recording passes, and those that try out the loss and the head.
+    """Runs the recording passes, and those that try out the loss and the head. `cuts`: batches may have to be cut in
+    rows, or are parts of one, so that it has to be known for certain what their rows are.
 
     Each pass leaves weights, buffers, generators and counters as they were.
     """
 
-    def __init__(self, state: EngineState, counters: Counters) -> None:
-        self._model, self._state, self._counters = state.model, state, counters
+    def __init__(self, state: EngineState, counters: Counters, cuts: bool) -> None:
+        self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
-        self._found: dict[Hashable, tuple[LossRule, ChunkedHead | None]] = {}
+        self._found: dict[Hashable, Found] = {}
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
         self.is_complete = True
         """False from the begin of a recording until whoever asked for it has noted what it found."""
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
+        self.forms: dict[str, dict[str, Any]] = {}  # that were tried out, likewise
         self._modules = list(self._model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
-        """True where this kind of batch, loss and configuration was not recorded yet; or on equal rows alone, which do
-        not tell whether units may be cut, while these differ.
+    def known_form(self, batch: Batch, loss_fn: LossFunction | None) -> BatchForm | None:
+        """Return how this kind of batch is cut; None where it, its loss and the configuration were not recorded yet; or
+        on equal rows alone, which do not tell whether units and the batch itself may be cut, while these differ.
         """
         signature = self._signature(batch, loss_fn)
-        was_equal = signature in self._equal and not _are_equal(self._sample(batch, max(_ROWS), whole=True))
-        return signature not in self._found or was_equal
+        found = self._found.get(signature)
+        if found is None:
+            return None
+        form = found.form
+        if form.undecided and not form.rows_are_alike(batch, form.undecided):
+            return None
+        was_equal = signature in self._equal and not form.rows_are_alike(self._sample(batch, form, max(_ROWS), True))
+        return None if was_equal else form
 
-    def on_batch(
-        self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None
-    ) -> tuple[LossRule, ChunkedHead | None]:
-        """Return what is known about the loss, and a head for chunks. Collective: record first where this `is_new` to
-        some rank, on a few rows and tokens; or again, on rows of whole length, where a rank has departed from what was
-        recorded: this one, or not (None: none has).
+    def on_batch(self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None) -> Found:
+        """Return what is known about this kind of batch. Collective: record first where this `is_new` to some rank, on
+        a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows of whole length,
+        where a rank has departed from what was recorded: this one, or not (None: none has).
         """
         signature = self._signature(batch, loss_fn)
         if not is_new and departed is None:
             return self._found[signature]
         self.is_complete = False
-        rule, head = self._rehearse(batch, loss_fn, departed)
+        teller = self._choose_teller(batch, loss_fn, departed)
+        form = self._record_batch(batch, loss_fn, teller, departed is not None)
+        rule, head = self._try_loss(batch, loss_fn, form, teller, departed is not None)
         if rule is None:  # the next batch may tell
-            return LossRule(), None
+            return Found(LossRule(), None, form)
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
-        self._found[signature] = rule, head
-        return rule, head
+        found = Found(rule, head, form)
+        if self._told(teller, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
+            self._found[signature] = found
+        return found
 
-    def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> Hashable:
-        return _kind(loss_fn), tuple(sorted((key, value.dim()) for key, value in batch.items())), self._flags()
+    def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
+        return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
 
-    def _rehearse(
-        self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None
+    def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, teller: int, again: bool) -> BatchForm:
+        """Record on a few rows of a batch, or where that cannot be on all of it; return the form in which it was."""
+        rows, signature = check_batch(batch), self._signature(batch, loss_fn)
+        is_plain = self._told(teller, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
+        form = self._told(teller, lambda: self._remembered_form(batch, loss_fn))
+        if form is None and self._cuts and not is_plain:
+            form = self._tried_form(batch, loss_fn, teller)
+        form = form or self._told(teller, lambda: BatchForm.guess(batch, rows))
+        if not form.is_whole:
+            samples = self._samples(batch, form, teller, again)
+            (self._equal.add if form.rows_are_alike(samples[-1]) else self._equal.discard)(signature)
+            try:
+                self._record_on(_ROWS, loss_fn, [samples] if again else self._variants(form, samples))
+                return form
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # no rows of it run by themselves, or others than were taken for such
+                if is_plain:
+                    raise
+                self._forget_traffic()
+                self._state.undo.where = Where.NOWHERE
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+            obstacle = form.obstacle or f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
+            form = replace(form, is_whole=True, obstacle=obstacle)
+        self._equal.discard(signature)
+        try:
+            self._record_on((0, 0), loss_fn, [self._samples(batch, form, teller, again)])
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if has_equal_rows(batch, rows):
+                raise
+            shown = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the model does not run on the batch ({shown}): {why}") from error
+        return form
+
+    def _record_on(
+        self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[Sequence[Batch]]
+    ) -> None:
+        known = [(unit, {key: page.copy() for key, page in unit.known.items()}) for unit in self._state.units]
+        try:
+            for samples in variants:
+                runs = [partial(run_loss, self._model, sample, loss_fn) for sample in samples]
+                self._record(list(zip(rows, runs, strict=True)))
+        except Exception:  # what was learned of no batch
+            for unit, pages in known:
+                unit.known = pages
+            raise
+
+    def _remembered_form(self, batch: Batch, loss_fn: LossFunction | None) -> BatchForm | None:
+        """Return the form that this kind of batch had before, here or in the run that this one goes on with."""
+        found = self._found.get(self._signature(batch, loss_fn))
+        kept = self.forms.get(self._name_of(batch, loss_fn))
+        form = found.form if found else BatchForm(**kept) if kept else None
+        is_open = form is not None and not form.rows_are_alike(batch, form.undecided)
+        return None if is_open else form
+
+    def _tried_form(self, batch: Batch, loss_fn: LossFunction | None, teller: int) -> BatchForm:
+        """Try what the rows of a batch are, on a few of them, and remember it. Collective."""
+        rows = check_batch(batch)
+
+        def take(form: BatchForm) -> Batch:
+            return self._shared(teller, lambda: form.take(batch, rows_to_try(batch, rows)))
+
+        def run(inputs: Batch) -> tuple[Any, float]:
+            def both() -> tuple[Any, float]:
+                outputs = self._model(**select_inputs(self._model, inputs, loss_fn is not None))
+                return outputs, float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+
+            try:
+                return self._watched(both)
+            except Exception:
+                self._state.undo.where = Where.NOWHERE
+                raise
+
+        forms = self._told(teller, lambda: list(islice(forms_of(batch, rows), _MOST_FORMS)))
+        precise = next(iter(self._model.parameters())).dtype == torch.float32
+        with self._unseen(), self._state.undo.in_eval_mode(self._model), torch.no_grad():
+            form = find_form(batch, rows, forms, take, run, 1e-3 if precise else 2e-2)
+        self._forget_traffic()
+        form = self._told(teller, lambda: form)
+        if form.adds_up is not None or form.obstacle:
+            self.forms[self._told(teller, lambda: self._name_of(batch, loss_fn))] = asdict(form)
+        return form
+
+    def _try_loss(
+        self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, teller: int, again: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
-
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
-        again = departed is not None
-        samples = self._shared([self._sample(batch, rows, again) for rows in _ROWS], bool(departed), check_batch(batch))
-        signature = self._signature(batch, loss_fn)
-        (self._equal.add if _are_equal(samples[-1]) else self._equal.discard)(signature)
-        for variant in [samples] if again else self._variants(samples):
-            runs = [partial(run_loss, self._model, sample, loss_fn) for sample in variant]
-            self._record(list(zip(_ROWS, runs, strict=True)))
         head = None
-        probe = self._probe(samples[0])
+        probe = self._probe(form, self._samples(batch, form, teller, again)[0])
         with (
             self._unseen(),
             self._state.undo.in_eval_mode(self._model),
@@ -105,11 +218,14 @@ class Rehearsal:
     def give_up(self) -> None:
         """What a recording has learned in part is forgotten, with all that it may have written over."""
         if not self.is_complete:
-            self.begin_again(self.decided)
+            self.begin_again(self.decided, self.forms)
 
-    def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
-        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
+    def begin_again(self, decided: Mapping[str, Sequence[int]], forms: Mapping[str, dict[str, Any]]) -> None:
+        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`, and with the
+        `forms` that it has tried.
+        """
         self.decided = {key: list(values) for key, values in decided.items()}
+        self.forms = dict(forms)
         self._found.clear()
         for unit in self._state.units:
             unit.known.clear()
@@ -121,11 +237,17 @@ class Rehearsal:
         """Return what was decided about the model's own loss when it was tried first: it must not change with a batch,
         nor where a run goes on from a checkpoint.
         """
-        names = " ".join(f"{name}:{value.dim()}" for name, value in sorted(batch.items()))
+        names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
         return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary, self._state.undo)
+
+    def _name_of(self, batch: Batch, loss_fn: LossFunction | None) -> str:
+        """Return what a kind of batch and its loss are called in a checkpoint."""
+        kinds = " ".join(f"{name}:{kind}" for name, kind in pattern(batch, check_batch(batch)))
+        loss = "" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+        return f"{kinds} {loss} {digest(repr(self._flags()).encode())}"
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet."""
@@ -135,7 +257,7 @@ class Rehearsal:
         """Record on a call of an own loop, with its own arguments. Collective."""
         self.is_complete = False
         self._record([(0, run)] * 2)
-        self._found[self._signature_of_call(args, kwargs)] = (LossRule(), None)
+        self._found[self._signature_of_call(args, kwargs)] = Found(LossRule())
         self.is_complete = True
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
@@ -158,23 +280,22 @@ class Rehearsal:
             (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
         )
 
-    def _sample(self, batch: Batch, rows: int, whole: bool) -> Batch:
+    def _sample(self, batch: Batch, form: BatchForm, rows: int, whole: bool) -> Batch:
         """Return a few rows of a batch, repeated where it has too few, those with most padding first; of token batches,
         a few tokens, or all with `whole`.
         """
         available = check_batch(batch)
-        order = torch.arange(rows, device=next(iter(batch.values())).device) % available
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.dim() == 2:
-            order = mask.sum(1).argsort(stable=True)[order]
-        sample = {key: value[order] for key, value in batch.items()}
-        if not whole and self._is_text(batch):
+        order = torch.arange(rows) % available
+        if (mask := _padding_mask(form, batch)) is not None:
+            order = mask.sum(1).argsort(stable=True).cpu()[order]
+        sample = form.take(batch, order)
+        if not whole and self._is_text(form, batch):
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return sample
 
-    def _probe(self, sample: Batch) -> Batch:
+    def _probe(self, form: BatchForm, sample: Batch) -> Batch:
         """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
-        if not self._is_text(sample):
+        if not self._is_text(form, sample):
             return sample
         length = next(iter(sample.values())).shape[1]
         columns = torch.arange(min(max(length, _FEWEST_COLUMNS), _TOKENS)) % length
@@ -183,33 +304,55 @@ class Rehearsal:
             for key, value in sample.items()
         }
 
-    def _is_text(self, batch: Batch) -> bool:
+    def _is_text(self, form: BatchForm, batch: Batch) -> bool:
         """True where all of a batch is [rows, tokens]."""
-        shapes = {tuple(value.shape) for value in batch.values()}
-        return hasattr(self._model, "config") and len(shapes) == 1 and len(next(iter(shapes))) == 2
+        if not hasattr(self._model, "config") or form.is_whole or not form.is_rows_of(batch):
+            return False
+        shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
+        return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
-    def _shared(self, samples: list[Batch], departed: bool, num_rows: int) -> list[Batch]:
-        """Return the same samples on all ranks, so that all learn the same: of a rank that has departed, if one has,
-        and then of the one whose batch tells most, by its different rows, and by its padding.
+    def _choose_teller(self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None) -> int:
+        """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
+        or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
+        padding.
         """
         comm = self._state.comm
         if comm.size == 1:
-            return samples
-        mask = samples[-1].get("attention_mask")
+            return 0
+        form = BatchForm.guess(batch, check_batch(batch))
+        mask = _padding_mask(form, self._sample(batch, form, max(_ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
-        worth = departed, min(num_rows, max(_ROWS)), padding, -comm.rank
-        host = [{key: value.cpu() for key, value in sample.items()} for sample in samples]
-        told = comm.gather_objects((worth, host), "samples to record on")
-        _, chosen = max(told, key=lambda found: found[0])
-        device = self._state.device.torch_device
-        return [{key: value.to(device) for key, value in sample.items()} for sample in chosen]
+        is_new = self._remembered_form(batch, loss_fn) is None
+        worth = bool(departed), is_new, min(check_batch(batch), max(_ROWS)), padding, -comm.rank
+        return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
-    def _variants(self, samples: list[Batch]) -> list[list[Batch]]:
+    def _samples(self, batch: Batch, form: BatchForm, teller: int, whole: bool) -> list[Batch]:
+        """Return what to record on: the same on all ranks."""
+        if form.is_whole:
+            return [self._shared(teller, lambda: batch)] * len(_ROWS)
+        return [self._shared(teller, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
+
+    def _shared(self, teller: int, make: Callable[[], Batch]) -> Batch:
+        """Return the batch that one rank makes."""
+        if self._state.comm.size == 1:
+            return make()
+        host = self._told(teller, lambda: map_tensors(torch.Tensor.cpu, make()))
+        return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
+
+    def _told(self, teller: int, make: Callable[[], _Made]) -> _Made:
+        """Return what one rank makes, which all have to go by."""
+        comm = self._state.comm
+        if comm.size == 1:
+            return make()
+        found = comm.gather_objects(make() if comm.rank == teller else None, "what to record on")[teller]
+        return cast(_Made, found)
+
+    def _variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding where there are several ranks: later batches may have some on one of
         them alone, and the model may then leave the mask out on the others.
         """
-        mask = samples[0].get("attention_mask")
-        if self._state.comm.size == 1 or mask is None or mask.dim() != 2:
+        mask = _padding_mask(form, samples[0])
+        if self._state.comm.size == 1 or mask is None:
             return [samples]
         variants: list[list[Batch]] = []
         for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):
@@ -239,11 +382,11 @@ class Rehearsal:
         self._state.lanes.timeline.discount("h2d", "nvme_read")
         self._counters.clear()
 
-    def _watched(self, run: Callable[[], _Found]) -> _Found:
+    def _watched(self, run: Callable[[], _Made]) -> _Made:
         """Run what may read weights from outside in eval mode alone (RWKV rescales its blocks there)."""
         return self._settled(lambda _: run(), 0, None)
 
-    def _settled(self, run: Callable[[Recording], _Found], rows: int, before: Recording | None) -> _Found:
+    def _settled(self, run: Callable[[Recording], _Made], rows: int, before: Recording | None) -> _Made:
         """Run under the eyes of a recording, again with more resident units as long as some are read from outside."""
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
@@ -283,6 +426,11 @@ def _switches(values: Sequence[Any]) -> Hashable:
     return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
 
 
-def _are_equal(sample: Batch) -> bool:
-    """True where all rows of a sample are the same."""
-    return all(torch.equal(value, value[:1].expand_as(value)) for value in sample.values())
+def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:
+    """Return what says which tokens of a batch [rows, tokens] are none."""
+    mask = batch.get("attention_mask")
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0 else None
+
+
+def _num_axes(value: Any) -> int | str:
+    return value.dim() if isinstance(value, torch.Tensor) else type(value).__name__

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.engine.units.drawn import Drawn
 from offload.engine.units.undo import Undo
@@ -27,11 +28,11 @@ def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
 class Condition:
     """What hangs in `modules`, and the values of the buffers in `moving`: a forward may assign to both, and change the
     values in place. Attributes belong to it, since what a module knows of its buffers (how long a table has grown) is
-    in these; `training` is one.
+    in these; `training` is one. So do hooks that a forward has registered, and notes in an attribute that it has.
     """
 
     def __init__(self, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
-        self._modules = modules
+        self._modules, self._next_hook = modules, RemovableHandle.next_id
         self._attributes = _Dicts(map(vars, modules))
         self._buffers = _Dicts(map(attrgetter("_buffers"), modules))
         found = [(module, key, module._buffers.get(key)) for module, key in moving]
@@ -47,6 +48,9 @@ class Condition:
         """All is as it was."""
         self._attributes.put_back()
         self._put_back_buffers()
+        if RemovableHandle.next_id > self._next_hook:
+            for module in self._modules:
+                _drop_hooks(module, self._next_hook)
 
     @contextmanager
     def attributes_again(self, undo: Undo) -> Iterator[None]:
@@ -131,6 +135,14 @@ class _Dicts:
             for key, value in before.items():
                 if key != "forward" and (key not in live or live[key] is not value):
                     live[key] = value
+
+
+def _drop_hooks(module: nn.Module, since: int) -> None:
+    """Remove a module's hooks from this number on, in which torch counts them."""
+    for name, hooks in vars(module).items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(hooks, dict):
+            for number in [number for number in hooks if isinstance(number, int) and number >= since]:
+                del hooks[number]
 
 
 def _version(tensor: torch.Tensor) -> int | None:

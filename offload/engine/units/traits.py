@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class UnitTraits:
     splits: bool = False
     keeps_nothing: bool = False
     copied_bytes: int = 0
+
+    def copy(self) -> UnitTraits:
+        """Return another page with the same notes."""
+        return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     @property
     def grows(self) -> bool:

@@ -1,0 +1,305 @@
+"""Models whose batches are more than [rows, tokens], tiny, and such batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as t
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.engine.device import own_device
+from tests.engine.handmade import WIDTH, Block
+from tests.engine.reference import sum_by_layer
+
+WORDS = 64
+TEXT: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+PICTURE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+IMAGE, BEGIN, END = 5, 6, 7
+"""Tokens of an image, and around it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, its batches by (seed, rows), its loss if that is not its own. `cut`: how its batch goes in
+    micro-batches: in its units, or not at all, by the name of what is in the way."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int], dict[str, Any]]
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    obstacle: str = ""
+    group: Callable[[nn.Module], None] = lambda model: None
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def ids(seed: int, rows: int, length: int) -> Tensor:
+    return torch.randint(10, WORDS, (rows, length), generator=drawn(seed))
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=drawn(seed))
+
+
+def qwen2_vl() -> nn.Module:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    return t.Qwen2VLForConditionalGeneration(
+        t.Qwen2VLConfig(
+            text_config={**TEXT, "num_key_value_heads": 2, "rope_parameters": rope},
+            vision_config={**vision, "spatial_merge_size": 2, "temporal_patch_size": 2},
+            image_token_id=IMAGE,
+            vision_start_token_id=BEGIN,
+            vision_end_token_id=END,
+        )
+    )
+
+
+def patches(seed: int, rows: int) -> dict[str, Any]:
+    """Return rows with an image of 16 patches each, but for the first, which has two."""
+    tokens = ids(seed, rows, 18)
+    for row, start in [(0, 10), *((row, 2) for row in range(rows))]:
+        tokens[row, start], tokens[row, start + 1 : start + 5], tokens[row, start + 5] = BEGIN, IMAGE, END
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    num_images = rows + 1
+    return {
+        "input_ids": tokens,
+        "labels": labels,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+        "pixel_values": noise(seed, num_images * 16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * num_images),
+    }
+
+
+def llava() -> nn.Module:
+    return t.LlavaForConditionalGeneration(
+        t.LlavaConfig(
+            vision_config=t.CLIPVisionConfig(**PICTURE),
+            text_config=t.LlamaConfig(**TEXT),
+            image_token_id=IMAGE,
+            vision_feature_layer=-1,
+        )
+    )
+
+
+def pictures_and_text(seed: int, rows: int) -> dict[str, Any]:
+    tokens = ids(seed, rows, 12)
+    tokens[:, 1:5] = IMAGE
+    labels = tokens.clone()
+    labels[0, :7] = -100
+    return {"input_ids": tokens, "labels": labels, "pixel_values": noise(seed, rows, 3, 8, 8), "position_ids": None}
+
+
+def pictures_in_rows(seed: int, of_rows: Sequence[int]) -> dict[str, Any]:
+    """Return rows of which each has so many pictures."""
+    tokens = ids(seed, len(of_rows), 12)
+    for row, number in enumerate(of_rows):
+        tokens[row, 1 : 1 + 4 * number] = IMAGE
+    return {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "pixel_values": noise(seed, sum(of_rows), 3, 8, 8),
+        "position_ids": None,
+    }
+
+
+def text_alone(seed: int, rows: int) -> dict[str, Any]:
+    tokens = ids(seed, rows, 12)
+    return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": None, "position_ids": None}
+
+
+def whisper() -> nn.Module:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 10}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return t.WhisperForConditionalGeneration(
+        t.WhisperConfig(**sizes, **heads, **special, vocab_size=WORDS, max_target_positions=16, dropout=0.0)
+    )
+
+
+def speech(seed: int, rows: int) -> dict[str, Any]:
+    labels = ids(seed, rows, 6)
+    labels[0, 4:] = -100
+    return {"input_features": noise(seed, rows, 8, 20), "labels": labels}
+
+
+def vit(num_labels: int = 5) -> nn.Module:
+    return t.ViTForImageClassification(t.ViTConfig(**PICTURE, **CALM, num_labels=num_labels))
+
+
+def pictures(seed: int, rows: int) -> dict[str, Any]:
+    return {"pixel_values": noise(seed, rows, 3, 8, 8), "labels": torch.arange(rows) % 5}
+
+
+def masked_vit() -> nn.Module:
+    return t.ViTForMaskedImageModeling(t.ViTConfig(**PICTURE, **CALM, encoder_stride=4))
+
+
+def hidden_patches(seed: int, rows: int) -> dict[str, Any]:
+    """Return pictures of which each has another share of its patches hidden, so that the loss is no mean over rows."""
+    hidden = torch.arange(4)[None] <= torch.arange(rows)[:, None] % 4
+    return {"pixel_values": noise(seed, rows, 3, 8, 8), "bool_masked_pos": hidden}
+
+
+def clip() -> nn.Module:
+    return t.CLIPModel(
+        t.CLIPConfig(
+            text_config={**TEXT, "max_position_embeddings": 16, "eos_token_id": 2, "projection_dim": 16},
+            vision_config={**PICTURE, "projection_dim": 16},
+            projection_dim=16,
+        )
+    )
+
+
+def pairs(seed: int, rows: int) -> dict[str, Any]:
+    tokens = ids(seed, rows, 7)
+    tokens[:, -1] = 2
+    return {"input_ids": tokens, "pixel_values": noise(seed, rows, 3, 8, 8), "return_loss": True}
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
+    return t.T5ForConditionalGeneration(t.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def sentences(seed: int, rows: int) -> dict[str, Any]:
+    labels = ids(seed + 9, rows, 5)
+    labels[0, 2:] = -100
+    mask = torch.ones(rows, 9, dtype=torch.long)
+    mask[-1, 6:] = 0
+    return {"input_ids": ids(seed, rows, 9), "attention_mask": mask, "labels": labels}
+
+
+def bert_qa() -> nn.Module:
+    return t.BertForQuestionAnswering(t.BertConfig(**TEXT, **CALM, max_position_embeddings=32))
+
+
+def questions(seed: int, rows: int) -> dict[str, Any]:
+    kinds = torch.zeros(rows, 9, dtype=torch.long)
+    kinds[:, 4:] = 1
+    ends = {"start_positions": torch.arange(rows) % 4, "end_positions": 4 + torch.arange(rows) % 5}
+    return {"input_ids": ids(seed, rows, 9), "token_type_ids": kinds, **ends}
+
+
+class Attends(Block):
+    """Adds what positions say to its tokens, [positions, width], and what time says, [rows, width]."""
+
+    def forward(self, h: Tensor, places: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(h + torch.sin(places)[None] + time[:, None])
+
+
+class Denoiser(nn.Module):
+    """As diffusers has it: tensors of the rows, ids of positions that all share, a guidance that may be none, shapes as
+    lists, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.places, self.time = nn.Linear(3, WIDTH), nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(Attends() for _ in range(2))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        scale: Tensor,
+        img_shapes: list[Any],
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        assert guidance is None
+        assert [height * width for _, height, width in img_shapes] == [hidden_states.shape[1]] * len(hidden_states)
+        places, time = self.places(img_ids), self.time(timestep[:, None]) * scale
+        h = self.into(hidden_states)
+        for block in self.blocks:
+            h = block(h, places, time)
+        return self.out(h)
+
+
+def latents(seed: int, rows: int, num_places: int = 16) -> dict[str, Any]:
+    return {
+        "img_ids": noise(seed + 1, num_places, 3),
+        "hidden_states": noise(seed, rows, num_places, 4),
+        "timestep": torch.linspace(0.1, 0.9, rows),
+        "scale": torch.tensor(0.5),
+        "img_shapes": [(1, 4, num_places // 4)] * rows,
+        "guidance": None,
+        "labels": noise(seed + 2, rows, num_places, 4),
+    }
+
+
+def distance(outputs: Any, batch: Any) -> Tensor:
+    return functional.mse_loss(getattr(outputs, "sample", outputs), batch["labels"])
+
+
+class Masked(Block):
+    """Mixes its tokens by a mask [tokens, tokens] that all rows share."""
+
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        scores = h @ h.transpose(1, 2) / WIDTH + mask
+        return super().forward(scores.softmax(-1) @ h)
+
+
+class SquareMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Masked() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, mask)
+        logits = self.head(h)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return t.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def square(seed: int, rows: int, length: int = 6) -> dict[str, Any]:
+    x = ids(seed, rows, length)
+    return {"x": x, "mask": noise(seed, length, length), "labels": x.flip(1)}
+
+
+KINDS = {
+    "Qwen2-VL": Kind(qwen2_vl, patches, obstacle="pixel_values"),
+    "LLaVA": Kind(llava, pictures_and_text),
+    "Whisper": Kind(whisper, speech, group=sum_by_layer),
+    "ViT": Kind(vit, pictures),
+    "masked ViT": Kind(masked_vit, hidden_patches),
+    "CLIP": Kind(clip, pairs),
+    "T5": Kind(t5, sentences, group=sum_by_layer),
+    "BERT's answers": Kind(bert_qa, questions),
+    "denoiser": Kind(Denoiser, latents, distance),
+    "square mask": Kind(SquareMask, square),
+}
+
+
+def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch where engines compute."""
+    return {key: value.to(own_device()) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+def made(name: str, seed: int, rows: int = 4) -> dict[str, Any]:
+    """Return a batch of a kind, where engines compute."""
+    return on_device(KINDS[name].batch(seed, rows))

@@ -1,0 +1,440 @@
+"""Batches that are more than [rows, tokens]: pictures, speech, several labels, None, numbers, lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload import Engine
+from offload.errors import ConfigError
+from tests.engine.any_batch import (
+    KINDS,
+    SquareMask,
+    distance,
+    latents,
+    llava,
+    made,
+    noise,
+    on_device,
+    pictures_in_rows,
+    square,
+    text_alone,
+    vit,
+)
+from tests.engine.any_batch_jobs import trained, with_pictures
+from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, train_both, weights
+from tests.engine.families import build, llama, tokens
+from tests.engine.ranks import run
+from tests.engine.reference import Reference, sum_by_layer
+
+ROUNDING = 2e-6
+MIXING = ("CLIP", "masked ViT")
+"""Whose loss is no mean over rows."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_equals_plain_pytorch(name: str) -> None:
+    kind = KINDS[name]
+    train_both(build(kind.make), [made(name, seed) for seed in range(3)], loss_fn=kind.loss_fn, group=kind.group)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
+    kind = KINDS[name]
+    engine, reference = train_both(build(kind.make), [made(name, 0)], loss_fn=kind.loss_fn, group=kind.group)
+    reference.model.eval()
+    with torch.no_grad():
+        (wanted,) = reference.losses(made(name, 5), kind.loss_fn, len)
+    assert engine.evaluate(made(name, 5), kind.loss_fn).item() == wanted.item()
+
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def in_parts(name: str, rows: int, batches: list[Any], is_plain: bool = False, **settings: Any) -> Engine:
+    """Train in micro-batches beside plain PyTorch on whole batches; all but the order of sums is the same."""
+    kind, model = KINDS[name], build(KINDS[name].make)
+    reference = Reference(model, PROPORTIONAL)
+    engine = Engine(model, PROPORTIONAL, micro_batch_size=rows, **settings)
+    engine._steps.losses.is_plain = is_plain
+    for batch in batches:
+        loss, norm = reference.step(batch, kind.loss_fn)
+        result = engine.step(batch, kind.loss_fn)
+        assert result.loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
+        assert result.grad_norm == pytest.approx(norm, rel=ROUNDING)
+        assert_weights(engine, reference, ROUNDING)
+    return engine
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["units are cut", "batches are cut"])
+@pytest.mark.parametrize("name", KINDS)
+def test_micro_batches_equal_the_whole_or_are_refused_by_what_is_in_the_way(name: str, is_plain: bool) -> None:
+    """Where units are cut the loss is that of the whole batch, of whatever kind it is. Else it has to be a mean over
+    rows."""
+    kind, batches = KINDS[name], [made(name, seed, rows=5) for seed in range(2)]
+    obstacle = kind.obstacle or ("no mean over rows" if is_plain and name in MIXING else "")
+    if not obstacle:
+        engine = in_parts(name, 2, batches, is_plain)
+        assert engine._steps.losses.is_plain == is_plain
+        return
+    model = build(kind.make)
+    engine = Engine(model, micro_batch_size=2)
+    engine._steps.losses.is_plain = is_plain
+    before = weights(engine)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"micro_batch_size.*{obstacle}.*engine.backward"):
+            engine.step(batches[0], kind.loss_fn)
+        with pytest.raises(ConfigError, match=obstacle):
+            engine.evaluate(batches[0], kind.loss_fn)
+    assert_same(weights(engine), before)
+    engine.close()
+
+
+def test_what_cannot_be_cut_runs_where_it_need_not_be() -> None:
+    kind = KINDS["Qwen2-VL"]
+    train_both(build(kind.make), [made("Qwen2-VL", seed) for seed in range(2)], micro_batch_size=None)
+    model = build(kind.make)
+    engine = Engine(model, micro_batch_size=4)
+    assert torch.isfinite(engine.step(made("Qwen2-VL", 0, rows=4)).loss), "no larger than a micro-batch"
+    engine.close()
+
+
+# -- what looks like rows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("num_rows", [(16, 5, 16), (5, 16)])
+def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
+    """Break: take for rows what has as many."""
+    batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
+    assert batches[0]["img_ids"].shape[0] == 16
+    in_parts("denoiser", 3, batches, is_plain)
+    train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("num_rows", [(6, 4, 6), (4, 6)])
+def test_as_many_tokens_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
+    batches = [on_device(square(seed, rows)) for seed, rows in enumerate(num_rows)]
+    in_parts("square mask", 4, batches, is_plain)
+    train_both(build(SquareMask), batches)
+
+
+class Prototypes(nn.Module):
+    """Scores rows by their likeness to prototypes, of which there are as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, prototypes: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ prototypes.T
+
+
+def test_a_table_of_as_many_entries_as_rows() -> None:
+    def nearest(outputs: Tensor, batch: Any) -> Tensor:
+        return functional.cross_entropy(outputs, batch["labels"])
+
+    batch = on_device({"x": torch.randn(4, 8), "prototypes": torch.randn(4, 8), "labels": torch.tensor([2, 0, 3, 1])})
+    model = build(Prototypes)
+    reference, engine = Reference(model), Engine(model, micro_batch_size=2)
+    engine._steps.losses.is_plain = True
+    for _ in range(2):
+        loss, _ = reference.step(batch, nearest)
+        assert engine.step(batch, nearest).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
+    engine.close()
+
+
+class Scaled(Prototypes):
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * scales.mean()
+        return x
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
+    """Scales of one each do as rows, or as every row's; the next ones do not."""
+
+    def near(outputs: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(outputs, batch["labels"])
+
+    model = build(Scaled)
+    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
+    engine._steps.losses.is_plain = is_plain
+    for scales in (torch.ones(4), torch.ones(4), torch.linspace(0.5, 2, 4), torch.linspace(2, 0.1, 4)):
+        batch = on_device({"x": noise(0, 4, 8), "scales": scales, "labels": noise(1, 4, 8)})
+        loss, _ = reference.step(batch, near)
+        assert engine.step(batch, near).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
+        assert_weights(engine, reference, ROUNDING)
+    engine.close()
+
+
+class TimeMajor(Prototypes):
+    def forward(self, x: Tensor, shifts: Tensor) -> Tensor:  # type: ignore[override]
+        """x: [rows, 8]; shifts: [3, rows, 8]."""
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + shifts.sum(0)
+        return x
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
+    def near(outputs: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(outputs, batch["labels"])
+
+    whole = on_device({"x": noise(0, rows, 8), "shifts": noise(1, 3, rows, 8), "labels": noise(2, rows, 8)})
+    model = build(TimeMajor)
+    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
+    engine._steps.losses.is_plain = is_plain
+    for _ in range(2):
+        loss, _ = reference.step(whole, near)
+        assert engine.step(whole, near).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
+        assert_weights(engine, reference, ROUNDING)
+    engine.close()
+
+
+# -- diffusers ---------------------------------------------------------------------------------------------------------
+
+
+def flux() -> nn.Module:
+    library = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    return library.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+
+
+def flux_batch(seed: int, rows: int) -> dict[str, Any]:
+    texts = {"encoder_hidden_states": noise(seed, rows, 8, 32), "pooled_projections": noise(seed, rows, 32)}
+    places = {"img_ids": noise(seed, 16, 3).abs(), "txt_ids": torch.zeros(8, 3)}
+    times = {"timestep": torch.linspace(0.2, 0.8, rows), "guidance": None}
+    return {
+        "hidden_states": noise(seed, rows, 16, 4),
+        **texts,
+        **places,
+        **times,
+        "labels": noise(seed + 1, rows, 16, 4),
+    }
+
+
+def qwen_image() -> nn.Module:
+    library = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    return library.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+
+
+def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
+    texts = {
+        "encoder_hidden_states": noise(seed, rows, 7, 16),
+        "encoder_hidden_states_mask": torch.ones(rows, 7, dtype=torch.long),
+    }
+    shapes = {"img_shapes": [[(1, 4, 4)]] * rows, "timestep": torch.linspace(0.2, 0.8, rows)}
+    return {"hidden_states": noise(seed, rows, 16, 16), **texts, **shapes, "labels": noise(seed + 1, rows, 16, 16)}
+
+
+DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_batch)}
+
+
+@pytest.mark.parametrize("num_rows", [(3, 3), (16, 3), (8, 3)], ids=str)
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
+    """In a step, in micro-batches, and in an own loop; also with as many rows as image or text tokens."""
+    make, batch_of = DIFFUSERS[name]
+    batches = [on_device(batch_of(seed, rows)) for seed, rows in enumerate(num_rows)]
+    train_both(build(make), batches, loss_fn=distance, group=sum_by_layer)
+    model, other = build(make), build(make)
+    parts, loop = Engine(model, PROPORTIONAL, micro_batch_size=2), Engine(other, PROPORTIONAL)
+    reference = Reference(build(make), PROPORTIONAL, group=sum_by_layer)
+    for batch in batches:
+        loss, norm = reference.step(batch, distance)
+        result = parts.step(batch, distance)
+        assert (result.loss.item(), result.grad_norm) == pytest.approx((loss.item(), norm), rel=ROUNDING)
+        loop.backward(distance(other(**{key: value for key, value in batch.items() if key != "labels"}), batch))
+        result = loop.update()
+        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+        assert_weights(loop, reference)
+        assert_weights(parts, reference, ROUNDING)
+    parts.close()
+    loop.close()
+
+
+# -- one kind of batch after another -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "a frozen tower"])
+@pytest.mark.parametrize("first", ["text", "pictures"])
+def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
+    text = [on_device(text_alone(seed, 4)) for seed in range(3)]
+    mixed = [made("LLaVA", seed) for seed in range(3)]
+    batches = [batch for pair in zip(text, mixed, strict=True) for batch in (pair if first == "text" else pair[::-1])]
+    model = build(llava)
+    if is_frozen:
+        model.model.vision_tower.requires_grad_(False)
+    train_both(model, batches)
+    in_parts("LLaVA", 3, batches[:4])
+
+
+def test_a_model_in_which_nothing_is_called_by_the_batch_keeps_its_weights() -> None:
+    """Those of a tower without a picture, moments and decay included."""
+    engine = Engine(build(llava))
+    before = weights(engine)
+    engine.step(on_device(text_alone(0, 4)))
+    moved = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not any("vision" in name or "projector" in name for name in moved)
+    engine.close()
+
+
+PICTURES = ([1, 1, 1, 1], [1, 0, 1, 0], [2, 0, 1, 1], [1, 1, 1, 1])
+
+
+def test_pictures_that_come_in_other_numbers_than_rows() -> None:
+    """Two rows of four have none, or one has two: they go through the tower, and are no rows."""
+
+    batches = [on_device(pictures_in_rows(seed, PICTURES[seed])) for seed in range(4)]
+    train_both(build(llava), batches)
+    model = build(llava)
+    engine = Engine(model, micro_batch_size=2)
+    assert torch.isfinite(engine.step(batches[0]).loss)
+    with pytest.raises(ConfigError, match=r"pixel_values \[2, 3, 8, 8\]"):
+        engine.step(batches[1])
+    assert torch.isfinite(engine.step(batches[3]).loss)
+    engine.close()
+
+
+# -- what a batch may hold ---------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_a_step() -> None:
+    wanted = {"LLaVA": 4 * 11 - 6, "ViT": 4, "CLIP": 4, "BERT's answers": 4, "denoiser": 4 * 16 * 4, "Whisper": 22}
+    for name, number in wanted.items():
+        engine = Engine(build(KINDS[name].make))
+        assert engine.step(made(name, 0), KINDS[name].loss_fn).tokens == number, name
+        engine.close()
+
+
+def test_labels_of_a_regression_are_all_targets() -> None:
+    batch = {**made("ViT", 0), "labels": on_device({"labels": noise(3, 4, 1)})["labels"]}
+    model = build(lambda: vit(num_labels=1))
+    engine, _ = train_both(model, [batch, batch])
+    assert engine.step(batch).tokens == 4
+    engine.close()
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object()])
+def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
+    engine = Engine(build(llama))
+    with pytest.raises(ConfigError, match="position_ids"):
+        engine.step({**tokens(), "position_ids": value})
+    assert torch.isfinite(engine.step({**tokens(), "position_ids": None}).loss)
+    engine.close()
+
+
+def test_what_was_found_about_a_batch_holds_for_a_resumed_run(tmp_path: Path) -> None:
+    batch = on_device(latents(0, 16))
+    model = build(KINDS["denoiser"].make)
+    engine = Engine(model, micro_batch_size=4)
+    engine.step(batch, distance)
+    engine.save_checkpoint(tmp_path / "saved")
+    (form,) = json.loads(json.dumps(engine._steps.decided))["forms"].values()
+    assert form["axes"] == {"hidden_states": 0, "timestep": 0, "img_shapes": 0, "labels": 0}
+    wanted = engine.step(batch, distance)
+    engine.close()
+    other = Engine(build(KINDS["denoiser"].make, seed=1), micro_batch_size=4)
+    other.load_checkpoint(tmp_path / "saved")
+    with forbidden(other):
+        found = other.step(batch, distance)
+    assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+    other.close()
+
+
+@contextmanager
+def forbidden(engine: Engine) -> Iterator[None]:
+    """Within, nothing is tried."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("tried")
+
+    engine._steps.rehearsal._tried_form = refuse  # type: ignore[method-assign]
+    yield
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+@pytest.mark.parametrize("name", ["Whisper", "BERT's answers", "denoiser"])
+def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size: int | None) -> None:
+    found = run(2, trained, name=name, rows=(3, 2), micro_batch_size=micro_batch_size)
+    kind = KINDS[name]
+    reference = Reference(build(kind.make), PROPORTIONAL)
+    for step in range(2):
+        loss, norm = reference.step(made(name, step, 5), kind.loss_fn)
+        for steps, _ in found:
+            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
+    for _, values in found:
+        assert_same(values, reference.masters, ROUNDING)
+
+
+def test_two_ranks_of_what_cannot_be_cut() -> None:
+    """The labels say how much each rank's part weighs."""
+    found = run(2, trained, name="Qwen2-VL", rows=(3, 2), micro_batch_size=None)
+    reference = Reference(build(KINDS["Qwen2-VL"].make), PROPORTIONAL)
+    for step in range(2):
+        parts = [made("Qwen2-VL", 2 * step + rank, rows) for rank, rows in enumerate((3, 2))]
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        loss, norm = reference.step(whole)
+        for steps, _ in found:
+            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
+    for _, values in found:
+        assert_same(values, reference.masters, ROUNDING)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
+    for refused in run(2, trained, name=name, rows=(3, 2), micro_batch_size=None):
+        assert "no mean over rows" in refused
+        assert "engine.backward" in refused
+
+
+def test_ranks_with_other_numbers_of_pictures() -> None:
+    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both refuse."""
+    found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=None)
+    reference = Reference(build(llava), PROPORTIONAL)
+    for step in range(3):
+        parts = [on_device(pictures_in_rows(2 * step + rank, each)) for rank, each in enumerate(([1] * 4, [1, 0, 1]))]
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "position_ids"}
+        loss, norm = reference.step(whole)
+        for steps, _ in found:
+            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
+    for _, values in found:
+        assert_same(values, reference.masters, ROUNDING)
+    for refused in run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=2):
+        assert "pixel_values" in refused
