@@ -279,8 +279,7 @@ def _contents(engine: EngineState) -> dict[str, Entry]:
 
 def _buffers(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return the buffers that belong to a model's state, each by the first of its names."""
-    with engine.hold.reading(engine.undo):
-        kept = engine.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
+    kept = engine.model.state_dict(keep_vars=True)  # which leaves out those that are not persistent
     found = {name: buffer for name, buffer in engine.model.named_buffers() if kept.get(name) is buffer}
     return {name: buffer.detach() for name, buffer in found.items()}
 

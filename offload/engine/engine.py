@@ -25,9 +25,10 @@ from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import meet
 from offload.engine.loss.loss import LossFunction
 from offload.engine.own_loop import OwnLoop
+from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
 from offload.engine.steps import StepResult, Steps
-from offload.engine.units.residency import refuse_held, refuse_nan
+from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
 from offload.hf.write import SHARD_BYTES
@@ -73,6 +74,7 @@ class Engine:
         if torch.is_inference_mode_enabled():
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
+        refuse_compiled(model)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
@@ -88,6 +90,7 @@ class Engine:
             raise
         self.device = self._state.device.torch_device
         self._recovery = Recovery(self._state)
+        self._reading = Reading(self._state, self._recovery, self.counters)
         self._steps = Steps(self._state, self._recovery, self.counters, settings)
         self._own_loop = OwnLoop(self._state, self._recovery, self._steps)
         self._recovery.on_give_up += [
@@ -109,10 +112,10 @@ class Engine:
                 "engine.step was called where gradients are off (torch.no_grad or torch.inference_mode), and would "
                 "train nothing: call it outside, or engine.evaluate for a loss."
             )
-        confirm = self._state.snapshot.check(trains=True)
+        self._state.snapshot.check(trains=True)
         self._own_loop.refuse_middle("engine.step")
         self._own_loop.is_open = False  # a forward of an own loop that had no backward is dropped
-        return self._steps.step(batch, loss_fn, confirm)
+        return self._steps.step(batch, loss_fn)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
@@ -120,13 +123,13 @@ class Engine:
         """
         with torch.inference_mode(False):  # tensors of its kind are good for no later step
             self._recovery.check_usable()
-            self._state.snapshot.check(trains=False)()
+            self._state.snapshot.check(trains=False)
             return self._steps.evaluate(batch, loss_fn)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._recovery.check_usable()
-        self._state.snapshot.check(trains=True)()
+        self._state.snapshot.check(trains=True)
         self._own_loop.backward(loss)
 
     def update(self) -> StepResult:
@@ -241,7 +244,7 @@ class Engine:
         Raises, on all ranks, ConfigError or DiskError.
         """
         self._recovery.check_open()
-        self._state.snapshot.check(trains=False)()
+        self._state.snapshot.check(trains=False)
         self._recovery.settle("export")
         with self._recovery.working(), self.counters.unchanged():
             export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)
@@ -303,6 +306,7 @@ class Engine:
             self._state.executor.forget()
             self._state.runner.claims.weights_change()
             self._state.slots.refresh(always=True)
+            self._state.slots.settle()
         self._steps.decide_again(decided)
         self._state.lanes.settle()
         self._state.updates.is_updating, self._recovery.torn = False, None
@@ -354,4 +358,4 @@ class Engine:
             error.add_note(f"Closing the engine failed as well: {failure!r}")
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_nan("pickle (torch.save) or copy.deepcopy")
+        refuse_copy("pickle (torch.save) or copy.deepcopy")

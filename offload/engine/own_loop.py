@@ -11,7 +11,7 @@ from offload.engine.loss.batch_agreement import meet
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import StepResult, Steps
-from offload.engine.units.residency import refuse_nan
+from offload.engine.units.residency import refuse_copy
 from offload.errors import ConfigError
 
 
@@ -64,19 +64,24 @@ class OwnLoop:
         self._hook.remove()
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_nan("pickle (torch.save) or copy.deepcopy")  # of the model, which has the hook
+        refuse_copy("pickle (torch.save) or copy.deepcopy")  # of the model, which has the hook
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called: record on the first call's own arguments, and make room for sums of gradients."""
         state, recovery, rehearsal = self._state, self._recovery, self._steps.rehearsal
         if state.is_ours:
             return
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+            raise ConfigError(
+                "a model whose weights are in an engine was called by torch.compile, which cannot look into the "
+                "engine: call the model itself."
+            )
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 self._before_forward(module, args, kwargs)
             return
         recovery.recover()
-        state.snapshot.check(torch.is_grad_enabled())()
+        state.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
             state.slots.settle()
             if not torch.is_grad_enabled():

@@ -149,7 +149,7 @@ class EngineState:
             self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
         self.hold = Hold(model, infos, self.units, self.device.torch_device)
-        self.snapshot = Snapshot(model, infos, self.units, self.hold, self.device)
+        self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
     def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload[Any] | None:
         """Return where unit inputs wait for their backward; None for the device."""
@@ -217,16 +217,14 @@ class EngineState:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Hang one NaN in the model for every parameter, also for those that stay on the device; its names and shapes
-        may be read.
-        """
+        """Hang what stands for parameters in the model, also for those that stay on the device: nothing is read."""
         resident = [unit for unit in self.units if unit.resident]
 
         def restore() -> None:
             for unit in resident:
                 unit.install(unit.live())
 
-        with self.undo.afterwards(restore), self.hold.reading(self.undo):
+        with self.undo.afterwards(restore):
             for unit in resident:
                 unit.install(unit.resting)
             yield

@@ -83,11 +83,8 @@ class Steps:
         self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
         self.spans: list[Span] = []
 
-    def step(self, batch: Batch, loss_fn: LossFunction | None, confirm: Callable[[], None]) -> StepResult:
-        """Train on a batch, which is on this rank's side still. `confirm` is called before anything is updated, where
-        the host waits for the device in any case, if it does.
-        """
-        self._state.updates.confirm = confirm
+    def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
+        """Train on a batch, which is on this rank's side still."""
         self.rehearsal.forget_other_modes()
         known = self._meet("step", batch, loss_fn, self.lr)
         batch = self._bring(batch)
@@ -206,6 +203,7 @@ class Steps:
         brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
         applied = state.updates.apply(rank, go_on)
         loss = self._sum(brought_loss())
+        state.slots.settle()  # a script may read what stays before the next pass, which would wait for it as well
         seconds, lanes, self.spans = state.lanes.end_step()
         return StepResult(
             loss,

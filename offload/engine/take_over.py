@@ -38,7 +38,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
 
 
 def _take(state: EngineState, fill: Fill | None) -> None:
-    """Move the weights into the store, unit by unit; what was a parameter becomes one NaN."""
+    """Move the weights into the store, unit by unit; what was a parameter becomes what stands for it."""
     # A parent that keeps only its own parameters comes last: to fill it is to fill what is below it, which by then
     # was taken. The ranks take turns at it, so that what is read is read once, and each hands its unit out.
     given: dict[nn.Parameter, Source] = {}

@@ -385,6 +385,18 @@ class Store:
             found[its] = kernels.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
         return self._completed(parameter, begin, found)
 
+    def read_here(self, parameter: int) -> torch.Tensor:
+        """Return a fresh CPU copy of a parameter as the device uses it (bf16, or fp32), in its shape. Not collective:
+        this rank has to hold all of its weights.
+        """
+        region, position = self._home[parameter]
+        state, info = self.states[region], self._infos[parameter]
+        found = torch.empty(info.numel, dtype=state.region.plane("weights").dtype)
+        for tiles in (state.tiles, *state.others.values()):
+            for planes, mine, its in self._opened(state, position, tiles, MASTER[:1], 0, info.numel, changes=False):
+                found[its] = planes["weights"][mine].cpu()
+        return found.view(info.shape)
+
     def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
         """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
         others have.

@@ -205,16 +205,6 @@ def test_named_parameters_are_copies() -> None:
     assert not any((value == 7).any() for value in weights(engine).values())
 
 
-def test_a_resting_weight_reads_as_nan() -> None:
-    """Never as zero, or as what another unit left behind."""
-    engine = Engine(build(llama))
-    engine.step(tokens())
-    weight = engine.model.model.layers[0].mlp.up_proj.weight
-    assert isinstance(weight, nn.Parameter)
-    assert weight.shape == (48, 32)
-    assert weight.isnan().all()
-
-
 def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
     """Python promises its own hash of a tuple for no version."""
     assert generator_seed(0, 1, 2, 3, 4, 0) == 5149148885015360200

@@ -86,8 +86,6 @@ class Updates:
         self._lane: Lane = store.updating
         # Compute itself hides nothing.
         self.clip = "deferred" if self._lane is lanes.here else settings.resolved_clip
-        self.confirm: Callable[[], None] = lambda: None
-        """Raises what speaks against any update of the step."""
         self._updated: list[Landed] = []
         self.lr = settings.optimizer.lr
         self._so_far = [0.0]
@@ -136,8 +134,6 @@ class Updates:
         self._flow.opens = self._early.begin if reads_early else None
         self._flow.landing.drops = learns
         self._flow.landing.landed = None if waits or learns or self.waits else self._update_at_once
-        if self._flow.landing.landed is not None or self._store.comm.size > 1:  # the others are not to wait for a norm
-            self.confirm()
 
     def learn(self) -> float:
         """The backward for the norm is over: return it, and forget the gradients. Raises NonFiniteError where that is
@@ -172,7 +168,6 @@ class Updates:
 
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
         self._flow.landing.finish()
-        self.confirm()
         norm = total_norm(self._measures.squares)
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm

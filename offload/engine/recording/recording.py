@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.units.arguments import Arguments, deliver, without_caches
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places, same_values
+from offload.engine.units.resting import Elsewhere
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.traits import BatchAxis, Rows, UnitTraits
 from offload.engine.units.unit import Unit
@@ -63,17 +64,11 @@ class Recording:
         self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._pages: set[int] = set()
-        self._addresses = {
-            parameter.data_ptr(): unit.name  # also of every view of it, since it is one element
-            for unit in units
-            if not unit.resident
-            for parameter in unit.resting.values()
-            if parameter.numel()
-        }
+        self._streaming = {index: unit.name for unit in units if not unit.resident for index in unit.resting}
 
     def reads(self) -> TorchDispatchMode:
         """Return a mode under which reads of resting parameters are noticed."""
-        return _Reads(self._addresses, self.outside_readers)
+        return _Reads(self._streaming, self.outside_readers)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one use of a unit with a graph of its own; return its result cut off from that graph."""
@@ -295,19 +290,17 @@ class Recording:
 
 
 class _Reads(TorchDispatchMode):
-    """Notices operations on the NaN that stands for a parameter at rest."""
+    """Notices operations on what stands for a parameter at rest."""
 
-    def __init__(self, addresses: dict[int, str], found: set[str]) -> None:
+    def __init__(self, streaming: dict[int, str], found: set[str]) -> None:
         super().__init__()
-        self._addresses, self._found = addresses, found
+        self._streaming, self._found = streaming, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             for leaf in value if isinstance(value, list | tuple) else (value,):  # an operation's lists are flat
-                if isinstance(leaf, torch.Tensor):
-                    name = self._addresses.get(leaf.data_ptr())
-                    if name is not None:
-                        self._found.add(name)
+                if isinstance(leaf, Elsewhere) and leaf.info.index in self._streaming:
+                    self._found.add(self._streaming[leaf.info.index])
         return func(*args, **(kwargs or {}))
 
 

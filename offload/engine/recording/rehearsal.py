@@ -391,7 +391,7 @@ class Rehearsal:
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.undo.within(recording.reads()):
+                with self._state.hold.watched(self._state.undo), self._state.undo.within(recording.reads()):
                     result = run(recording)
             except ConfigError:
                 raise

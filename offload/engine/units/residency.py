@@ -5,16 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from offload.engine.units.resting import Resting
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.regions import ParameterInfo
-from offload.tiers.device import Device
+from offload.machine.environment import memory
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ANEW = (
@@ -22,16 +24,16 @@ _ANEW = (
     "engine.save_checkpoint(folder) saves it as it is."
 )
 _HELD = (
-    "belongs to an engine that was not closed: its weights are in that engine, and in their place is NaN. Call "
+    "belongs to an engine that was not closed: its weights are in that engine. Call "
     "close(restore=True) on it first. Where nothing refers to it any more, its weights are gone: build the model anew."
 )
 _SPENT = (
-    "belonged to an engine that was closed without restore=True: its weights are gone, and in their place is NaN. "
+    "belonged to an engine that was closed without restore=True: its weights are gone. "
     "Build the model anew, or load what engine.export wrote."
 )
-_FAILED = (
-    "was given to an engine that could not be made: some of its weights are gone, and in their place is NaN. Build "
-    "the model anew."
+_FAILED = "was given to an engine that could not be made: some of its weights are gone. Build the model anew."
+_RETURNED = (
+    "was given back by the engine that had it (close(restore=True)): this is what stood for it. Take it from the model."
 )
 _HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
 """Of the models that live, those whose weights are not in them."""
@@ -43,73 +45,60 @@ def refuse_held(model: nn.Module) -> None:
         hold.refuse_overlap(model)
 
 
-def refuse_nan(what: str) -> NoReturn:
-    """Raise the ConfigError for what would read or write weights past the engine that has them."""
+def refuse_copy(what: str) -> NoReturn:
+    """Raise the ConfigError for what would copy or change a model past the engine that has its weights."""
     raise ConfigError(
-        f"{what} sees NaN: the weights of this model are in an engine, or went with one that was closed without "
-        "restore=True. engine.export(folder) writes them as a Hugging Face folder, engine.save_checkpoint(folder) "
-        "writes all states, and engine.close(restore=True) gives the model its weights back. Where the engine is "
-        "closed already, or could not be made, build the model anew."
+        f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
+        "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
+        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them), and "
+        "engine.close(restore=True) gives the model its weights back. Where the engine is closed already, or could not "
+        "be made, build the model anew."
     )
 
 
-class Resting(nn.Parameter):
-    """Stands for a parameter while its weights are elsewhere: one NaN, expanded, which is not to be saved or replaced.
-
-    Device, dtype and shape are right, the storage is one element, and a stray read is NaN. (On `meta` some operations
-    return uninitialised memory without a word.) As of a Parameter, what is computed of it is a plain tensor.
-    """
-
-    @property
-    def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        # Module.to and its kin come here too; where there is nothing to convert they give a tensor its own data.
-        if (value.data_ptr(), value.shape, value.dtype) != (self.data_ptr(), self.shape, self.dtype):
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ConfigError where torch.compile has a part of the model, which would look into the engine."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             raise ConfigError(
-                f"a parameter of shape {list(self.shape)} and {self.dtype} was to become {list(value.shape)} and "
-                f"{value.dtype} (by half, to, resize_token_embeddings, .data); its weights are in an engine. {_ANEW}"
+                f"{name or 'the model'} was compiled by torch.compile, which cannot look through weights that come and "
+                "go, and calls them otherwise. Give Engine the model as it was before torch.compile (model._orig_mod)."
             )
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse_nan("copy.deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_nan("pickle (torch.save)")
 
 
 class Hold:
     """An engine's hold on a model, from when its weights are taken until they are given back, or for good.
 
-    It makes what hangs in the model while the weights are elsewhere, and every module refuses to be saved, loaded and
-    copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a model neither
-    keeps the rest of it nor its engine.
+    It makes what hangs in the model while the weights are elsewhere, answers who reads there, and every module refuses
+    to be loaded and copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a
+    model neither keeps the rest of it nor its engine.
+
+    `read`, while there is an engine: a weak method that returns a fresh copy of a parameter on the CPU.
     """
 
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], device: torch.device
     ) -> None:
-        dtypes = {_DTYPES[info.compute] for info in infos}
-        # All of a dtype lie in one tensor, so that one look tells whether somebody wrote to any of them.
-        self.nans = {dtype: torch.full((len(infos),), float("nan"), dtype=dtype, device=device) for dtype in dtypes}
-        self.resting = [
-            Resting(self.nans[_DTYPES[info.compute]][info.index].expand(info.shape), requires_grad=info.trainable)
-            for info in infos
-        ]
+        self.read: weakref.WeakMethod[Callable[[ParameterInfo], torch.Tensor]] | None = None
+        self.resting = [Resting(info, _DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
         self._names = weakref.WeakKeyDictionary(
             {module: name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
         )
-        self._state, self._may_read = _HELD, False
+        self._places: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterInfo]] = weakref.WeakKeyDictionary()
+        for unit in units:
+            for place in unit.places:
+                self._places.setdefault(place.module, {})[place.key] = infos[place.parameter]
+        self._given: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._state, self._is_watched = _HELD, False
         self._handles: list[Any] = []
 
     def guard(self) -> None:
-        """The weights are taken: from here on every module refuses what would see NaN."""
+        """The weights are taken: from here on every module says so to whoever saves, loads or copies it."""
         for module in self._names:
-            self._handles.append(module.register_state_dict_pre_hook(self._on_state_dict))
+            self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+            self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
         _HOLDS.add(self)
 
@@ -124,63 +113,122 @@ class Hold:
                 raise ConfigError(f"{name or 'the model'} ({type(module).__name__}) {self._state}")
 
     @contextmanager
-    def reading(self, undo: Undo) -> Iterator[None]:
-        """Within, the engine itself asks for names, shapes and buffers."""
+    def watched(self, undo: Undo) -> Iterator[None]:
+        """Within, the engine looks who reads parameters at rest: they are NaN."""
 
         def restore() -> None:
-            self._may_read = False
+            self._is_watched = False
+            for each in self.resting:
+                each.grad = None
 
         with undo.afterwards(restore):
-            self._may_read = True
+            self._is_watched = True
             yield
+
+    def values_of(self, info: ParameterInfo) -> torch.Tensor:
+        """Return a fresh copy of a parameter as the device uses it, on the CPU."""
+        if self._is_watched:
+            return torch.full((), float("nan"), dtype=_DTYPES[info.compute]).expand(info.shape)
+        read = self.read() if self.read is not None else None
+        if read is None:
+            raise ConfigError(f"{info.name} {self._state}")
+        return read(info)
+
+    def refuse_write(self, info: ParameterInfo, how: str) -> NoReturn:
+        """Raise ConfigError: what is written would be lost."""
+        raise ConfigError(f"{info.name} was to {how}; its weights are in an engine, or went with one. {_ANEW}")
+
+    def refuse_gradient(self, info: ParameterInfo) -> None:
+        """Raise ConfigError: a gradient would be lost."""
+        if not self._is_watched:
+            raise ConfigError(
+                f"{info.name} was read outside of the model's forward, and a gradient came back to it, which would be "
+                "lost, since its weights are in an engine. For a term such as a penalty, read it within the forward, "
+                "or in the loss_fn of engine.step, from its first call on; where no gradient is meant, read "
+                "parameter.detach(), or under torch.no_grad(). (For weight decay there is the optimizer's.)"
+            )
 
     def release(self) -> None:
         """The model has its weights back, and is anybody's."""
         for handle in self._handles:
             handle.remove()
         _HOLDS.discard(self)
+        self._state, self.read = _RETURNED, None
 
     def spend(self, failed: bool = False) -> None:
         """The weights are gone (`failed`: before an engine was there); the model is good for nothing any more."""
         if not self._handles:
             self.guard()
-        self._units, self._state = [], _FAILED if failed else _SPENT
+        self._units, self._state, self.read = [], _FAILED if failed else _SPENT, None
         for module in self._names:
             module.register_forward_pre_hook(self._on_forward)
 
-    def _on_state_dict(self, *_: Any) -> None:
-        if not self._may_read:
-            refuse_nan("state_dict()")
+    def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        if self.read is None or self.read() is None:
+            refuse_copy("state_dict()")
+        if keep_vars:
+            return
+        infos = {info.index: info for each in module.modules() for info in self._places.get(each, {}).values()}
+        num_bytes = sum(info.numel * _DTYPES[info.compute].itemsize for info in infos.values())
+        free = memory().get("available_bytes", num_bytes)
+        if num_bytes > free:
+            raise DoesNotFitError(
+                f"state_dict() of {self._names.get(module) or 'the model'} holds {format_bytes(num_bytes)} of weights, "
+                f"and {format_bytes(free)} of the host's memory are free. engine.export(folder) writes them as a "
+                "Hugging Face folder, a piece at a time, and engine.named_parameters() gives one after the other."
+            )
+
+    def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
+        """Put true values where a module has put what stands for them: one and the same tensor under tied names."""
+        for key, info in self._places.get(module, {}).items():
+            name, hangs = f"{prefix}{key}", module._parameters.get(key)
+            found = saved.get(name)
+            if found is None or found is hangs or not self._is_own(info, hangs):
+                continue
+            first, given = self._given.get(info.index, ("", lambda: None))
+            value = given()
+            if value is None or saved.get(first) is not value:
+                value = self.values_of(info)
+                self._given[info.index] = name, weakref.ref(value)
+            saved[name] = value
+
+    def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
+        """True where a parameter is the engine's, and nobody's that has replaced it."""
+        if isinstance(parameter, Resting):
+            return parameter is self.resting[info.index]
+        units = filter(None, (known() for known in self._units))
+        return parameter is not None and any(unit.has(parameter, _DTYPES[info.compute]) for unit in units)
 
     def _on_load(self, *_: Any) -> None:
-        refuse_nan("load_state_dict()")
+        refuse_copy("load_state_dict()")
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
         raise ConfigError(f"{self._names.get(module) or 'the model'} ({type(module).__name__}) {self._state}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
-        refuse_nan("pickle (torch.save) or copy.deepcopy")
+        refuse_copy("pickle (torch.save) or copy.deepcopy")
 
 
 class Snapshot:
     """The modules and parameters of a model as an engine took them over."""
 
-    def __init__(
-        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold, device: Device
-    ) -> None:
-        self._infos, self._units, self._hold, self._device = infos, units, hold, device
+    def __init__(self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold) -> None:
+        self._infos, self._units, self._hold = infos, units, hold
         self._names = {module: name for name, module in model.named_modules()}
         self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]
         self._num_trainable = sum(info.trainable for info in infos)
         self.frozen: frozenset[int] = frozenset()
 
-    def check(self, trains: bool) -> Callable[[], None]:
+    def check(self, trains: bool) -> None:
         """Raise ConfigError where the model is not the one that was taken over, because the change would do nothing.
-        Return what does so where weights were written to, and waits for the device to say it, the first time.
 
         trains: whether it matters which parameters take gradients. What was to be trained may be frozen and thawed
-        again between steps; what was not has no states. It compares identities, and reads one number.
+        again between steps; what was not has no states. It compares identities.
         """
+        with torch._C.DisableTorchFunctionSubclass():  # else each look at a parameter is a call
+            self._check(trains)
+
+    def _check(self, trains: bool) -> None:
         frozen: set[int] = set()
         for module, children, keys in self._tree:
             if tuple(module._modules.items()) != children or tuple(module._parameters) != keys:
@@ -196,15 +244,6 @@ class Snapshot:
                     frozen.add(place.parameter)
                 elif trains and found.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
-        asked = [(*each, self._device.bring_down(each[1].isnan().all())) for each in self._hold.nans.items()]
-
-        def confirm() -> None:
-            while asked:
-                dtype, nans, is_whole = asked.pop()
-                if not is_whole():
-                    written = [i.name for i in self._infos if _DTYPES[i.compute] == dtype and not nans[i.index].isnan()]
-                    raise ConfigError(f"{written[0]} was written to after Engine(), which has the weights. {_ANEW}")
-
         if len(frozen) == self._num_trainable:
             if trains:
                 raise ConfigError("every parameter is frozen by now (requires_grad=False): there is nothing to train.")
@@ -212,7 +251,6 @@ class Snapshot:
             self.frozen = frozenset(frozen)
             for unit in self._units:
                 unit.freeze(self.frozen)
-        return confirm
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: Sequence[str]) -> NoReturn:
         for key in {**children, **module._modules}:

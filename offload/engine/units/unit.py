@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.units.find import Candidate, Place
 from offload.engine.units.traits import UnitTraits
+from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
 
@@ -134,12 +135,26 @@ class Unit:
         self._original = None
 
     def hang(self) -> bool:
-        """Hang the weights in the module where they do not yet, and return whether they did not."""
-        place = self.places[0]
-        rests = place.module._parameters[place.key] is self.resting[place.parameter]
-        if rests:
+        """Hang the weights in the module where they do not yet, and return whether they did not. Raises ConfigError
+        where somebody has hung others there (`functional_call` of the module alone), whose gradients would be lost.
+        """
+        num_resting = 0
+        for place in self.places:
+            if place.module._parameters[place.key] is self.resting[place.parameter]:
+                num_resting += 1
+            else:
+                other = place
+        if num_resting == len(self.places):
             self.install(self.live())
-        return rests
+            return True
+        found = other.module._parameters[other.key]
+        if num_resting or found is None or not self._slots.holds(found):
+            raise ConfigError(
+                f"unit {self.name} was called after its {other.key} was replaced (functional_call does it), while the "
+                "weights are in an engine, which would not see the gradient of the other. Change the model before "
+                "Engine(), or after engine.close(restore=True)."
+            )
+        return False
 
     @property
     def forward(self) -> Callable[..., Any]:

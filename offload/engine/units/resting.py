@@ -1,0 +1,193 @@
+"""What hangs in a model while its weights are elsewhere: tensors without memory, whose values come from the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from offload.layout.regions import ParameterInfo
+
+
+class Holder(Protocol):
+    """Has the values of parameters at rest, and says what is not to be done to them."""
+
+    def values_of(self, info: ParameterInfo) -> torch.Tensor:
+        """Return a fresh copy of a parameter, on the CPU, or raise why there is none."""
+
+    def refuse_write(self, info: ParameterInfo, how: str) -> None:
+        """Raise ConfigError."""
+
+    def refuse_gradient(self, info: ParameterInfo) -> None:
+        """Raise ConfigError, unless it is the engine that tries something."""
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor whose values are elsewhere, and are brought for each operation that needs them.
+
+    Shape, dtype, device, strides and whether it takes gradients are right, and cost nothing. It has no memory: what
+    asks for an address gets an error from torch. An operation is given a fresh copy of the values, on the device;
+    autograd sees the operation itself. A view is another one of these, so that nobody writes to a copy that is
+    dropped: whatever writes is refused.
+    """
+
+    info: ParameterInfo
+    holder: Holder
+    place: torch.device
+    values: Callable[[], torch.Tensor]
+    """Returns a fresh copy on the device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Only what goes past torch's dispatcher is seen to here.
+        kwargs = kwargs or {}
+        if func in _WRITES and isinstance(args[0], Elsewhere) and args[1:] != (None,):
+            args[0].holder.refuse_write(args[0].info, _WRITES[func])
+        if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
+            own, made = args
+            if isinstance(own, Elsewhere) and not own.is_same(made):
+                own.holder.refuse_write(own.info, f"become {list(made.shape)} of {made.dtype} on {made.device}")
+        if func in _READS:
+            args, kwargs = tree_map(_copy, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].place
+        kwargs = kwargs or {}
+        if func.is_view:
+            return _view(func, args, kwargs)
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = {each.name: value for each, value in zip(arguments, args, strict=False)} | kwargs
+            changed = [given.get(each.name) for each in arguments if each.is_write]
+            for leaf in tree_leaves(changed):
+                if isinstance(leaf, Elsewhere):
+                    leaf.holder.refuse_write(leaf.info, f"be written to, by {func}")
+        found: dict[int, torch.Tensor] = {}
+
+        def bring(leaf: Any) -> Any:
+            if not isinstance(leaf, Elsewhere):
+                return leaf
+            if id(leaf) not in found:
+                found[id(leaf)] = leaf.values()
+            return found[id(leaf)]
+
+        args, kwargs = tree_map(bring, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Module.to and its kin come here too; where there is nothing to convert they give a tensor itself.
+        if not self.is_same(value):
+            self.holder.refuse_write(self.info, f"become {list(value.shape)} of {value.dtype} (by .data)")
+
+    def is_same(self, other: torch.Tensor) -> bool:
+        """True where another tensor stands for the same values."""
+        return (
+            isinstance(other, Elsewhere)
+            and (other.holder, other.info) == (self.holder, self.info)
+            and (other.shape, other.stride(), other.dtype) == (self.shape, self.stride(), self.dtype)
+        )
+
+    def copied(self) -> torch.Tensor:
+        """Return a tensor of its own with the values, of the kind that this one stands for."""
+        return self.values().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.copied())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied().__reduce_ex__(protocol)
+
+
+class Resting(Elsewhere, nn.Parameter):
+    """Stands for a parameter. A gradient that comes to it is refused, since it would be lost."""
+
+    def __new__(cls, info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder) -> Resting:
+        """Return what stands for this parameter, in the dtype and on the device of its uses."""
+        made: Resting = _make(cls, torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
+        made.values = lambda: holder.values_of(info).to(device)
+        if info.trainable:
+            made.requires_grad_()
+            made.register_hook(lambda _: holder.refuse_gradient(info))
+        return made
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def copied(self) -> nn.Parameter:
+        return nn.Parameter(self.values(), requires_grad=self.requires_grad)
+
+
+class RestingView(Elsewhere):
+    """Stands for a view of a parameter, `detach()` and `.data` included."""
+
+
+def _make(kind: Any, like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
+    # To torch it is on `meta`, so that another tensor never takes its memory over (`other.data = this`), and says that
+    # it is elsewhere.
+    made = torch.Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=torch.device("meta"),
+        dispatch_device=True,
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # else it is 0, and who reads there ends the process
+    made.info, made.holder, made.place = info, holder, device
+    return made
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return views of views, or of a parameter."""
+    base = args[0]
+    like = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride())
+    found = func(like, *args[1:], **kwargs)
+    made = []
+    for number, each in enumerate([found] if isinstance(found, torch.Tensor) else found):
+        view = _make(RestingView, each, base.place, base.info, base.holder)
+        view.values = partial(_values_of_view, base, func, args[1:], kwargs, number)
+        made.append(view)
+    return made[0] if isinstance(found, torch.Tensor) else made
+
+
+def _values_of_view(base: Elsewhere, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
+    made = func(base.values(), *args, **kwargs)
+    return made if isinstance(made, torch.Tensor) else made[number]
+
+
+def _copy(leaf: Any) -> Any:
+    return copy.deepcopy(leaf) if isinstance(leaf, Elsewhere) else leaf
+
+
+_READS = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.tolist,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.new_tensor,
+    torch.Tensor.new,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+}
+"""What reads memory itself, or makes tensors by what torch takes the device for."""
+_WRITES = {
+    vars(torch._C.TensorBase)["grad"].__set__: "be given a gradient",
+    torch.Tensor.share_memory_: "move into shared memory",
+    torch.Tensor.set_: "be given another storage",
+}

@@ -1,0 +1,725 @@
+"""What a script reads of a model while an engine has its weights: what is true, or an error. Never NaN."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, stateless
+from torch.utils._pytree import tree_leaves
+
+from offload import Engine, Placement
+from offload.engine.units import residency
+from offload.errors import ConfigError, DoesNotFitError, OffloadError, TornError
+from offload.native import kernels
+from tests.engine import ranks
+from tests.engine.compare import same_bits
+from tests.engine.device import cpu_only, twin
+from tests.engine.families import build, gemma2, llama, tokens
+from tests.engine.handmade import Stack, cross_entropy, words
+
+HOST = torch.device("cpu")
+ANEW = r"before Engine\(\).*close\(restore=True\)"
+COPY = r"engine\.export.*engine\.save_checkpoint.*close\(restore=True\)"
+SPENT = "closed without restore=True.*gone.*engine.export"
+GRADIENT = r"would be lost.*loss_fn.*detach\(\)"
+MIDDLE, STAYS = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+
+KINDS = [(tier, precision) for tier in ("cpu", "device", "nvme") for precision in ("fp32", "bf16")]
+
+
+def tied() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+class Trained:
+    """An engine of which something was trained, and a plain model with the weights that it has by then."""
+
+    def __init__(self, tier: str, precision: str, folder: Path, make: Callable[[], nn.Module] = tied) -> None:
+        dirs = {"nvme_dir": str(folder)} if tier == "nvme" else {}
+        self.engine = Engine(build(make), placement=Placement(tier, tier, **dirs), precision=precision)
+        self.model = self.engine.model
+        for seed in range(2):
+            self.engine.step(tokens(seed))
+        plain = build(make)
+        masters = dict(self.engine.named_parameters())
+        for name, p in plain.named_parameters():
+            # The high half of a master is rounded to nearest as well, but halves away from zero.
+            p.data = (kernels.split(masters[name])[0] if precision == "bf16" else masters[name]).clone()
+        self.plain = twin(plain)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    made = Trained(*request.param, tmp_path_factory.mktemp("nvme"))
+    yield made
+    made.engine.step(tokens(2))  # whatever was tried, it goes on
+    made.engine.close()
+
+
+def outcome(read: Callable[[Any], Any], what: Any) -> Any:
+    """Return what a function gives, or what kind of error it is (torch refuses some of this of any tensor)."""
+    try:
+        return read(what)
+    except OffloadError:
+        raise
+    except Exception as error:
+        return type(error)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    ours, theirs = tree_leaves(found), tree_leaves(expected)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert (one.shape, one.dtype, one.device, one.stride()) == (
+                other.shape,
+                other.dtype,
+                other.device,
+                other.stride(),
+            )
+            assert same_bits(one.detach().clone(), other.detach())
+            assert not other.is_floating_point() or not one.detach().isnan().any()
+        elif isinstance(other, np.ndarray):
+            assert np.array_equal(one, other)
+        else:
+            assert one == other
+
+
+def in_a_thread(read: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def filled(like: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    target = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        fill(target)
+    return target
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: p.norm(),
+    "arithmetic": lambda p: 1 - p / 2 + p,
+    "comparison": lambda p: p == p.detach().clone(),
+    "equal": lambda p: torch.equal(p, p.detach()),
+    "allclose": lambda p: torch.allclose(p, p.detach()),
+    "isnan": lambda p: p.isnan().any(),
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "detach clone": lambda p: p.detach().clone(),
+    "detach cpu clone": lambda p: p.detach().cpu().clone(),
+    "data": lambda p: p.data,
+    "data clone": lambda p: p.data.clone(),
+    "data of data": lambda p: p.data.data,
+    "cpu": lambda p: p.cpu(),
+    "float": lambda p: p.float(),
+    "half": lambda p: p.half(),
+    "to": lambda p: p.to("cpu", torch.float64),
+    "to nowhere": lambda p: p.to(p.device),
+    "contiguous": lambda p: p.contiguous(),
+    "type": lambda p: p.type(torch.float64),
+    "view": lambda p: p.view(-1),
+    "view of dtype": lambda p: p.detach().view(torch.int16),
+    "reshape": lambda p: p.reshape(-1, 2),
+    "transposed": lambda p: p.unsqueeze(0).transpose(0, 1),
+    "row": lambda p: p[0],
+    "part of a row": lambda p: p[1:][0],
+    "mask": lambda p: p[p > 0],
+    "rows": lambda p: p[torch.tensor([1, 0], device=p.device)],
+    "iteration": lambda p: list(p)[1],
+    "split": lambda p: p.split(5)[1],
+    "unbind": lambda p: p.unbind()[0],
+    "expand": lambda p: p.unsqueeze(0).expand(2, *p.shape),
+    "item": lambda p: p.view(-1)[3].item(),
+    "number": lambda p: float(p.view(-1)[3]),
+    "truth": lambda p: bool(p.view(-1)[3] > 0),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.numpy(),
+    "detached numpy": lambda p: p.detach().numpy(),
+    "numpy of a view": lambda p: p.detach()[1:].numpy(),
+    "asarray": lambda p: np.asarray(p.detach()),
+    "text": repr,
+    "text of data": lambda p: repr(p.data),
+    "format": lambda p: f"{p}",
+    "format of an element": lambda p: f"{p.detach().view(-1)[0]:.3f}",
+    "tensor": lambda p: torch.tensor(p.data),
+    "as_tensor": lambda p: torch.as_tensor(p),
+    "new_tensor": lambda p: p.new_tensor(p.data),
+    "Tensor": lambda p: torch.Tensor(p.data),
+    "Parameter": lambda p: nn.Parameter(p.data),
+    "Parameter of a copy": lambda p: nn.Parameter(p.detach().clone()),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "zeros_like": lambda p: torch.zeros_like(p),
+    "new_zeros": lambda p: p.new_zeros(2),
+    "stack": lambda p: torch.stack([p, p]),
+    "vector": lambda p: parameters_to_vector([p, p]),
+    "foreach": lambda p: torch._foreach_norm([p, p]),
+    "foreach with another": lambda p: torch._foreach_mul([torch.ones_like(p)], [p.detach()]),
+    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p),
+    "operation by name": lambda p: torch.ops.aten.add(p, 1),
+    "linear": lambda p: nn.functional.linear(torch.ones(2, p.shape[-1], dtype=p.dtype, device=p.device), p),
+    "embedding": lambda p: nn.functional.embedding(torch.tensor([1], device=p.device), p),
+    "copied into another": lambda p: filled(p, lambda t: t.copy_(p)),
+    "put into another": lambda p: filled(p, lambda t: t.__setitem__(slice(None), p)),
+    "mean with another": lambda p: filled(p, lambda t: t.lerp_(p, 0.5)),
+    "out": lambda p: filled(p, lambda t: torch.mul(p, 2, out=t)),
+    "without gradients": lambda p: torch.no_grad()(lambda: p * 2)(),
+    "in inference mode": lambda p: torch.inference_mode()(lambda: p * 2)().clone(),
+    "in another thread": lambda p: in_a_thread(lambda: p * 2),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "deepcopy of data": lambda p: copy.deepcopy(p.data),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "saved": saved,
+    "saved data": lambda p: saved({"a": p.data, "b": p.data[0]}),
+    "clipped": lambda p: clip_grad_norm_([p], 1.0),
+    "nothing to zero": lambda p: setattr(p, "grad", None),
+    "kind": lambda p: (isinstance(p, nn.Parameter), isinstance(p.data, nn.Parameter), p.requires_grad, p.is_leaf),
+    "layout": lambda p: (p.shape, p.stride(), p.is_contiguous(), p.numel(), p.element_size(), p.dim(), p.nbytes),
+    "where": lambda p: (p.device, p.dtype, p.is_meta, p.is_sparse, p.layout, p.grad, p.is_floating_point()),
+    "thawed": lambda p: p.requires_grad_(True).requires_grad,
+}
+
+
+def failures(uses: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """Try all of them, and return what went wrong: hundreds of tests of a millisecond would take a minute."""
+    wrong: dict[str, str] = {}
+    for name, use in uses.items():
+        try:
+            use()
+        except (Exception, pytest.fail.Exception) as error:
+            wrong[name] = "".join(traceback.format_exception(error)[-2:])
+    return wrong
+
+
+@pytest.mark.parametrize("name", [MIDDLE, "lm_head.weight", STAYS])
+@pytest.mark.filterwarnings("ignore")
+def test_a_parameter_reads_as_in_plain_torch(trained: Trained, name: str) -> None:
+    ours, theirs = (each.get_parameter(name) for each in (trained.model, trained.plain))
+    reads = {
+        key: lambda read=read: assert_same(outcome(read, ours), outcome(read, theirs)) for key, read in READS.items()
+    }
+    assert not failures(reads)
+
+
+def written(model: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+class Wrapper(nn.Module):
+    """As an adapter library wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+
+ON_HOST: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "of a part": lambda model: model.model.layers[0].state_dict(),
+    "of what stays": lambda model: model.model.norm.state_dict(),
+    "with a prefix": lambda model: model.state_dict(prefix="a."),
+    "into a dictionary": lambda model: dict(model.state_dict(destination=OrderedDict(a=1))),
+    "of a wrapper": lambda model: Wrapper(model).state_dict(),
+    "of a copy": lambda model: copy.copy(model).state_dict(),
+    "saved": written,
+    "copied": lambda model: copy.deepcopy(model.state_dict()),
+}
+WHERE_IT_IS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters themselves": lambda model: model.state_dict(keep_vars=True),
+    "parameters": lambda model: dict(model.named_parameters()),
+    "parameters saved": lambda model: saved(dict(model.named_parameters())),
+    "embeddings": lambda model: model.get_input_embeddings().weight,
+    "for functional_call": lambda model: {name: p.detach() for name, p in model.named_parameters()},
+    "size": lambda model: (model.num_parameters(), model.get_memory_footprint()),
+    "dtype": lambda model: model.dtype,
+}
+
+
+def assert_same_state(found: Any, expected: Any, is_on_host: bool) -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert getattr(found, "_metadata", None) == getattr(expected, "_metadata", None)
+    if is_on_host:
+        expected = {
+            key: value.to(HOST) if isinstance(value, torch.Tensor) else value for key, value in expected.items()
+        }
+    assert_same(found, expected)
+
+
+def test_a_model_reads_as_in_plain_torch(trained: Trained) -> None:
+    reads = {
+        key: lambda key=key, read=read: assert_same_state(read(trained.model), read(trained.plain), key in ON_HOST)
+        for key, read in {**ON_HOST, **WHERE_IT_IS}.items()
+    }
+    assert not failures(reads)
+
+
+def test_tied_names_have_one_tensor_in_a_state(trained: Trained) -> None:
+    state = trained.model.state_dict()
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    again = trained.model.state_dict()
+    assert again["lm_head.weight"] is again["model.embed_tokens.weight"]
+    assert again["lm_head.weight"] is not state["lm_head.weight"]
+    state["lm_head.weight"].zero_()
+    assert again["lm_head.weight"].any(), "what is done to one reaches another"
+
+
+@pytest.mark.parametrize("size", ["5GB", "10KB"])
+def test_a_folder_is_what_the_engine_exports(trained: Trained, size: str, tmp_path: Path) -> None:
+    trained.model.save_pretrained(tmp_path / "saved", max_shard_size=size)
+    trained.engine.export(tmp_path / "exported", shard_bytes=10_000 if size == "10KB" else 1 << 30)
+    found, expected = (
+        {path.name for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("saved", "exported")
+    )
+    assert (len(expected) > 1) == (size == "10KB")
+    tensors = [
+        {key: value for name in sorted(expected) for key, value in load_file(tmp_path / folder / name).items()}
+        for folder in ("saved", "exported")
+    ]
+    assert found == expected
+    assert_same(*tensors)
+
+
+def test_safetensors_saves_the_model(trained: Trained, tmp_path: Path) -> None:
+    save_model(trained.model, str(tmp_path / "ours"))
+    save_model(trained.plain, str(tmp_path / "theirs"))
+    assert_same(load_file(tmp_path / "ours"), load_file(tmp_path / "theirs"))
+
+
+RAW: dict[str, Callable[[nn.Parameter], Any]] = {
+    "address": lambda p: p.data_ptr(),
+    "address of data": lambda p: p.data.data_ptr(),
+    "data of another": lambda p: filled(p, lambda t: setattr(t, "data", p.data)),
+    "storage": lambda p: p.untyped_storage().data_ptr(),
+    "capsule": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())),
+    "safetensors": lambda p: save_file({"a": p}, "/dev/null"),
+    "Parameter of itself": nn.Parameter,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_reads_memory_by_itself_fails(trained: Trained) -> None:
+    parameter = trained.model.get_parameter(MIDDLE)
+    expected = pytest.raises((RuntimeError, BufferError, ConfigError))
+    assert not failures({key: lambda read=read: refuses(expected, read, parameter) for key, read in RAW.items()})
+
+
+def refuses(expected: Any, use: Callable[[Any], Any], what: Any) -> None:
+    with expected:
+        use(what)
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "zero_": lambda p: p.zero_(),
+    "mul_": lambda p: p.mul_(2),
+    "element": lambda p: p.__setitem__(0, 1.0),
+    "element of data": lambda p: p.data.__setitem__(0, 1.0),
+    "copy_ to data": lambda p: p.data.copy_(torch.ones_like(p)),
+    "row of data": lambda p: p.data[0].fill_(1),
+    "view of data": lambda p: p.data.view(-1)[3:].zero_(),
+    "row of detach": lambda p: p.detach().unbind()[0].add_(1),
+    "add to data": lambda p: p.data.__iadd__(1),
+    "data": lambda p: setattr(p, "data", torch.ones_like(p)),
+    "data of a shape": lambda p: setattr(p, "data", p.data[1:]),
+    "out": lambda p: torch.add(torch.ones_like(p), 1, out=p),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "init": nn.init.zeros_,
+    "normal": lambda p: nn.init.normal_(p),
+    "set_": lambda p: p.set_(torch.ones_like(p)),
+    "resize_": lambda p: p.data.resize_(4),
+    "gradient": lambda p: setattr(p, "grad", torch.ones(p.shape, device=p.device, dtype=p.dtype)),
+    "shared memory": lambda p: p.share_memory_(),
+    "vector": lambda p: nn.utils.vector_to_parameters(torch.ones(p.numel(), device=p.device, dtype=p.dtype), [p]),
+}
+
+
+def test_writes_are_refused(trained: Trained) -> None:
+    parameter = trained.model.get_parameter(MIDDLE)
+    expected = pytest.raises(ConfigError, match=MIDDLE + ".*" + ANEW)
+    with torch.no_grad():
+        assert not failures(
+            {key: lambda write=write: refuses(expected, write, parameter) for key, write in WRITES.items()}
+        )
+    assert parameter.grad is None
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "half": (lambda model: model.half(), ANEW),
+    "to a dtype": (lambda model: model.to(torch.float64), ANEW),
+    "to a device": (lambda model: model.to("meta"), ANEW),
+    "more words": (lambda model: model.resize_token_embeddings(80), ANEW),
+    "share_memory": (lambda model: model.share_memory(), ANEW),
+    "load_state_dict": (lambda model: model.load_state_dict(model.state_dict()), COPY + "|" + "load_checkpoint"),
+    "load by assignment": (lambda model: model.load_state_dict(model.state_dict(), assign=True), COPY),
+    "deepcopy": (copy.deepcopy, COPY),
+    "torch.save": (lambda model: torch.save(model, io.BytesIO()), COPY),
+    "pickle of a part": (lambda model: pickle.dumps(model.model.layers[0]), COPY),
+    "average": (lambda model: torch.optim.swa_utils.AveragedModel(model), COPY),
+    "functional_call": (
+        lambda model: torch.func.functional_call(
+            model, {MIDDLE: torch.zeros_like(model.get_parameter(MIDDLE))}, (), tokens()
+        ),
+        "replaced.*" + ANEW,
+    ),
+}
+
+
+def test_changes_of_a_model_are_refused(trained: Trained) -> None:
+    uses = {
+        key: lambda change=change, message=message: refuses(
+            pytest.raises(ConfigError, match=message), change, trained.model
+        )
+        for key, (change, message) in CHANGES.items()
+    }
+    assert not failures(uses)
+
+
+@cpu_only("of an engine elsewhere")
+def test_a_part_is_not_called_with_other_weights(trained: Trained) -> None:
+    """Gradients of them would be lost in silence."""
+    mlp = trained.model.model.layers[1]
+    other = {"mlp.up_proj.weight": trained.plain.get_parameter(MIDDLE)}
+    hidden = torch.ones(1, 3, 32, dtype=trained.model.dtype)
+    with pytest.raises(ConfigError, match=r"replaced.*before Engine\(\)"), stateless._reparametrize_module(mlp, other):
+        mlp(hidden, position_embeddings=(hidden[..., :8], hidden[..., :8]))
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [MIDDLE, "lm_head.weight"])
+def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
+    engine, other = (Engine(build(tied)) for _ in range(2))
+    weight = engine.model.get_parameter(name)
+    for read in (
+        lambda: weight.pow(2).sum(),
+        lambda: weight.t()[1:].sum(),
+        lambda: torch.stack([weight, weight]).sum(),
+    ):
+        with pytest.raises(ConfigError, match="(up_proj|embed_tokens).*" + GRADIENT):
+            read().backward()
+        with pytest.raises(ConfigError, match=GRADIENT):
+            engine.backward(engine.model(**tokens()).loss + read())
+    loss = engine.model(**tokens()).loss + weight.detach().pow(2).sum()
+    engine.backward(loss)
+    other.backward(other.model(**tokens()).loss)
+    assert engine.update().grad_norm == other.update().grad_norm
+
+
+def test_a_penalty_in_the_loss_function_is_exact() -> None:
+    """As before: the recording pass sees it, and what it reads stays on the device."""
+    model, kept = build(Stack), twin(build(Stack))
+
+    def loss_of(net: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
+        return lambda outputs, batch: cross_entropy(outputs, batch) + 0.1 * net.head.weight.pow(2).sum()
+
+    engine = Engine(model, max_grad_norm=None)
+    batch = words()
+    with pytest.warns(UserWarning, match="head is read from outside"):
+        found = engine.step(batch, loss_fn=loss_of(model))
+    loss = loss_of(kept)(kept(batch["x"]), batch)
+    loss.backward()
+    assert found.loss.item() == loss.item()
+    norm = torch.stack([p.grad.double().pow(2).sum() for p in kept.parameters()]).sum().sqrt()
+    assert found.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["cpu", "device", "nvme"])
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path: Path) -> None:
+    """Before anything was trained, within an own loop's step, after it; and the training is as without them."""
+    dirs = {"nvme_dir": str(tmp_path)} if tier == "nvme" else {}
+    runs = []
+    for reads in (False, True):
+        engine = Engine(build(tied), placement=Placement(tier, tier, **dirs), max_grad_norm=max_grad_norm)
+
+        def look(engine: Engine = engine, reads: bool = reads) -> None:
+            if reads:
+                masters = dict(engine.named_parameters())
+                for name, value in engine.model.state_dict().items():
+                    assert same_bits(value, masters.get(name, masters["model.embed_tokens.weight"]))
+                for name, parameter in engine.model.named_parameters():
+                    assert same_bits(parameter.detach().cpu().clone(), masters[name])
+
+        look()
+        for seed in range(3):
+            for part in range(2):
+                loss = engine.model(**tokens(2 * seed + part)).loss
+                look()
+                engine.backward(loss)
+                look()
+            engine.update()
+            look()
+            engine.step(tokens(seed))
+            look()
+            engine.evaluate(tokens(seed))
+            look()
+        runs.append(dict(engine.named_parameters()))
+        engine.close()
+    assert all(same_bits(value, runs[1][name]) for name, value in runs[0].items())
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_updates_that_are_on_their_way_are_waited_for(tier: str, tmp_path: Path) -> None:
+    dirs = {"nvme_dir": str(tmp_path)} if tier == "nvme" else {}
+    slow = {"update": {"bandwidth": "100GiB", "latency_seconds": 0.02}}
+    engine = Engine(build(tied), placement=Placement(tier, tier, **dirs), throttle=slow)
+    for seed in range(2):
+        engine.step(tokens(seed))
+        parameters = dict(engine.model.named_parameters())
+        # First what stays on the device, where the others' reads would have waited for it as well.
+        found = {
+            name: parameters[name].detach().cpu().clone() for name in sorted(parameters, key=lambda name: name != STAYS)
+        }
+        masters = dict(engine.named_parameters())
+        assert all(same_bits(found[name], masters[name]) for name in masters)
+    engine.close()
+
+
+def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
+    engine = Engine(build(tied), throttle={"h2d": {"bandwidth": "100GiB", "latency_seconds": 0.02}})
+    engine.step(tokens())
+    before = engine.model.get_parameter(STAYS).detach().clone()
+    engine.save_checkpoint(tmp_path / "states")
+    engine.step(tokens(1))
+    engine.load_checkpoint(tmp_path / "states")
+    assert same_bits(engine.model.get_parameter(STAYS).detach(), before)
+    engine.close()
+
+
+def test_a_text_is_generated_from_weights_that_are_read_outside() -> None:
+    """Without gradients nothing was recorded."""
+
+    class Outside(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + (self.embedding(x) @ self.head.weight.t())
+
+    engine, plain = Engine(build(Outside)), twin(build(Outside))
+    with torch.no_grad():
+        assert same_bits(engine.model(words()["x"]), plain(words()["x"]))
+
+
+def test_a_loss_function_that_reads_later_than_it_did_is_refused() -> None:
+    model = build(Stack)
+    engine, reads = Engine(model), []
+
+    def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(outputs, batch) + (0.1 * model.head.weight.pow(2).sum() if len(reads) else 0)
+
+    engine.step(words(), loss_fn=loss_fn)
+    before = dict(engine.named_parameters())
+    reads.append(True)
+    with pytest.raises(ConfigError, match=r"head\.weight was read while the engine is at work"):
+        engine.step(words(), loss_fn=loss_fn)
+    assert all(same_bits(value, before[name]) for name, value in engine.named_parameters())
+    reads.clear()
+    engine.step(words(), loss_fn=loss_fn)
+
+
+def test_reads_are_not_counted() -> None:
+    engine = Engine(build(tied))
+    engine.step(tokens())
+    before = engine.counters.total
+    engine.model.state_dict()
+    assert engine.counters.total == before
+
+
+def test_a_state_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(build(tied))
+    monkeypatch.setattr(residency, "memory", lambda: {"available_bytes": 30 << 10})
+    with pytest.raises(DoesNotFitError, match=r"the model holds 6\d\.?\d* KiB.* 30 KiB .*engine\.export"):
+        engine.model.state_dict()
+    assert len(engine.model.model.layers[0].mlp.gate_proj.state_dict()) == 1
+    assert engine.model.state_dict(keep_vars=True)
+
+
+def test_a_replaced_parameter_is_in_the_state_as_it_hangs_there() -> None:
+    engine = Engine(build(tied))
+    engine.model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(48, 32))
+    assert engine.model.state_dict()["model.layers.0.mlp.up_proj.weight"].eq(1).all()
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compiled_layer(model: nn.Module) -> nn.Module:
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    return model
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.model.layers[1].compile()
+    return model
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_layer, compiled_in_place])
+def test_a_compiled_model_is_refused(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"(the model|model\.layers\.1) was compiled.*before torch\.compile"):
+        Engine(compiled(build(llama)))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_a_model_is_not_compiled_later() -> None:
+    engine = Engine(build(llama))
+    compiled = torch.compile(engine.model)
+    with pytest.raises(ConfigError, match=r"called by torch\.compile"):
+        compiled(**tokens())
+    assert_same(list(compiled.state_dict().values()), list(engine.model.state_dict().values()))
+    engine.step(tokens())
+
+
+# -- engines that are gone --------------------------------------------------------------------------------------------
+
+
+def first(model: nn.Module) -> nn.Parameter:
+    return model.model.layers[0].mlp.up_proj.weight
+
+
+QUESTIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "value": lambda model: first(model).sum(),
+    "what stays": lambda model: model.model.norm.weight.tolist(),
+    "detach": lambda model: first(model).detach().clone(),
+    "text": lambda model: repr(first(model)),
+    "numpy": lambda model: first(model).detach().numpy(),
+    "pickle": lambda model: pickle.dumps(first(model)),
+    "state_dict": lambda model: model.state_dict(),
+    "its parameters": lambda model: model.state_dict(keep_vars=True),
+    "write": lambda model: first(model).data.zero_(),
+    "forward": lambda model: model(**tokens()),
+}
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped", "failed"])
+def test_nothing_is_read_of_weights_that_are_gone(end: str) -> None:
+    model, questions = build(tied), dict(QUESTIONS)
+    if end == "failed":
+        with pytest.raises(OSError, match="no more"):
+            Engine(model, fill=_fails_in_the_middle())
+    elif end == "closed":
+        Engine(model).close()
+    else:
+        Engine(model)
+        del questions["forward"]  # a model that nobody trains any more still runs
+        gc.collect()
+    if end != "closed":
+        del questions["what stays"]  # it is on the device still, or was never taken
+    expected = pytest.raises(ConfigError)
+    with torch.no_grad():
+        assert not failures({key: lambda ask=ask: refuses(expected, ask, model) for key, ask in questions.items()})
+
+
+def _fails_in_the_middle() -> Callable[[str, nn.Module], None]:
+    names: list[str] = []
+
+    def fill(name: str, _module: nn.Module) -> None:
+        names.append(name)
+        if len(names) > 3:
+            raise OSError("no more")
+
+    return fill
+
+
+def test_a_closed_engine_says_what_to_do() -> None:
+    engine = Engine(build(tied))
+    weight = engine.model.lm_head.weight
+    engine.close()
+    with pytest.raises(ConfigError, match=SPENT):
+        weight.sum()
+
+
+def test_what_was_given_back_is_an_ordinary_model() -> None:
+    engine = Engine(build(tied))
+    engine.step(tokens())
+    kept, view = engine.model.lm_head.weight, engine.model.lm_head.weight.data
+    masters = dict(engine.named_parameters())
+    engine.close(restore=True)
+    assert type(engine.model.lm_head.weight) is nn.Parameter
+    assert same_bits(engine.model.lm_head.weight.detach().cpu(), masters["model.embed_tokens.weight"])
+    engine.model.load_state_dict(copy.deepcopy(engine.model).state_dict())
+    engine.model.half()
+    for old in (kept, view):
+        with pytest.raises(ConfigError, match="given back.*from the model"):
+            old.sum()
+
+
+def test_a_torn_engine_is_read_by_nobody() -> None:
+    engine = Engine(build(tied))
+    engine._recovery.torn = "an update failed"
+    with pytest.raises(TornError, match="belong to no step"):
+        engine.model.state_dict()
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def read_on_rank_0(stage: int, precision: str) -> Any:
+    """Read on one rank alone, which must not wait for the others; then train on, all together."""
+    engine = Engine(build(gemma2), zero_stage=stage, precision=precision)
+    engine.step(tokens())
+    said = ""
+    found: dict[str, torch.Tensor] = {}
+    if engine.rank == 0:
+        try:
+            found = engine.model.state_dict()
+            found |= {f"p {name}": p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
+        except ConfigError as error:
+            said = str(error)
+    masters = dict(engine.named_parameters())
+    wrong = [
+        name
+        for name, value in found.items()
+        if not same_bits(
+            value, masters[name.removeprefix("p ").replace("lm_head", "model.embed_tokens")].to(value.dtype)
+        )
+    ]
+    loss = engine.step(tokens(1)).loss.item()
+    engine.close()
+    return said, len(found), wrong, loss
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_one_rank_reads_what_it_has_or_is_refused_at_once(stage: int, precision: str) -> None:
+    (said, num_found, wrong, loss), (_, _, _, other) = ranks.run(2, read_on_rank_0, stage=stage, precision=precision)
+    assert not wrong
+    assert loss == other
+    if stage == 3:
+        assert "cut over 2 ranks" in said
+        assert "engine.named_parameters()" in said
+    else:
+        assert num_found > 40
+        assert not said
