@@ -49,6 +49,12 @@ class DiskError(OffloadError, OSError):
         self.num_bytes = num_bytes
 
 
+class MissingLibraryError(OffloadError, ImportError):
+    """A library is needed that is not installed (exit code 2)."""
+
+    exit_code = 2
+
+
 class CheckpointError(OffloadError, ValueError):
     """A checkpoint is damaged, incomplete, or not of a format that this version reads (exit code 1).
 

@@ -132,10 +132,21 @@ class Engine:
         self._state.snapshot.check(trains=True)
         self._own_loop.backward(loss)
 
-    def update(self) -> StepResult:
-        """Own loops: clip, update, and return the mean of the losses since the last update, over all ranks."""
+    def grad_norm(self) -> float:
+        """Own loops: return the norm of the gradients since the last update, over all ranks, before clipping. They are
+        complete by that: `update` comes next.
+        """
         self._recovery.check_usable()
-        return self._own_loop.update()
+        return self._own_loop.grad_norm()
+
+    def update(self, max_grad_norm: float | None = None) -> StepResult:
+        """Own loops: clip, update, and return the mean of the losses since the last update, over all ranks.
+
+        max_grad_norm: clips this step to another norm than the engine's; 0 for no clipping. A `loss.backward()` of the
+        caller's own does instead of `backward`; the loss of the result is NaN then, since nobody told it.
+        """
+        self._recovery.check_usable()
+        return self._own_loop.update(max_grad_norm)
 
     def finish(self) -> None:
         """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
@@ -147,6 +158,11 @@ class Engine:
         with self._recovery.working():
             self._state.lanes.finish()
         self._recovery.check_sound()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped, where `update` is told no other; None for no clipping."""
+        return self._state.updates.max_norm
 
     @property
     def clip(self) -> str:
@@ -163,6 +179,17 @@ class Engine:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
         self._steps.lr = value
+
+    @property
+    def groups(self) -> list[tuple[float, float, list[str]]]:
+        """The trained parameters that are updated alike: what multiplies their learning rate, their weight decay, and
+        their names. Those whose learning rate is the engine's come first.
+        """
+        found: dict[tuple[float, float], list[str]] = {}
+        for info in self._state.infos:
+            if info.trainable:
+                found.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
+        return [(*alike, names) for alike, names in sorted(found.items(), key=lambda item: item[0][0] != 1.0)]
 
     @property
     def rank(self) -> int:
@@ -205,12 +232,14 @@ class Engine:
 
     # -- states ----------------------------------------------------------------------------------------------
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
-        once. Collective: all ranks ask for all of them.
+        once; all of them, or those that were not frozen at `Engine()`. Collective: all ranks ask for all of them.
         """
         self._recovery.settle("named_parameters")
         for info in self._state.infos:
+            if trained_only and not info.trainable:
+                continue
             if self.comm.size > 1:  # a step may have been made since the last one was asked for
                 self._state.lanes.finish()
             with self._recovery.working(), self.counters.unchanged():
@@ -271,7 +300,7 @@ class Engine:
         return self._saving("begin_checkpoint", path, meta, files, copies=True)
 
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, *, copies: bool) -> Saving:
-        if self._own_loop.losses:
+        if self._own_loop.has_gradients:
             raise ConfigError(f"engine.{name} was called in the middle of an own loop's step: update first.")
         self._recovery.settle(name)
         with self._recovery.working(), self.counters.unchanged():
@@ -323,6 +352,11 @@ class Engine:
             self._state.executor.forget()
             self._state.runner.claims.weights_change()
             self._state.slots.refresh(always=True)
+
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+        return self._state.closed
 
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model gets its weights back in their original dtype with `restore`; otherwise it is left

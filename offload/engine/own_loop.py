@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from offload.engine.state import EngineState
 from offload.engine.steps import StepResult, Steps
 from offload.engine.units.residency import refuse_copy
 from offload.errors import ConfigError
+from offload.planning.settings import check_max_grad_norm
 
 
 class OwnLoop:
@@ -24,9 +26,14 @@ class OwnLoop:
         self.is_open = False  # a step has begun
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
+    @property
+    def has_gradients(self) -> bool:
+        """True where a step has gradients: from `backward`, or from a loss.backward() of the caller's."""
+        return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
+
     def refuse_middle(self, what: str) -> None:
         """Raise ConfigError where a step has gradients already, which `what` would lose."""
-        if self.losses:
+        if self.has_gradients:
             raise ConfigError(
                 f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "
                 "engine.update() first."
@@ -39,16 +46,26 @@ class OwnLoop:
             loss.backward()
             self.losses.append(loss.detach())
 
-    def update(self) -> StepResult:
-        """Clip, update, and return the mean of the losses since the last update, over all ranks."""
-        if not self.losses:
-            raise ConfigError(
-                "engine.update() was called with no engine.backward(loss) before it: there is nothing to update from."
-            )
+    def grad_norm(self) -> float:
+        """Return the norm of the gradients of the step, which are final from here on, over all ranks."""
+        self._refuse_nothing("grad_norm")
+        meet(self._state.comm, "grad_norm")
+        with self._recovery.ending():
+            return self._state.updates.measure()
+
+    def update(self, max_grad_norm: float | None = None) -> StepResult:
+        """Clip, to `max_grad_norm` where it is given, update, and return the mean of the losses since the last update,
+        over all ranks: NaN where some rank gave none to `backward`.
+        """
+        self._refuse_nothing("update")
+        check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.lr
-        meet(state.comm, "update", lr=lr)
-        loss = torch.stack([value.to(torch.float32) for value in self.losses]).mean() / state.comm.size
+        meet(state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr)
+        unknown = torch.full((), math.nan, device=state.device.torch_device)
+        loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.lr = lr
+        if max_grad_norm is not None:
+            state.updates.clip_to(max_grad_norm or None)
         with self._recovery.ending():
             result = self._steps.end(loss, None, "own loop")
             self.forget()
@@ -58,6 +75,13 @@ class OwnLoop:
         """No step is open: it was made, or given up."""
         self.losses.clear()
         self.is_open = False
+
+    def _refuse_nothing(self, what: str) -> None:
+        if not self.has_gradients:
+            raise ConfigError(
+                f"engine.{what}() was called with no engine.backward(loss) or loss.backward() before it: there is "
+                "nothing to update from."
+            )
 
     def close(self) -> None:
         """Take no calls of the model any more."""
@@ -85,6 +109,7 @@ class OwnLoop:
         with recovery.working():
             state.slots.settle()
             if not torch.is_grad_enabled():
+                rehearsal.on_inference(args, kwargs)
                 return
             recovery.check_sound()
             rehearsal.forget_other_modes()

@@ -50,7 +50,7 @@ class StepResult:
     """What a step gives."""
 
     loss: torch.Tensor
-    """0-dim fp32 CPU tensor."""
+    """0-dim fp32 CPU tensor; NaN in an own loop whose losses `engine.backward` was not given."""
     grad_norm: float
     """The norm of the gradients before clipping."""
     tokens: int | None

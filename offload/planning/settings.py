@@ -118,8 +118,7 @@ class Settings:
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
-        if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
-            raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
+        check_max_grad_norm(norm)
         object.__setattr__(self, "max_grad_norm", self.optimizer.clip_norm or norm or None)
         parse_device(self.device)
         parse_throttle(self.throttle)
@@ -177,6 +176,12 @@ class Settings:
     def delay_seed(self) -> int | None:
         """The seed by which lanes wait at random; None where they do not."""
         return None if self.debug is False else int(self.debug)
+
+
+def check_max_grad_norm(norm: float | None) -> None:
+    """Raise ConfigError unless gradients can be clipped to this, or not at all."""
+    if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
+        raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
 
 
 def with_settings(function: _Function) -> _Function:

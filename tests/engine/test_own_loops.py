@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
+from tests.engine import own_loop_jobs, ranks
 from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weights
-from tests.engine.device import own_device
+from tests.engine.device import own_device, twin
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import (
     Block,
@@ -415,3 +416,94 @@ def test_a_recompute_has_the_autocast_of_its_forward(recompute: str) -> None:
         reference.collect()
         assert engine.update().grad_norm == reference.update()
     assert_weights(engine, reference)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_may_go_through_its_own_backward(precision: str) -> None:
+    """As in scripts that know nothing of the engine: what differs is that nobody has told the loss."""
+    engine, reference = pair(llama, precision=precision)
+    for step in range(3):
+        for number in range(2):
+            batch = tokens(10 * step + number)
+            (engine.model(**batch).loss / 2).backward()
+            (reference.model(**batch).loss / 2).backward()
+            reference.collect()
+            with pytest.raises(ConfigError, match="middle of an own loop"):
+                engine.step(batch)
+            with pytest.raises(ConfigError, match="middle of an own loop"):
+                engine.save_checkpoint("nowhere")
+        result = engine.update()
+        assert result.grad_norm == reference.update()
+        assert result.loss.isnan()
+        assert_weights(engine, reference, when=f"step {step}")
+    with pytest.raises(ConfigError, match="nothing to update from"):
+        engine.update()
+    engine.step(tokens(0))
+
+
+@pytest.mark.parametrize("make", [llama, gemma2], ids=["", "tied"])
+def test_the_norm_may_be_asked_for_before_the_update(make: Maker) -> None:
+    """And is what the update clips by, to whatever is asked for in that step."""
+    limits = [None, 0.05, 0, None]
+    engine, reference = pair(make, max_grad_norm=0.1)
+    for step, limit in enumerate(limits):
+        batch = tokens(step)
+        loss = engine.model(**batch).loss
+        engine.backward(loss)
+        reference.model(**batch).loss.backward()
+        reference.collect()
+        reference.max_grad_norm = {None: 0.1, 0: None}.get(limit, limit)
+        norm = engine.grad_norm()
+        assert engine.grad_norm() == norm
+        with pytest.raises(ConfigError, match="middle of an own loop"):
+            engine.step(batch)
+        result = engine.update(limit)
+        within = None if make is llama else 1e-6
+        assert result.grad_norm == norm == pytest.approx(reference.update(), rel=within or 0)
+        if within is None:
+            assert_weights(engine, reference, when=f"step {step}")
+    with pytest.raises(ConfigError, match="nothing to update from"):
+        engine.grad_norm()
+    engine.backward(engine.model(**batch).loss)
+    with pytest.raises(ConfigError, match="max_grad_norm is -1"):
+        engine.update(-1)
+    engine.grad_norm()
+    loss = engine.model(**batch).loss
+    with pytest.raises(ConfigError, match="after those of its step were measured"):
+        loss.backward()
+    engine.backward(engine.model(**batch).loss)  # the step was given up, and this is another
+    engine.update()
+
+
+def test_what_is_read_from_outside_is_found_in_a_call_without_gradients_too() -> None:
+    """As a reference's log probabilities are made of the head's weights before anything is trained."""
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Stack(), nn.Linear(32, 512, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.body(x), self.head.weight)
+
+    torch.manual_seed(0)
+    model = Outside()
+    with torch.no_grad():
+        wanted = twin(model)(words(0)["x"])
+        engine = Engine(model)
+        with pytest.warns(UserWarning, match="read from outside"):
+            found = engine.model(words(0)["x"])
+        assert torch.equal(found, wanted)
+        assert torch.equal(engine.model(words(0)["x"]), wanted)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
+    """On the norm and the update; and refuse to clip to different norms."""
+    told = ranks.run(2, own_loop_jobs.plain_backward, zero_stage=zero_stage)
+    (found, refused), (other, also_refused) = told
+    assert found == other
+    assert found[:3] == found[3:]
+    for each in (*refused, *also_refused):
+        assert "rank 0: update(max_grad_norm=1); rank 1: update(max_grad_norm=2)" in each
+    assert len(refused) == 2

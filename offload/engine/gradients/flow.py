@@ -37,6 +37,7 @@ class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
     `opens()` is called once, before the first backward of a unit. `measures` has what is known of all gradients.
+    `is_over`: they were summed and measured, and none may be added to them.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GradientFlow:
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
         debug, regions = bool(settings.debug), [state.region for state in store.states]
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
-        self._repeats = self.drops = False
+        self._repeats = self.drops = self.is_over = False
         self.opens: Callable[[], None] | None = None
         self._buffer = Ring(device.allocate(BUFFER, plan.of("device", BUFFER).num_bytes), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
@@ -97,7 +98,7 @@ class GradientFlow:
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
-        self.is_wide = self._repeats = self.drops = False
+        self.is_wide = self._repeats = self.drops = self.is_over = False
         self.opens = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
@@ -207,6 +208,12 @@ class GradientFlow:
         gradient, parameter.grad = gradient.reshape(-1), None
         if self.drops:  # those of a recording, which an own loop may need in the middle of a step
             return
+        if self.is_over:
+            raise ConfigError(
+                f"parameter {self._infos[index].name} in unit {region.name} gets a gradient after those of its step "
+                "were measured (by engine.grad_norm() or an update): call engine.update() first, and begin the next "
+                "step with a forward of the model."
+            )
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
@@ -241,8 +248,16 @@ class GradientFlow:
         self._lasting.clear()
         self._open.clear()
 
+    def finish(self) -> None:
+        """Everything is on its way: wait until what is known of the gradients is final. Collective."""
+        if not self.is_over:
+            self.landing.finish()
+            self.is_over = True
+
     def land_rest(self) -> None:
         """The backward is over: land what waited on the device."""
+        if self.is_over:
+            return
         for index, flat in self._lasting.items():
             region = self._store.states[index].region
             if self.landing.lands(region):

@@ -53,6 +53,11 @@ class Measures:
         self._comes_down = False
         self._shares.clear()
 
+    @property
+    def has_any(self) -> bool:
+        """True where this rank has gradients of some parameter."""
+        return any(any(flags) for flags in self.touched.values())
+
     def know(self, index: int, square: float | None) -> None:
         """Note the square of a parameter's gradient as it came; None where more was added to it."""
         if square is None:

@@ -79,7 +79,8 @@ class Updates:
         self._norm: float | None = None  # that of this step, as a backward of its own has found it
         self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
-        self._rules, self._max_norm = settings.optimizer.parts, settings.max_grad_norm
+        self._rules = settings.optimizer.parts
+        self._max_norm = self._limit = settings.max_grad_norm  # as it was told, and of this step
         self._skips, self._debug, self._seed = settings.skips, bool(settings.debug), settings.seed
         self._delays_from = settings.delay_after if settings.delay else math.inf
         self._delays = False
@@ -98,6 +99,11 @@ class Updates:
     @property
     def _is_speculative(self) -> bool:
         return self.clip == "speculative"
+
+    @property
+    def max_norm(self) -> float | None:
+        """To which norm gradients are clipped, but in a step that says otherwise; None for no clipping."""
+        return self._max_norm
 
     @property
     def waits(self) -> bool:
@@ -126,6 +132,7 @@ class Updates:
         that comes is for the norm alone; `norm`: such a one has found it.
         """
         self.lr, self._norm, self._delays = lr, norm, self.delays(number)
+        self._limit = self._max_norm
         self._lanes.settle()
         self._so_far = [0.0]  # a new one: updates of the step before may still be adding to theirs
         self._updated = []
@@ -147,6 +154,13 @@ class Updates:
         self._flow.begin_step()
         return self._norm
 
+    def measure(self) -> float:
+        """The gradients of an own loop's step are complete: return their norm, over all ranks. Collective."""
+        self._flow.opens = None
+        self._flow.land_rest()
+        self._flow.finish()
+        return total_norm(self._measures.squares)
+
     def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
         """Finish the gradients, clip, submit what is left to update in the order of `rank`; call `go_on` as soon as it
         is known how, and weights may come up for the next step.
@@ -166,8 +180,12 @@ class Updates:
         self.is_updating = False  # only now: whoever is interrupted before would give those updates up
         return applied
 
+    def clip_to(self, max_norm: float | None) -> None:
+        """Clip the gradients of this step, whose updates wait for their norm, to another one than usual."""
+        self._limit = max_norm
+
     def _clip(self, rank: Callable[[Region], float]) -> Applied:
-        self._flow.landing.finish()
+        self._flow.finish()
         norm = total_norm(self._measures.squares)
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
@@ -177,7 +195,7 @@ class Updates:
                 self._show()
                 return Applied(norm, skipped=True)
             self._refuse_gradients(norm)
-        scale = clip_coefficient(norm, self._max_norm)
+        scale = clip_coefficient(norm, self._limit)
         if self._flow.landing.landed is not None:
             return self._correct(norm, scale, rank)
         if self._store.comm.size == 1:  # others may have updated theirs
@@ -257,25 +275,25 @@ class Updates:
             self._refuse_gradients(math.nan)  # on a GPU the squares are not there yet, and `apply` does it
 
         def prepare() -> None:
-            if self._max_norm is None and self._lane is self._lanes.here:
+            if self._limit is None and self._lane is self._lanes.here:
                 return  # compute does not wait for the norm, which `apply` judges
             for ticket in landing:  # a stream may not have come to it, and the host reads what came before it
                 ticket.synchronize()
             self._measures.measured(region)
             so_far[0] += sum(squares[index] for index in region.parameters)
-            landed.scale = clip_coefficient(total_norm(so_far) if norm is None else norm, self._max_norm)
+            landed.scale = clip_coefficient(total_norm(so_far) if norm is None else norm, self._limit)
             landed.counts = math.isfinite(so_far[0])  # else `apply` refuses the step, and names the unit
 
         self._submit(landed, touched, prepare)
 
     def _correct(self, norm: float, scale: float, rank: Callable[[Region], float]) -> Applied:
         """Bring what was updated with the norm so far to the true coefficient, before it is fetched again."""
-        if self._max_norm is None or self._norm is not None:
+        if self._limit is None or self._norm is not None:
             return Applied(norm)
         total, worst, wrong = 0.0, 1.0, []
         for landed in self._updated:  # the same sums as on the lane, which may be behind
             total += sum(self._measures.squares[index] for index in landed.region.parameters)
-            applied = clip_coefficient(total_norm([total]), self._max_norm)
+            applied = clip_coefficient(total_norm([total]), self._limit)
             if _as_float32(applied) != _as_float32(scale):
                 worst = max(worst, applied / scale if scale else math.inf)
                 wrong.append(landed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from offload.engine.loss.loss import LossFunction, LossRule, find_loss, probe_lo
 from offload.engine.recording.form_trial import find_form, rows_to_try
 from offload.engine.recording.recording import Recording
 from offload.engine.state import EngineState
+from offload.engine.units.arguments import without_caches
 from offload.engine.units.condition import Moment, buffer_places
 from offload.engine.units.undo import Where
 from offload.errors import ConfigError, OffloadError
@@ -61,6 +63,7 @@ class Rehearsal:
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, Found] = {}
+        self._watched_calls: set[Hashable] = set()
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
         self.is_complete = True
         """False from the begin of a recording until whoever asked for it has noted what it found."""
@@ -259,6 +262,18 @@ class Rehearsal:
         self._record([(0, run)] * 2)
         self._found[self._signature_of_call(args, kwargs)] = Found(LossRule())
         self.is_complete = True
+
+    def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called where gradients are off, for the first time in this way: find out which weights are read
+        from outside their units, as a loss over the head's may, by a run of which nothing stays. Collective.
+        """
+        signature = (self._signature_of_call(args, kwargs), self._model.training)
+        if signature not in self._watched_calls:
+            args, kwargs = without_caches(args, kwargs, copy.deepcopy)
+            with self._unseen():
+                self._watched(lambda: self._model(*args, **kwargs))
+            self._forget_traffic()
+            self._watched_calls.add(signature)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -116,13 +116,17 @@ def mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMapping
     return [value for value in given if type(value) not in _LEAVES and isinstance(value, MutableMapping)]
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave key-value caches out of a training call: a recompute would append to them, and nothing reads them."""
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], put: Callable[[Any], Any] = lambda _: None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave key-value caches out of a training call: a recompute would append to them, and nothing reads them. `put`:
+    what stands for each instead.
+    """
     library = sys.modules.get("transformers.cache_utils")
     if library is None:
         return args, kwargs
     cache = library.Cache
     return (
-        tuple(None if isinstance(value, cache) else value for value in args),
-        {key: None if isinstance(value, cache) else value for key, value in kwargs.items()},
+        tuple(put(value) if isinstance(value, cache) else value for value in args),
+        {key: put(value) if isinstance(value, cache) else value for key, value in kwargs.items()},
     )

@@ -1,0 +1,214 @@
+"""accelerate's Accelerator, with an engine for the model that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.engine import Engine
+from offload.errors import ConfigError
+from offload.integrations.needs import need
+from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
+from offload.integrations.rules import rule_of_optimizer
+from offload.integrations.saving import full_state
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
+
+need("accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+
+class OffloadAccelerator(Accelerator):
+    """An Accelerator that gives the model that is trained to an engine: `prepare(model, optimizer, ...)` makes it, from
+    a torch optimizer with an update rule that does the same.
+
+    The model is wrapped in nothing: no autocast (with mixed_precision="bf16" the engine computes in bf16, over fp32
+    masters), no DDP (ranks are the engine's). `clip_grad_norm_` returns the norm of all gradients, and the engine clips
+    by it. Models that are prepared without an optimizer are plain ones.
+
+    engine: the engine; None before `prepare`.
+    """
+
+    engine: Engine | None = None
+    _models: list[nn.Module]
+    _offload: Mapping[str, Any] = {}
+
+    def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """`offload`: settings of the engine, as `engine_settings` takes them; the rest is accelerate's."""
+        super().__init__(*args, **kwargs)
+        self._offload = dict(offload or {})
+        refuse_others(self)
+
+    # -- what is trained -------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; the model of the optimizer goes into an engine."""
+        return super().prepare(*self._engaged(args), device_placement=device_placement)
+
+    def _engaged(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what is prepared, with the engine's optimizer in place of the given one."""
+        given = [o for o in objects if isinstance(o, torch.optim.Optimizer) and not isinstance(o, AcceleratedOptimizer)]
+        if not given:
+            return objects
+        optimizer, model = given[0], None
+        if isinstance(optimizer, OffloadOptimizer):
+            self.engine = optimizer.engine
+            return objects
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        model = next(
+            (o for o in objects if isinstance(o, nn.Module) and trained <= {id(p) for p in o.parameters()}), None
+        )
+        if len(given) > 1 or model is None or self.engine is not None:
+            raise ConfigError(
+                f"prepare() was given {len(given)} optimizers{'' if model else ', not with the model that they train'}"
+                f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has one engine, of one "
+                "model. Call prepare(model, optimizer, ...) once; another model that trains wants a process of its own."
+            )
+        own = self.engage(model, optimizer)
+        for scheduler in objects:
+            if getattr(scheduler, "optimizer", None) is optimizer:
+                own.follow(scheduler)
+        return tuple(own if o is optimizer else o for o in objects)
+
+    def engage(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadOptimizer:
+        """Give a model to an engine, whose optimizer is returned. Raises ConfigError."""
+        settings = dict(self._offload)
+        rule = settings.pop("optimizer", None) or rule_of_optimizer(optimizer, model)
+        settings = {"max_grad_norm": None, "precision": "fp32", **settings}  # it is told with each clip_grad_norm_
+        if self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
+            settings["precision"] = self._offload.get("precision", "bf16")
+        settings.setdefault("device", str(self.device))
+        self.engine = open_engine(model, rule, settings)
+        return OffloadOptimizer(self.engine, optimizer.param_groups)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As accelerate's; the engine's model stays as it is."""
+        if not self._is_own(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if all(model is not known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def _is_own(self, model: Any) -> bool:
+        return self.engine is not None and model is self.engine.model and not self.engine.closed
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss: of its mean over the ranks, as DDP has it."""
+        if self.engine is None:
+            super().backward(loss, **kwargs)
+            return
+        kwargs.pop("learning_rate", None)  # Trainer's, for LOMO; the optimizer has it
+        if kwargs:
+            raise ConfigError(f"accelerator.backward was given {next(iter(kwargs))}, which an engine does not have.")
+        self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Return the norm of all gradients, of all ranks; the step that follows clips them to `max_norm`."""
+        own = self._own_optimizer()
+        if own is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
+        own.max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)
+        return torch.tensor(own.engine.grad_norm())
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self.engine is not None:
+            raise ConfigError("clip_grad_value_: an engine clips to a norm; call clip_grad_norm_.")
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _own_optimizer(self) -> OffloadOptimizer | None:
+        return next(filter(None, map(find_own, self._optimizers)), None)
+
+    # -- states ----------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's; the engine's states are in a folder of their own, and its model with them."""
+        place = self._without_own(lambda: Accelerator.save_state(self, output_dir, safe_serialization, **kwargs))
+        own = self._own_optimizer()
+        if own is not None:
+            own.save(Path(place) / FOLDER)
+        return place
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's, of what `save_state` wrote."""
+        found: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+        try:
+            self._without_own(lambda: Accelerator.load_state(self, input_dir, *args, **kwargs))
+        finally:
+            handle.remove()
+        own = self._own_optimizer()
+        if own is not None:
+            own.load(Path(found[0]) / FOLDER)
+
+    def _without_own(self, call: Callable[[], Any]) -> Any:
+        """Call with the engine's model out of sight, whose weights are not in it."""
+        models = self._models
+        self._models = [model for model in models if not self._is_own(model)]
+        try:
+            return call()
+        finally:
+            self._models = models
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """As accelerate's; of the engine's model the fp32 weights, all of which have to fit the host. Collective."""
+        if not self._is_own(model):
+            return super().get_state_dict(model, unwrap)
+        assert self.engine is not None
+        return full_state(self.engine)
+
+
+def refuse_others(accelerator: Accelerator) -> None:
+    """Raise ConfigError where accelerate is told to do what an engine is there for, or cannot do."""
+    what = {
+        "mixed_precision='fp16'": accelerator.mixed_precision == "fp16",
+        "mixed_precision='fp8'": accelerator.mixed_precision == "fp8",
+        "DeepSpeed": accelerator.distributed_type.value == "DEEPSPEED",
+        "FSDP": accelerator.distributed_type.value == "FSDP",
+        "Megatron-LM": accelerator.distributed_type.value == "MEGATRON_LM",
+        "XLA": accelerator.distributed_type.value == "XLA",
+        "torch.compile (dynamo)": accelerator.state.dynamo_plugin.backend.value != "NO",
+        "parallelism_config": accelerator.parallelism_config is not None,
+    }
+    wrong = [name for name, is_on in what.items() if is_on]
+    if wrong:
+        raise ConfigError(
+            f"accelerate is set up for {', '.join(wrong)}, which does not go with an engine: it shares out the states "
+            "over ranks itself, and computes in fp32 or bf16. Start with torchrun or python, and mixed_precision 'no' "
+            "or 'bf16'."
+        )
+
+
+def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
+    """Return an engine over a model that was not given to one. `placement` may be a mapping. Generators stay as they
+    are. Raises as `Engine`.
+    """
+    spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(spread) > 1 or "disk" in spread:
+        raise ConfigError(
+            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, and moves its weights itself: "
+            "load it without (device_map=None; of TRL's trainers model_init_kwargs={'device_map': None}), or give the "
+            "Trainer the model instead of its name."
+        )
+    options = dict(settings)
+    unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
+    if unknown:
+        raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
+    placement = options.pop("placement", None) or Placement()
+    if isinstance(placement, Mapping):
+        placement = Placement(**placement)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with generators_kept(torch.device(options.get("device") or device)):
+        return Engine(model, rule, placement, **options)

@@ -1,0 +1,17 @@
+"""What an integration needs beside offload."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from offload.errors import MissingLibraryError
+
+
+def need(*libraries: str) -> None:
+    """Raise MissingLibraryError where one of them is not installed."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingLibraryError(
+            f"this integration needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed: pip install 'offload[hf]'."
+        )

@@ -1,0 +1,141 @@
+"""Other libraries' optimizers as update rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.optim.adafactor import Adafactor
+from offload.optim.adamw import AdamW
+from offload.optim.lion import Lion
+from offload.optim.rule import UpdateRule
+from offload.optim.sgd import SGD
+
+_OTHERS = (
+    "Or give a rule of offload's: offload=dict(optimizer=Adafactor(lr=...)), AdamW(states='int8'), Muon, LOMO, ..."
+)
+
+
+def _adamw(args: Any, options: Mapping[str, str]) -> UpdateRule:  # noqa: ARG001
+    betas = (args.adam_beta1, args.adam_beta2)
+    return AdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+
+
+def _lion(args: Any, options: Mapping[str, str]) -> UpdateRule:  # noqa: ARG001
+    return Lion(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay)
+
+
+def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
+    if float(options.get("dampening", 0)) or options.get("nesterov", "false").lower() in ("true", "1", "yes"):
+        raise ConfigError(f"optim_args is {args.optim_args!r}: SGD has neither dampening nor Nesterov's step here.")
+    return SGD(lr=args.learning_rate, momentum=float(options.get("momentum", 0)), weight_decay=args.weight_decay)
+
+
+_NAMED: Mapping[str, Callable[[Any, Mapping[str, str]], UpdateRule]] = {
+    "adamw_torch": _adamw,
+    "adamw_torch_fused": _adamw,
+    "paged_adamw_32bit": _adamw,
+    "lion_32bit": _lion,
+    "paged_lion_32bit": _lion,
+    "sgd": _sgd,
+}
+"""transformers' names of what has a rule with the same arithmetic."""
+
+
+def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str]) -> UpdateRule:
+    """Return the rule of a TrainingArguments' `optim`, learning rate and other settings: of the parameters with these
+    `names` those that are `decayed` have the weight decay. Raises ConfigError where no rule is that optimizer.
+    """
+    name = getattr(args.optim, "value", args.optim)
+    if name not in _NAMED:
+        raise ConfigError(
+            f"optim is {name!r}, which has no update rule that does the same. Set optim to one of "
+            f"{', '.join(_NAMED)}. {_OTHERS}"
+        )
+    options = dict(item.split("=", 1) for item in (args.optim_args or "").replace(" ", "").split(",") if item)
+    return without_decay(_NAMED[name](args, options), [name for name in names if name not in decayed])
+
+
+def without_decay(rule: UpdateRule, names: Collection[str]) -> UpdateRule:
+    """Return a rule that decays all parameters, whatever their shape, but those with these names."""
+    whole: Any = rule  # a dataclass
+    if not rule.weight_decay or not names:
+        return replace(whole, decay_1d=True)
+    return replace(whole, decay_1d=True, groups=((_one_of(names), {"weight_decay": 0.0}), *rule.groups))
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return rf"^({'|'.join(map(re.escape, names))})$"
+
+
+def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> UpdateRule:
+    """Return the rule that does to a model's parameters what a torch optimizer would. Raises ConfigError where there is
+    none, or where some of the parameters are not the optimizer's.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kind = next((kind for kind in _TORCH if type(optimizer) is kind), None)
+    if kind is None:
+        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _TORCH)
+        raise ConfigError(
+            f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, which has no update rule that "
+            f"does the same. Give one of {known}. {_OTHERS}"
+        )
+    first, *rest = optimizer.param_groups
+    for group in rest:
+        changed = [key for key in _TORCH[kind] if group[key] != first[key]]
+        if changed:
+            raise ConfigError(
+                f"groups of the optimizer have {changed[0]} {first[changed[0]]!r} and {group[changed[0]]!r}: they may "
+                "differ in lr and weight_decay."
+            )
+    for key, allowed in _PLAIN.items():
+        if first.get(key, allowed) != allowed:
+            raise ConfigError(f"the optimizer has {key}={first[key]!r}, which no update rule has. {_OTHERS}")
+    if kind is torch.optim.Adam and any(group["weight_decay"] for group in optimizer.param_groups):
+        raise ConfigError(
+            "the optimizer is Adam with weight_decay, which is not decoupled: give AdamW, or set it to 0."
+        )
+    made: Any = (
+        AdamW if kind in (torch.optim.Adam, torch.optim.AdamW) else Adafactor if kind is not torch.optim.SGD else SGD
+    )
+    groups = [
+        (
+            _one_of(names[id(p)] for p in group["params"]),
+            {"lr_scale": _ratio(group["lr"], first["lr"]), "weight_decay": group["weight_decay"]},
+        )
+        for group in optimizer.param_groups
+        if group["params"]
+    ]
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    if left:
+        raise ConfigError(
+            f"{len(left)} parameters with requires_grad are not the optimizer's, first {left[0]}: freeze them "
+            "(requires_grad_(False)) before the optimizer is made, or give them to it."
+        )
+    settings = {key: first[key] for key in _TORCH[kind]}
+    return made(lr=float(first["lr"]), **settings, weight_decay=0.0, decay_1d=True, groups=tuple(groups))
+
+
+_TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("betas", "eps"),
+    torch.optim.Adam: ("betas", "eps"),
+    torch.optim.SGD: ("momentum",),
+    torch.optim.Adafactor: ("beta2_decay", "eps", "d"),
+}
+"""torch's optimizers that have a rule, and the settings that it takes over."""
+_PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
+
+
+def _ratio(rate: float, base: float) -> float:
+    if rate == base:
+        return 1.0
+    if not base:
+        raise ConfigError("the learning rate of the optimizer's first group is 0, and others have no ratio to it.")
+    return float(rate) / float(base)

@@ -1,0 +1,61 @@
+"""An engine's model, written where another library writes its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.engine.engine import Engine
+
+_MAKING = ".offload-export"
+
+
+def weights_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return in which dtype a model, before an engine has it, is to be written: None for what the engine computes in,
+    float32 for the masters of one whose parameters are all float32.
+    """
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return torch.float32 if found == {torch.float32} else None
+
+
+def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the model as a Hugging Face folder into one that may hold other things already; weights of an earlier one
+    give way. Collective; rank 0 writes. Raises as `Engine.export`.
+    """
+    making = folder / _MAKING
+    if engine.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(making, ignore_errors=True)
+    engine.export(making, dtype)
+    if engine.rank == 0:
+        for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"):
+            for old in folder.glob(pattern):
+                old.unlink()
+        for made in making.iterdir():
+            made.replace(folder / made.name)
+        making.rmdir()
+
+
+def full_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return what `state_dict()` of the model would be, with the fp32 masters. Collective; all of it in memory."""
+    values = dict(engine.named_parameters())
+    first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for name, module in engine.model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found[prefix + key] = values[first[id(parameter)]]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                found[prefix + key] = buffer.detach().cpu()
+    return found
+
+
+def trained_weights(engine: Engine, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Return the weights that are trained, each in its own dtype, or in fp32. Collective."""
+    return {name: value.to(dtypes.get(name, value.dtype)) for name, value in engine.named_parameters(trained_only=True)}

@@ -1,0 +1,138 @@
+"""What a rank does in the tests of trainers over ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import set_seed
+
+from offload.integrations.transformers import OffloadTrainer
+from tests.integrations.plain import LR, SameBits, decays, llama, logged, offload_trainer, plain_trainer, rows
+
+
+def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a job be one of accelerate's ranks; afterwards what accelerate keeps of that is forgotten."""
+
+    @wraps(job)
+    def run(**arguments: Any) -> Any:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            result = job(**arguments)
+            gc.collect()  # a model in DDP that outlives its process group may wait for it for ever
+            dist.barrier()
+            return result
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+    return run
+
+
+@as_rank
+def trained(folder: str, offloads: bool, **how: Any) -> dict[str, Any]:
+    """Train, with evaluations and checkpoints, and return what came of it."""
+    arguments: dict[str, Any] = {
+        "max_grad_norm": 0.0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps" if offloads else "no",
+        "save_steps": 2,
+        "kwargs": {"eval_dataset": rows(6, seed=2)},
+        **how,
+    }
+    make: Any = offload_trainer if offloads else plain_trainer
+    more = (OffloadTrainer,) if offloads else ()
+    trainer = make(Path(folder), llama(), *more, **arguments)
+    if not offloads:
+        eps = how.get("adam_epsilon", 1e-8)
+        trainer.optimizer = SameBits(trainer.model, clip=0.0, decayed=decays(trainer.model), eps=eps)
+    trainer.train()
+    found = results(trainer)
+    if offloads:
+        assert trainer.model_wrapped is trainer.model
+        trainer.save_model()
+        trainer.engine.close()
+        resumed = make(Path(folder), llama(), OffloadTrainer, **arguments)
+        resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+        again = results(resumed)
+        resumed.engine.close()
+        assert again["loss"] == found["loss"]
+        assert all(torch.equal(again["weights"][name], value) for name, value in found["weights"].items())
+    return found
+
+
+def results(trainer: Any) -> dict[str, Any]:
+    engine = getattr(trainer, "engine", None)
+    own = engine.named_parameters() if engine else trainer.model.named_parameters()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return {
+        "loss": logged(trainer),
+        "eval_loss": logged(trainer, "eval_loss"),
+        "norms": logged(trainer, "grad_norm") if engine else optimizer.norms,
+        "weights": {name: value.detach().clone() for name, value in own},
+    }
+
+
+@as_rank
+def trl_trained(name: str, folder: str, offloads: bool) -> dict[str, Any]:
+    """Train with one of TRL's trainers; return what came of it."""
+    from tests.integrations.test_trl import made
+
+    trainer = made(name, Path(folder), offloads, max_steps=2, max_grad_norm=0.0, learning_rate=LR)
+    if not offloads:
+        trainer.optimizer = SameBits(trainer.model, clip=0.0, decayed=decays(trainer.model))
+    set_seed(1 + dist.get_rank())
+    trainer.train()
+    found = results(trainer)
+    if offloads:
+        trainer.engine.close()
+    return found
+
+
+@as_rank
+def script(folder: str, offloads: bool) -> dict[str, Any]:
+    """Run a script over accelerate, and go on from what it saved; return what came of it."""
+    from tests.integrations.test_accelerate import Script
+
+    runs = Script(Path(folder), offloads, 1, 1e9)
+    runs.run(1)
+    if offloads:
+        runs.accelerator.save_state(f"{folder}/saved")
+        runs.run(1)
+        runs.accelerator.load_state(f"{folder}/saved")
+    runs.run(1)
+    found = {"loss": [runs.losses[0], runs.losses[-1]], "norms": runs.norms[:1], "weights": runs.weights()}
+    if offloads:
+        assert runs.accelerator.engine is not None
+        runs.accelerator.engine.close()
+    return found
+
+
+@as_rank
+def factory_refused(folder: str) -> str:
+    """A plain Trainer over ranks would wrap the model."""
+    from transformers import Trainer, TrainingArguments
+
+    from offload.integrations.transformers import offload_optimizer_factory
+    from tests.integrations.plain import common
+
+    factory: Any = (offload_optimizer_factory, {"lr": LR})
+    trainer = Trainer(
+        llama(), TrainingArguments(**common(Path(folder))), train_dataset=rows(), optimizer_cls_and_kwargs=factory
+    )
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,163 @@
+"""Scripts over accelerate with an engine, against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from offload import AdamW
+from offload.errors import ConfigError
+from tests.integrations.plain import CLIP, LR, PLACEMENT, SameBits, assert_same_weights, llama, needs, rows
+
+needs("accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_others() -> Iterator[None]:
+    """accelerate keeps one for the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Script:
+    """A training script as those of diffusers are: each step is accumulated, clipped, scheduled."""
+
+    def __init__(self, folder: Path, offloads: bool, accumulation: int = 2, clip: float = CLIP, **more: Any) -> None:
+        self.limit = clip if offloads else 1e9  # SameBits does it itself
+        how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "cpu": True, **more}
+        kind = OffloadAccelerator if offloads else Accelerator
+        if offloads:
+            placement = {"parameters": "cpu", "optimizer": "cpu", "device_memory": "2MiB"}
+            how.setdefault("offload", {"placement": placement})
+        self.accelerator, self.folder, model = kind(project_dir=str(folder), **how), folder, llama()
+        decayed = [p for name, p in model.named_parameters() if "norm" not in name]
+        others = [p for name, p in model.named_parameters() if "norm" in name]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        plain: Any = SameBits(model, clip, decayed=lambda name: "norm" not in name)
+        optimizer = torch.optim.AdamW(groups, lr=LR, foreach=False) if offloads else plain
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        data = DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
+        prepared = self.accelerator.prepare(model, optimizer, data, schedule)
+        self.model, self.optimizer, self.data, self.schedule = prepared
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def run(self, steps: int) -> None:
+        accelerator = self.accelerator
+        for batch in self.data:
+            if steps == 0:
+                break
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    self.norms.append(float(accelerator.clip_grad_norm_(self.model.parameters(), self.limit)))
+                    steps -= 1
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.accelerator.get_state_dict(self.model))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_script_runs_as_without_an_engine(
+    tmp_path: Path, accumulation: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    plain, offloaded = (Script(tmp_path, offloads, accumulation) for offloads in (False, True))
+    for script in (plain, offloaded):
+        script.run(2)
+    assert offloaded.losses == plain.losses
+    assert offloaded.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert offloaded.schedule.get_last_lr() == plain.schedule.get_last_lr()
+    assert_same_weights(offloaded.weights(), plain.weights())
+    assert offloaded.accelerator.unwrap_model(offloaded.model) is offloaded.model
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
+def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
+    """All that a run needs to go on as if it had not stopped."""
+    whole = Script(tmp_path, True)
+    whole.run(1)
+    whole.accelerator.save_state(str(tmp_path / "saved"))
+    whole.run(2)
+    resumed = Script(tmp_path, True)
+    resumed.accelerator.load_state(str(tmp_path / "saved"))
+    assert resumed.schedule.get_last_lr() == [LR / 2, LR / 2]
+    resumed.run(2)
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    assert_same_weights(resumed.weights(), whole.weights())
+
+
+def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:
+    script = Script(tmp_path, True, mixed_precision="bf16")
+    script.run(2)
+    assert script.accelerator.engine is not None
+    assert next(script.model.parameters()).dtype == torch.bfloat16
+    assert {value.dtype for value in script.weights().values()} == {torch.float32}
+
+
+def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
+        OffloadAccelerator(mixed_precision="fp16", cpu=True, offload={})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
+    model = llama()
+    with pytest.raises(ConfigError, match="torch.optim.rmsprop.RMSprop, which has no update rule"):
+        accelerator.prepare(model, torch.optim.RMSprop(model.parameters()))
+    with pytest.raises(ConfigError, match="not with the model that they train"):
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="20 parameters with requires_grad are not the optimizer's, first model"):
+        accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:1]))
+    with pytest.raises(ConfigError, match="nesterov=True"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1, momentum=0.9, nesterov=True))
+    groups = [{"params": [p], "betas": (0.9, 0.9 + number / 1000)} for number, p in enumerate(model.parameters())]
+    with pytest.raises(ConfigError, match="have betas"):
+        accelerator.prepare(model, torch.optim.AdamW(groups))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    accelerator.backward(model(**batch).loss)
+    with pytest.raises(ConfigError, match="norm_type=inf"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+    with pytest.raises(ConfigError, match="clip_grad_value_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    other = llama()
+    with pytest.raises(ConfigError, match="one engine, of one model"):
+        accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
+
+
+def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
+    """Their learning rates keep their ratio; a frozen model beside it stays as it is."""
+    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
+    model, frozen = llama(), llama().requires_grad_(False)
+    head = list(model.lm_head.parameters())
+    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": head, "lr": LR / 10}]
+    prepared = accelerator.prepare(model, torch.optim.AdamW(groups, lr=LR, weight_decay=0.0), frozen)
+    model, optimizer, other = prepared
+    assert other is frozen
+    assert isinstance(accelerator.engine.optimizer, AdamW)
+    assert [(scale, decay, len(names)) for scale, decay, names in accelerator.engine.groups] == [
+        (1.0, 0.1, 20),
+        (pytest.approx(0.1), 0.0, 1),
+    ]
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    assert torch.equal(frozen(**batch).loss, model(**batch).loss)
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    assert accelerator.engine.lr == LR

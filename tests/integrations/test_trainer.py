@@ -1,0 +1,331 @@
+"""transformers' Trainer over an engine, against itself."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import trainer as trainer_module
+
+from offload import SGD, AdamW, Engine, Lion
+from offload.errors import ConfigError, MissingLibraryError
+from offload.integrations.needs import need
+from offload.integrations.optimizer import OffloadOptimizer, find_own
+from offload.integrations.rules import without_decay
+from offload.optim.rule import UpdateRule
+from tests.integrations.plain import (
+    CLIP,
+    LR,
+    PLACEMENT,
+    assert_same_run,
+    assert_same_weights,
+    common,
+    letters,
+    llama,
+    logged,
+    needs,
+    offload_trainer,
+    plain_trainer,
+    rows,
+)
+
+needs("accelerate")
+
+from offload.integrations.accelerate import open_engine  # noqa: E402
+from offload.integrations.transformers import (  # noqa: E402
+    OffloadCallback,
+    OffloadTrainer,
+    offload_optimizer_factory,
+)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, accumulation: int) -> None:
+    how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_checkpointing": accumulation == 4}
+    plain = plain_trainer(tmp_path / "plain", llama(), **how)
+    offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadTrainer, **how)
+    plain.train()
+    offloaded.train()
+    assert_same_run(offloaded, plain)
+
+
+def test_what_is_saved_is_what_the_plain_trainer_saves(tmp_path: Path) -> None:
+    """File by file: a whole folder at the end, and a checkpoint, which has the engine's states beside it."""
+    how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "kwargs": {"processing_class": letters()}}
+    plain = plain_trainer(tmp_path / "plain", llama(), **how)
+    offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadTrainer, **how)
+    for trainer in (plain, offloaded):
+        trainer.train()
+        trainer.save_model()
+        trainer.save_model()  # again, over what is there
+    for folder in (".", "checkpoint-2", "checkpoint-3"):
+        there, here = tmp_path / "plain" / folder, tmp_path / "offloaded" / folder
+        own = {"offload"} if folder != "." else set()
+        assert {each.name for each in here.iterdir()} == {each.name for each in there.iterdir()} | own
+        for file in filter(Path.is_file, there.iterdir()):
+            if file.suffix in (".json", ".jinja") and file.name != "trainer_state.json":
+                assert (here / file.name).read_text() == file.read_text(), file
+        assert_same_weights(load_file(here / "model.safetensors"), load_file(there / "model.safetensors"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "offloaded")
+    assert_same_weights(dict(loaded.named_parameters()), dict(plain.model.named_parameters()))
+
+
+@pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "at its end"])
+def test_a_resumed_run_is_the_whole_one(tmp_path: Path, at: int) -> None:
+    """Bit for bit, with dropout, from a trainer that is made anew, and in one that goes on."""
+    how: dict[str, Any] = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "lr_scheduler_type": "cosine",
+        "accelerator_config": {"use_seedable_sampler": at == 3},  # else torch's generator orders the rows
+        "kwargs": {"train_dataset": rows(12)},
+    }
+    whole = offload_trainer(tmp_path, llama(attention_dropout=0.1), OffloadTrainer, **how)
+    whole.train()
+    wanted = dict(whole.engine.named_parameters())
+    resumed = offload_trainer(tmp_path, llama(attention_dropout=0.1), OffloadTrainer, **how)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+    assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
+    assert logged(resumed) == logged(whole)
+    if at == 2:  # a second train() would draw another order, as the plain trainer's does
+        return
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+    assert_same_weights(dict(resumed.engine.named_parameters()), wanted)
+
+
+def test_evaluation_and_the_best_model_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    """The learning rate is so high that the last is not the best."""
+    how: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "kwargs": {"eval_dataset": rows(10, seed=2)},
+    }
+    plain = plain_trainer(tmp_path / "plain", llama(), **how)
+    offloaded = offload_trainer(tmp_path / "offloaded", llama(), OffloadTrainer, **how)
+    plain.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[1]["lr"] = 0.5
+    assert offloaded.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    for trainer in (plain, offloaded):
+        trainer.train()
+    best = plain.state.best_model_checkpoint
+    assert best is not None
+    assert not best.endswith("-3")
+    assert offloaded.state.best_model_checkpoint == best.replace("plain", "offloaded")
+    assert logged(offloaded, "eval_loss") == logged(plain, "eval_loss")
+    assert offloaded.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert_same_run(offloaded, plain)
+    found, wanted = (trainer.predict(rows(4, seed=3)).predictions for trainer in (offloaded, plain))
+    assert (found == wanted).all()
+
+
+def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> None:
+    """With the callback it logs the true norm, and resumes bit for bit."""
+
+    class Saving(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            find_own(self.optimizer).engine.export(f"{output_dir}/model", torch.float32, replace=True)
+            shutil.copy(f"{output_dir}/model/model.safetensors", str(output_dir))
+
+    def made(**more: Any) -> Any:
+        set_seed(0)
+        own = {"lr": LR, "weight_decay": 0.1, "placement": PLACEMENT, "max_grad_norm": CLIP}
+        how = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **more}
+        return Saving(
+            llama(),
+            TrainingArguments(**common(tmp_path, **how)),
+            train_dataset=rows(),
+            optimizer_cls_and_kwargs=(offload_optimizer_factory, own),
+            callbacks=[OffloadCallback()],
+        )
+
+    plain = plain_trainer(tmp_path / "plain", llama(), max_steps=4)
+    plain.train()
+    whole = made()
+    whole.train()
+    whole.engine = find_own(whole.optimizer).engine
+    assert_same_run(whole, plain)
+    resumed = made()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.engine = find_own(resumed.optimizer).engine
+    assert_same_run(resumed, plain)
+    with pytest.raises(ConfigError, match="clips to 0.5, and the Trainer's max_grad_norm is 2"):
+        made(max_grad_norm=2.0).train()
+    assert all(moved > 0 for moved in logged(whole, "offload/bytes"))
+    assert all(seconds >= 0 for seconds in logged(whole, "offload/exposed_seconds"))
+    own = find_own(whole.optimizer)
+    state = own.state_dict()
+    own.load_state_dict(state)
+    own.load_state_dict(state | {"updates": 7})
+    with pytest.raises(ConfigError, match="7 updates, and the engine has made 4.*OffloadCallback"):
+        own.step()
+
+
+def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> None:
+    def refused(match: str, offload: Any = None, kwargs: Any = None, **more: Any) -> None:
+        settings = {"offload": {"placement": PLACEMENT} | (offload or {}), **(kwargs or {})}
+        with pytest.raises(ConfigError, match=match):
+            offload_trainer(tmp_path, llama(), OffloadTrainer, kwargs=settings, **more).train()
+
+    refused("auto_find_batch_size is True.*micro_batch_size", auto_find_batch_size=True)
+    refused("torch_compile is True", torch_compile=True)
+    refused("optim is 'adamw_bnb_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="adamw_bnb_8bit")
+    refused("neither dampening nor Nesterov", optim="sgd", optim_args="momentum=0.9,nesterov=true")
+    refused("bf16_full_eval is True.*set bf16=True", bf16_full_eval=True)
+    how = {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+    refused("save_only_model=False", save_only_model=True, kwargs={"eval_dataset": rows(4)}, **how)
+    refused("offload has max_grad_norm=2.0, and the Trainer's arguments 0.5", {"max_grad_norm": 2.0})
+    refused("offload has 'prefetsch', which is no setting", {"prefetsch": 2})
+    refused("precision='fp32', and the Trainer's arguments bf16=True", {"precision": "fp32"}, bf16=True)
+    spread = llama()
+    spread.hf_device_map = {"model": 0, "lm_head": "disk"}
+    with pytest.raises(ConfigError, match="device_map over 0, disk.*device_map=None"):
+        open_engine(spread, AdamW(), {})
+    model = llama()
+    plain = torch.optim.AdamW(model.parameters())
+    refused("optimizers has a AdamW", kwargs={"optimizers": (plain, None)})
+    saved = plain_trainer(tmp_path / "plain", llama(), save_strategy="steps", save_steps=3)
+    saved.train()
+    offloaded = offload_trainer(tmp_path, llama(), OffloadTrainer)
+    with pytest.raises(ConfigError, match="has no folder 'offload': it was saved by another trainer"):
+        offloaded.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(
+    ("optim", "rule"),
+    [("sgd", SGD(lr=LR, momentum=0.5, weight_decay=0.1)), ("lion_32bit", Lion(lr=LR, betas=(0.9, 0.999)))],
+)
+def test_optim_names_a_rule(tmp_path: Path, optim: str, rule: UpdateRule) -> None:
+    """Whose name, learning rate and groups are those of the arguments: as if the rule had been given."""
+    how: dict[str, Any] = {"optim_args": "momentum=0.5" if optim == "sgd" else None}
+    by_name = offload_trainer(tmp_path, llama(), OffloadTrainer, optim=optim, **how)
+    names = [name for name, _ in llama().named_parameters() if "norm" in name]
+    own = replace(rule, weight_decay=0.1, groups=((f"^({'|'.join(names)})$", {"weight_decay": 0.0}),))
+    given = offload_trainer(
+        tmp_path, llama(), OffloadTrainer, kwargs={"offload": {"placement": PLACEMENT, "optimizer": own}}
+    )
+    for trainer in (by_name, given):
+        trainer.train()
+    assert logged(by_name) == logged(given)
+    assert logged(by_name, "learning_rate") == logged(given, "learning_rate")
+    assert_same_weights(*(dict(trainer.engine.named_parameters()) for trainer in (by_name, given)))
+
+
+def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
+    """Without autocast: as `engine.step` on the same batches; fp32 masters are what is saved."""
+    trainer = offload_trainer(tmp_path, llama(), OffloadTrainer, bf16=True, lr_scheduler_type="constant")
+    batches: list[Any] = []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: batches.append(collate(rows)) or batches[-1]
+    trainer.train()
+    rule = without_decay(AdamW(lr=LR, weight_decay=0.1), [n for n, _ in llama().named_parameters() if "norm" in n])
+    with Engine(llama(), rule, PLACEMENT, precision="bf16", max_grad_norm=CLIP) as engine:
+        for number, batch in enumerate(batches[:3]):
+            loss = engine.model(**batch, num_items_in_batch=int((batch["labels"][:, 1:] != -100).sum())).loss
+            engine.backward(loss)
+            engine.update()
+            assert logged(trainer)[number] == pytest.approx(float(loss))
+        wanted = dict(engine.named_parameters())
+    assert_same_weights(dict(trainer.engine.named_parameters()), wanted)
+    trainer.save_model()
+    names = [name for name in wanted if name in load_file(tmp_path / "model.safetensors")]
+    assert_same_weights(load_file(tmp_path / "model.safetensors"), {name: wanted[name] for name in sorted(names)})
+
+
+def test_schedulers_keep_the_ratio_of_groups(tmp_path: Path) -> None:
+    """A group's learning rate is a multiple of the engine's; whatever else is refused."""
+    rule = AdamW(lr=LR, groups=(("embed", {"lr_scale": 0.1}),))
+    engine = Engine(llama(), rule, PLACEMENT)
+    optimizer = OffloadOptimizer(engine)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([LR, LR, LR / 10])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    for step in range(3):
+        engine.model(**batch).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert engine.lr == pytest.approx(LR / (1 + step))
+    optimizer.param_groups[0]["lr"] = 1.0
+    engine.model(**batch).loss.backward()
+    with pytest.raises(ConfigError, match="no longer in the ratio"):
+        optimizer.step()
+    with pytest.raises(ConfigError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ConfigError, match="parameter group was added"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_missing_library_is_named_with_the_extra() -> None:
+    with pytest.raises(
+        MissingLibraryError, match=r"needs none_such, which is not installed: pip install 'offload\[hf\]'"
+    ):
+        need("transformers", "none_such")
+
+
+def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the end of a run, without a hub: the folder is looked at where it would be uploaded."""
+    pushed: list[dict[str, torch.Tensor]] = []
+
+    def upload_folder(*, folder_path: str, **_: Any) -> None:
+        pushed.append(load_file(Path(folder_path) / "model.safetensors"))
+        assert not list(Path(folder_path).glob(".*"))
+
+    api = type("Api", (), {"upload_folder": staticmethod(upload_folder)})
+    monkeypatch.setattr(trainer_module, "hf_api", lambda: api, raising=False)
+    monkeypatch.setattr(trainer_module, "upload_folder", upload_folder, raising=False)
+    trainer = offload_trainer(tmp_path, llama(), OffloadTrainer, max_steps=1)
+    monkeypatch.setattr(trainer, "init_hf_repo", lambda **_: setattr(trainer, "hub_model_id", "none/such"))
+    trainer.train()
+    trainer.push_to_hub()
+    trainer.args.push_to_hub = True
+    trainer.save_model()
+    wanted = dict(trainer.engine.named_parameters())
+    for each in pushed:
+        assert_same_weights(each, {name: wanted[name] for name in each})
+        assert set(each) == set(wanted)
+    assert len(pushed) == 2
+
+
+def test_a_model_given_back_is_a_plain_one_again(tmp_path: Path) -> None:
+    """And the Trainer opens another engine over it when it trains on."""
+    trainer = offload_trainer(tmp_path, llama(), OffloadTrainer)
+    trainer.train()
+    wanted = dict(trainer.engine.named_parameters())
+    trainer.engine.close(restore=True)
+    trainer.save_model()
+    assert_same_weights({n: p.detach() for n, p in trainer.model.named_parameters()}, wanted)
+    found = load_file(tmp_path / "model.safetensors")
+    assert_same_weights(found, {name: wanted[name] for name in found})
+    trainer.train()
+    assert not trainer.engine.closed
+
+
+def test_a_model_that_is_made_anew_gets_an_engine_of_its_own(tmp_path: Path) -> None:
+    """Each train() of a Trainer with model_init begins with another model."""
+    trainer = offload_trainer(tmp_path, None, OffloadTrainer, kwargs={"model_init": lambda: llama()})
+    trainer.evaluate(rows(4))
+    first, found = trainer.engine, []
+    for _ in range(2):
+        set_seed(0)
+        trainer.train()
+        found.append(dict(trainer.engine.named_parameters()))
+    assert first.closed
+    assert not trainer.engine.closed
+    assert_same_weights(*found)
