@@ -40,10 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-READS = pytest.mark.xfail(reason="PEFT asks a module that it saves whole for its state_dict()", strict=False)
-
-
-@pytest.mark.parametrize("name", ["lora", "dora, dropout", pytest.param("a whole head", marks=READS)])
+@pytest.mark.parametrize("name", ["lora", "dora, dropout", "a whole head"])
 def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, name: str) -> None:
     how: dict[str, Any] = {
         "save_strategy": "steps",
