@@ -13,6 +13,7 @@ import torch
 from offload.engine.engine import Engine
 from offload.engine.steps import StepResult
 from offload.errors import ConfigError
+from offload.integrations.rules import rate_of
 
 FOLDER = "offload"
 """Of the engine's states, within another library's checkpoint."""
@@ -55,11 +56,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         """Let the other's groups, one for each of this one's or several, be this one's."""
-        base = groups[0]["lr"]
+        base = rate_of(groups[0])
         own = iter([p for group in self.param_groups for p in group["params"]])
         for group in groups:
             group["params"] = [next(own) for _ in group["params"]]
-            group["lr_scale"] = group["lr"] / base if base else 1.0
+            group["lr_scale"] = rate_of(group) / base if base else 1.0
         self.param_groups = groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

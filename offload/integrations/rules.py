@@ -107,7 +107,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     groups = [
         (
             _one_of(names[id(p)] for p in group["params"]),
-            {"lr_scale": _ratio(group["lr"], first["lr"]), "weight_decay": group["weight_decay"]},
+            {"lr_scale": _ratio(rate_of(group), rate_of(first)), "weight_decay": group["weight_decay"]},
         )
         for group in optimizer.param_groups
         if group["params"]
@@ -131,6 +131,11 @@ _TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
 }
 """torch's optimizers that have a rule, and the settings that it takes over."""
 _PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of an optimizer's group, before what a scheduler makes of it, which may begin at 0."""
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _ratio(rate: float, base: float) -> float:

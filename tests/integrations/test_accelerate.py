@@ -161,3 +161,22 @@ def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
     accelerator.backward(model(**batch).loss)
     optimizer.step()
     assert accelerator.engine.lr == LR
+
+
+def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
+    """A scheduler that was made before has set all learning rates to 0."""
+    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
+    model: Any = llama()
+    head = list(model.lm_head.parameters())
+    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    optimizer: Any = torch.optim.AdamW([{"params": rest}, {"params": head, "lr": LR / 10}], lr=LR)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    for step in range(3):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+        assert accelerator.engine is not None
+        assert accelerator.engine.lr == pytest.approx(LR * step / 2)
+    assert [scale for scale, _, _ in accelerator.engine.groups] == pytest.approx([1.0, 0.1])
