@@ -208,7 +208,16 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
         raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
     placement = options.pop("placement", None) or Placement()
     if isinstance(placement, Mapping):
+        unknown = set(placement) - {field.name for field in fields(Placement)}
+        if unknown:
+            raise ConfigError(f"placement has {min(unknown)!r}, which it does not know: see help(offload.Placement).")
         placement = Placement(**placement)
+    empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
+    if empty is not None:
+        raise ConfigError(
+            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
+            "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with generators_kept(torch.device(options.get("device") or device)):
         return Engine(model, rule, placement, **options)
