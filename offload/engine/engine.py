@@ -148,6 +148,17 @@ class Engine:
         self._recovery.check_usable()
         return self._own_loop.update(max_grad_norm)
 
+    def zero_grad(self) -> None:
+        """Own loops: drop the gradients since the last update, if there are any. Collective."""
+        self._recovery.check_usable()
+        self._own_loop.zero_grad()
+
+    def leave_grads_untold(self) -> None:
+        """From here on, let a loop that has to stay as it is look at `parameter.grad` in the middle of a step: it is
+        None, and clipping it there does nothing, of which other loops are told.
+        """
+        self._state.hold.tells_gradients = False
+
     def finish(self) -> None:
         """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
         first have come up. No other call needs it; it is for whoever measures what a step costs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -24,12 +25,23 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
+        state.hold.has_gradients = weakref.WeakMethod(self.holds_any)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     @property
     def has_gradients(self) -> bool:
         """True where a step has gradients: from `backward`, or from a loss.backward() of the caller's."""
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
+
+    def holds_any(self) -> bool:
+        """Return `has_gradients`."""
+        return self.has_gradients
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the step, if it has any: it begins anew."""
+        if self.has_gradients:
+            meet(self._state.comm, "zero_grad")
+            self._recovery.give_up()
 
     def refuse_middle(self, what: str) -> None:
         """Raise ConfigError where a step has gradients already, which `what` would lose."""

@@ -120,6 +120,14 @@ class OffloadAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        trained = sum(len(group["params"]) for group in own.param_groups)
+        if len(given) < trained or max_norm <= 0:
+            raise ConfigError(
+                f"clip_grad_norm_ was given {len(given)} parameters, and max_norm={max_norm}: an engine clips all "
+                f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
+                "without the call nothing is clipped."
+            )
         own.max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)
         return torch.tensor(own.engine.grad_norm())
 

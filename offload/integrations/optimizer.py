@@ -23,7 +23,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """Makes the engine's update in `step()`.
 
     Its parameter groups are the engine's: `lr` of each is what a scheduler makes it, as long as their ratio stays;
-    `weight_decay` is for reading. Gradients are the engine's, so that `zero_grad` has nothing to do. `state_dict` says
+    `weight_decay` is for reading. Gradients are the engine's; `zero_grad` drops them there. `state_dict` says
     how many updates were made; the states themselves are in what `save` writes, and a step is refused after
     `load_state_dict` until `load` has read those that belong to it.
 
@@ -100,8 +100,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "made. Give the groups when it is made, and change them alike."
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: an update consumes the gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Drop the gradients since the last step: none, right after one, which consumes them. Collective."""
+        if not self.engine.closed:
+            self.engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_fixed"):

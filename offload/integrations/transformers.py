@@ -98,6 +98,8 @@ class OffloadMixin(_Base):
         _leave_off_checkpointing(self.model)  # train() turns it on each time
         if not self._is_engaged:
             self._engage()
+        assert self.engine is not None
+        self.engine.zero_grad()  # of a train() that was interrupted
         return self.optimizer
 
     @property
@@ -116,6 +118,7 @@ class OffloadMixin(_Base):
             )
         self.engine, self.optimizer = own.engine, own
         self.accelerator.engine = self.engine
+        self.engine.leave_grads_untold()  # a Trainer looks what kind they are, and clips by its accelerator
         self._share_weights()
         model: Any = self.model
         if self.engine.world_size > 1 and hasattr(model, "generate"):  # every forward is one of all ranks
@@ -316,7 +319,9 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     options = _without_rule(settings, model)
     if weights_dtype(model) is None:
         options.setdefault("precision", "bf16")
-    return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
+    engine = open_engine(model, options.pop("optimizer"), options)
+    engine.leave_grads_untold()  # the Trainer clips what it finds: nothing
+    return OffloadOptimizer(engine)
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:

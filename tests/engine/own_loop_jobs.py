@@ -38,3 +38,22 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
             refused.append(str(error))
         engine.close()
     return found, refused
+
+
+def dropped_gradients(zero_stage: int) -> list[Any]:
+    """Make the same two steps, with and without others between them whose gradients are dropped."""
+    found: list[Any] = []
+    for drops in (False, True):
+        engine = Engine(build(llama), zero_stage=zero_stage)
+        for step in range(2):
+            for number in range(2 * drops):
+                (engine.model(**share(tokens(7 + number), (2, 2), engine.rank)).loss / engine.world_size).backward()
+                if number:
+                    engine.grad_norm()
+                engine.zero_grad()
+            engine.backward(engine.model(**share(tokens(step), (2, 2), engine.rank)).loss / engine.world_size)
+            result = engine.update()
+            found.append((drops, step, float(result.loss), result.grad_norm))
+        found.append((drops, {name: value.double().sum().item() for name, value in engine.named_parameters()}))
+        engine.close()
+    return found

@@ -507,3 +507,43 @@ def test_ranks_agree_on_losses_that_nobody_told(zero_stage: int) -> None:
     for each in (*refused, *also_refused):
         assert "rank 0: update(max_grad_norm=1); rank 1: update(max_grad_norm=2)" in each
     assert len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"delay": 1}, {"max_grad_norm": None, "placement": Placement(device_memory="2MiB")}]
+)
+def test_gradients_are_dropped_as_if_they_had_not_been(settings: dict[str, Any]) -> None:
+    """Before and after their norm was asked for; an update that is under way goes on."""
+    engine, other = (Engine(build(llama), **settings) for _ in range(2))
+    engine.zero_grad()
+    for step in range(3):
+        for is_measured in (False, True):
+            engine.model(**tokens(10 + step)).loss.backward()
+            if is_measured:
+                engine.grad_norm()
+            engine.zero_grad()
+        for each in (engine, other):
+            each.backward(each.model(**tokens(step)).loss)
+        one, two = engine.update(), other.update()
+        assert (one.loss, one.grad_norm) == (two.loss, two.grad_norm)
+    assert_same(weights(engine), weights(other), 0)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_gradients_are_dropped_on_all_ranks(zero_stage: int) -> None:
+    for told in ranks.run(2, own_loop_jobs.dropped_gradients, zero_stage=zero_stage):
+        assert [each[1:] for each in told[:3]] == [each[1:] for each in told[3:]]
+
+
+def test_a_gradient_that_is_looked_for_at_a_parameter_is_in_the_engine() -> None:
+    engine = Engine(build(llama))
+    parameter = engine.model.get_parameter("lm_head.weight")
+    assert parameter.grad is None
+    loss = engine.model(**tokens()).loss
+    assert parameter.grad is None
+    engine.backward(loss)
+    with pytest.raises(ConfigError, match="the grad of lm_head.weight was read in the middle of a step"):
+        _ = parameter.grad
+    engine.leave_grads_untold()
+    assert parameter.grad is None
+    engine.update()

@@ -163,6 +163,57 @@ def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
     assert accelerator.engine.lr == LR
 
 
+def prepared(**more: Any) -> tuple[OffloadAccelerator, Any, Any]:
+    """Return an accelerator, its model and its optimizer."""
+    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
+    model: Any = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR, **more))
+    return accelerator, model, optimizer
+
+
+def test_zero_grad_drops_what_a_script_does_not_want() -> None:
+    """As one does that leaves out a step whose loss is not finite."""
+    one, other = ({key: value[None] for key, value in row.items()} for row in rows(2))
+    found = []
+    for drops in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, model, optimizer = prepared()
+        if drops:
+            for is_measured in (False, True):
+                accelerator.backward(model(**one).loss)
+                if is_measured:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.zero_grad()
+        accelerator.backward(model(**other).loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((norm, accelerator.get_state_dict(model)))
+    assert found[0][0] == found[1][0]
+    assert_same_weights(found[0][1], found[1][1])
+
+
+def test_who_looks_for_gradients_in_the_model_is_told_where_they_are() -> None:
+    accelerator, model, optimizer = prepared()
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    model.zero_grad()
+    accelerator.backward(model(**batch).loss)
+    for by_hand in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), model.zero_grad):
+        with pytest.raises(ConfigError, match=r"grad of .* was read in the middle of a step.*grad_norm\(\)"):
+            by_hand()
+    optimizer.step()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["some", "zero"])
+def test_a_clip_of_some_parameters_or_to_nothing_is_refused(how: str) -> None:
+    accelerator, model, _ = prepared()
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    accelerator.backward(model(**batch).loss)
+    given = model.lm_head.parameters() if how == "some" else model.parameters()
+    with pytest.raises(ConfigError, match="an engine clips all 21 that it trains"):
+        accelerator.clip_grad_norm_(given, 0.0 if how == "zero" else 1.0)
+
+
 def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
     """A scheduler that was made before has set all learning rates to 0."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers import trainer as trainer_module
 
 from offload import SGD, AdamW, Engine, Lion
@@ -326,3 +326,21 @@ def test_a_model_that_is_made_anew_gets_an_engine_of_its_own(tmp_path: Path) -> 
     assert first.closed
     assert not trainer.engine.closed
     assert_same_weights(*found)
+
+
+def test_gradients_of_a_run_that_was_interrupted_are_in_no_other(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    whole = offload_trainer(tmp_path / "whole", llama(), OffloadTrainer, max_steps=1, gradient_accumulation_steps=2)
+    whole.train()
+    trainer = offload_trainer(tmp_path / "cut", llama(), OffloadTrainer, max_steps=1, gradient_accumulation_steps=2)
+    callback = Interrupt()
+    trainer.add_callback(callback)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(callback)
+    trainer.train()
+    norms = [each.state.log_history[0]["grad_norm"] for each in (trainer, whole)]
+    assert norms[0] == norms[1]

@@ -74,12 +74,16 @@ class Hold:
     model neither keeps the rest of it nor its engine.
 
     `read`, while there is an engine: a weak method that returns a fresh copy of a parameter on the CPU.
+    `has_gradients`, likewise: one that returns whether an own loop's step has gradients. `tells_gradients`: who looks
+    for them at a parameter is told where they are.
     """
 
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], device: torch.device
     ) -> None:
         self.read: weakref.WeakMethod[Callable[[ParameterInfo], torch.Tensor]] | None = None
+        self.has_gradients: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self.tells_gradients = True
         self.resting = [Resting(info, _DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
@@ -146,6 +150,20 @@ class Hold:
                 "lost, since its weights are in an engine. For a term such as a penalty, read it within the forward, "
                 "or in the loss_fn of engine.step, from its first call on; where no gradient is meant, read "
                 "parameter.detach(), or under torch.no_grad(). (For weight decay there is the optimizer's.)"
+            )
+
+    def check_look(self, info: ParameterInfo) -> None:
+        """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the
+        parameters, which is nothing, would leave the step as it is.
+        """
+        ask = self.has_gradients() if self.has_gradients is not None else None
+        if self.tells_gradients and ask is not None and ask():
+            raise ConfigError(
+                f"the grad of {info.name} was read in the middle of a step, whose gradients are in the engine, and not "
+                "at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them there "
+                "would do nothing. engine.grad_norm() is their norm; engine.update(max_grad_norm=...) clips, or, in a "
+                "script over accelerate, accelerator.clip_grad_norm_; engine.zero_grad() drops them, or the "
+                "optimizer's."
             )
 
     def release(self) -> None:

@@ -26,6 +26,9 @@ class Holder(Protocol):
     def refuse_gradient(self, info: ParameterInfo) -> None:
         """Raise ConfigError, unless it is the engine that tries something."""
 
+    def check_look(self, info: ParameterInfo) -> None:
+        """Raise ConfigError where who looks at `grad`, which is None, would take it that there are no gradients."""
+
 
 class Elsewhere(torch.Tensor):
     """A tensor whose values are elsewhere, and are brought for each operation that needs them.
@@ -48,6 +51,8 @@ class Elsewhere(torch.Tensor):
         kwargs = kwargs or {}
         if func in _WRITES and isinstance(args[0], Elsewhere) and args[1:] != (None,):
             args[0].holder.refuse_write(args[0].info, _WRITES[func])
+        if func == _LOOK and isinstance(args[0], Resting):
+            args[0].holder.check_look(args[0].info)
         if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
             own, made = args
             if isinstance(own, Elsewhere) and not own.is_same(made):
@@ -175,6 +180,7 @@ def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, Elsewhere) else leaf
 
 
+_LOOK = vars(torch._C.TensorBase)["grad"].__get__
 _READS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
