@@ -438,3 +438,10 @@ def test_ranks_with_other_numbers_of_pictures() -> None:
         assert_same(values, reference.masters, ROUNDING)
     for refused in run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=2):
         assert "pixel_values" in refused
+
+
+def test_a_count_of_targets_is_the_engines_to_make() -> None:
+    engine = Engine(build(llama))
+    with pytest.raises(ConfigError, match="the batch has num_items_in_batch, which the engine gives"):
+        engine.step(tokens() | {"num_items_in_batch": torch.tensor(7)})
+    assert engine.step(tokens()).loss.isfinite()

@@ -140,6 +140,11 @@ def probe_loss(
     signature = inspect.signature(model.forward).parameters
     if loss_fn is not None:
         return rule
+    if "num_items_in_batch" in batch:
+        raise ConfigError(
+            "the batch has num_items_in_batch, which the engine gives to the model itself: it counts targets, of all "
+            "micro-batches and ranks. Leave it out; for another share of the loss give engine.step a loss_fn."
+        )
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         count = rule.count(one)
         once, wrong = max((tried(its, num_items_in_batch=count), number) for number, its in enumerate((one, other)))
