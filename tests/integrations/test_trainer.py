@@ -344,3 +344,17 @@ def test_gradients_of_a_run_that_was_interrupted_are_in_no_other(tmp_path: Path)
     trainer.train()
     norms = [each.state.log_history[0]["grad_norm"] for each in (trainer, whole)]
     assert norms[0] == norms[1]
+
+
+def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> None:
+    """from_pretrained would read what an index names."""
+    old = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    for name in old:
+        (tmp_path / name).write_text("of an earlier run")
+    (tmp_path / "README.md").write_text("of the user")
+    trainer = offload_trainer(tmp_path, llama(), OffloadTrainer, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert not [name for name in old if (tmp_path / name).exists()]
+    assert (tmp_path / "README.md").read_text() == "of the user"
+    assert (tmp_path / "model.safetensors").is_file()
