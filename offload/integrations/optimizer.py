@@ -52,6 +52,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__(made, {"lr": engine.lr, "weight_decay": 0.0, "lr_scale": 1.0})
         if groups is not None:
             self._take_over(groups)
+        else:
+            engine.leave_grads_untold()  # a Trainer looks what kind they are, and clips what it finds: nothing
         self._fixed = [(group["lr_scale"], group["weight_decay"], len(group["params"])) for group in self.param_groups]
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:

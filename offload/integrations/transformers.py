@@ -118,7 +118,6 @@ class OffloadMixin(_Base):
             )
         self.engine, self.optimizer = own.engine, own
         self.accelerator.engine = self.engine
-        self.engine.leave_grads_untold()  # a Trainer looks what kind they are, and clips by its accelerator
         self._share_weights()
         model: Any = self.model
         if self.engine.world_size > 1 and hasattr(model, "generate"):  # every forward is one of all ranks
@@ -319,9 +318,7 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     options = _without_rule(settings, model)
     if weights_dtype(model) is None:
         options.setdefault("precision", "bf16")
-    engine = open_engine(model, options.pop("optimizer"), options)
-    engine.leave_grads_untold()  # the Trainer clips what it finds: nothing
-    return OffloadOptimizer(engine)
+    return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -358,3 +358,12 @@ def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> No
     assert not [name for name in old if (tmp_path / name).exists()]
     assert (tmp_path / "README.md").read_text() == "of the user"
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_plain_trainer_takes_an_engines_optimizer(tmp_path: Path) -> None:
+    """It looks for gradients to clip, finds none, and the engine's are clipped."""
+    engine = Engine(llama(), AdamW(lr=LR), PLACEMENT)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+    optimizer = OffloadOptimizer(engine)
+    Trainer(engine.model, args, train_dataset=rows(8), optimizers=(optimizer, None)).train()
+    assert optimizer.result is not None
