@@ -226,6 +226,11 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
             "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
         )
+    half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
+    if half is not None:
+        raise ConfigError(
+            f"{half} is float16, in which no engine computes: load the model with dtype=torch.bfloat16, or float32."
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with generators_kept(torch.device(options.get("device") or device)):
         return Engine(model, rule, placement, **options)

@@ -233,9 +233,13 @@ def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
     assert [scale for scale, _, _ in accelerator.engine.groups] == pytest.approx([1.0, 0.1])
 
 
-def test_a_model_without_values_and_an_unknown_place_are_named() -> None:
+def test_a_model_without_values_or_in_fp16_and_an_unknown_place_are_named() -> None:
     model: Any = llama().to("meta")
     with pytest.raises(ConfigError, match="embed_tokens.weight is on the device 'meta'"):
+        OffloadAccelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = llama().half()
+    with pytest.raises(ConfigError, match="embed_tokens.weight is float16, .* dtype=torch.bfloat16"):
         OffloadAccelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
     AcceleratorState._reset_state(reset_partial_state=True)
     model = llama()

@@ -25,9 +25,8 @@ def check_batch(batch: Batch) -> int:
     several; ConfigError where it has none, or is no batch.
     """
     if not isinstance(batch, Mapping) or not batch:
-        raise ConfigError(
-            f"the batch is {type(batch).__name__}; a mapping from names to tensors [batch, ...] is wanted."
-        )
+        given = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ConfigError(f"the batch is {given}; a mapping from names to tensors [batch, ...] is wanted.")
     sizes: dict[int, int] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
