@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,9 +73,7 @@ class OffloadMixin(_Base):
         self._dtype: torch.dtype | None = None  # in which the model is saved
         self._dtypes: dict[str, torch.dtype] = {}  # of its parameters, as they were given
         super().__init__(*args, **kwargs)
-        callbacks = self.callback_handler.callbacks
-        own = next((each for each in callbacks if isinstance(each, OffloadCallback)), None) or OffloadCallback()
-        callbacks[:] = [own, *(each for each in callbacks if each is not own)]  # before those that log elsewhere
+        _put_callback_first(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
@@ -258,8 +258,8 @@ class OffloadCallback(TrainerCallback):
     """Adds to what a Trainer logs of its steps: `grad_norm`, the true one, `offload/bytes`, moved for the last step
     over all links, and `offload/exposed_seconds`, for which compute waited for them.
 
-    With `offload_optimizer_factory` it also saves the engine's states into each checkpoint, and reads them where the
-    Trainer resumes from one in its output_dir. An `OffloadMixin` has one of its own.
+    With `offload_optimizer_factory`, which adds one, it also saves the engine's states into each checkpoint, and reads
+    them where the Trainer resumes from one in its output_dir. An `OffloadMixin` has one of its own.
     """
 
     def on_log(
@@ -280,10 +280,10 @@ class OffloadCallback(TrainerCallback):
         own = find_own(optimizer)
         if own is None:
             return
-        if own.engine.max_grad_norm != (args.max_grad_norm or None):
+        if (own.engine.max_grad_norm or None) != (args.max_grad_norm or None):
             raise ConfigError(
                 f"the engine clips to {own.engine.max_grad_norm}, and the Trainer's max_grad_norm is "
-                f"{args.max_grad_norm}: give offload_optimizer_factory the same max_grad_norm."
+                f"{args.max_grad_norm}, which finds no gradients to clip: make the engine with the same max_grad_norm."
             )
         if own.misses_states:
             own.load(_checkpoint(args, state) / FOLDER)
@@ -298,13 +298,20 @@ def _checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
+def _put_callback_first(trainer: Trainer) -> None:
+    """Let a Trainer have an OffloadCallback, before those that log elsewhere."""
+    callbacks = trainer.callback_handler.callbacks
+    own = next((each for each in callbacks if isinstance(each, OffloadCallback)), None) or OffloadCallback()
+    callbacks[:] = [own, *(each for each in callbacks if each is not own)]
+
+
 def offload_optimizer_factory() -> Callable[..., OffloadOptimizer]:
     """For a Trainer that must stay as it is:
-    `Trainer(model, args, optimizer_cls_and_kwargs=(offload_optimizer_factory, {...}), callbacks=[OffloadCallback()])`.
+    `Trainer(model, args, optimizer_cls_and_kwargs=(offload_optimizer_factory, {...}))`.
 
-    Its settings: `lr`, `betas`, `eps`, `weight_decay` of AdamW, or `optimizer`, a rule; and those of the engine, with
-    `max_grad_norm`, since the Trainer's own finds no gradients to clip. The norm that the Trainer logs is 0 without
-    `OffloadCallback`. One rank: over several the Trainer would wrap the model; that is `OffloadTrainer`'s.
+    Its settings: `lr`, `betas`, `eps`, `weight_decay` of AdamW, or `optimizer`, a rule; and those of the engine, but
+    for `max_grad_norm`, which is the Trainer's. The Trainer is given an `OffloadCallback`, if it has none. One rank:
+    over several the Trainer would wrap the model; that is `OffloadTrainer`'s.
     """
     return _make_optimizer
 
@@ -318,7 +325,26 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     options = _without_rule(settings, model)
     if weights_dtype(model) is None:
         options.setdefault("precision", "bf16")
+    trainer = _calling_trainer()
+    if trainer is not None:
+        limit = trainer.args.max_grad_norm
+        if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
+            raise ConfigError(
+                f"offload_optimizer_factory was given max_grad_norm {options['max_grad_norm']}, and the Trainer's is "
+                f"{limit}: it is theirs to say. Leave it out, and set TrainingArguments.max_grad_norm."
+            )
+        _put_callback_first(trainer)
     return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
+
+
+def _calling_trainer() -> Trainer | None:
+    """Return the Trainer that is making its optimizer, or None. It tells a factory neither its arguments nor itself,
+    and clips the gradients that it finds afterwards: none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
             TrainingArguments(**common(tmp_path, **how)),
             train_dataset=rows(),
             optimizer_cls_and_kwargs=(offload_optimizer_factory, own),
-            callbacks=[OffloadCallback()],
+            callbacks=[OffloadCallback()],  # which it would have anyhow
         )
 
     plain = plain_trainer(tmp_path / "plain", llama(), max_steps=4)
@@ -156,7 +156,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     resumed.engine = find_own(resumed.optimizer).engine
     assert_same_run(resumed, plain)
-    with pytest.raises(ConfigError, match="clips to 0.5, and the Trainer's max_grad_norm is 2"):
+    with pytest.raises(ConfigError, match="given max_grad_norm 0.5, and the Trainer's is 2"):
         made(max_grad_norm=2.0).train()
     assert all(moved > 0 for moved in logged(whole, "offload/bytes"))
     assert all(seconds >= 0 for seconds in logged(whole, "offload/exposed_seconds"))
@@ -166,6 +166,34 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
     own.load_state_dict(state | {"updates": 7})
     with pytest.raises(ConfigError, match="7 updates, and the engine has made 4.*OffloadCallback"):
         own.step()
+
+
+@pytest.mark.parametrize("clip", [CLIP, 0.0])
+def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float) -> None:
+    """Which finds no gradients itself, and tells the factory nothing; the callback joins it by itself."""
+
+    def made(**settings: Any) -> Any:
+        set_seed(0)
+        own = {"lr": LR, "weight_decay": 0.1, "placement": PLACEMENT, **settings}
+        args = TrainingArguments(**common(tmp_path, max_grad_norm=clip))
+        factory: Any = (offload_optimizer_factory, own)
+        return Trainer(llama(), args, train_dataset=rows(), optimizer_cls_and_kwargs=factory)
+
+    plain = plain_trainer(tmp_path / "plain", llama())
+    plain.optimizer.clip = clip
+    plain.train()
+    assert max(plain.optimizer.optimizer.norms) > CLIP
+    alone = made()
+    alone.train()
+    alone.engine = find_own(alone.optimizer).engine
+    assert_same_run(alone, plain)
+    with pytest.raises(ConfigError, match=rf"max_grad_norm 2.0, and the Trainer's is {clip}"):
+        made(max_grad_norm=2.0).train()
+    changed = made()
+    changed.create_optimizer()
+    changed.args.max_grad_norm = 3.0
+    with pytest.raises(ConfigError, match="the Trainer's max_grad_norm is 3.0"):
+        changed.train()
 
 
 def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> None:
