@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
@@ -39,6 +41,7 @@ class OffloadAccelerator(Accelerator):
     engine: Engine | None = None
     _models: list[nn.Module]
     _offload: Mapping[str, Any] = {}
+    _is_saving = False
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """`offload`: settings of the engine, as `engine_settings` takes them; the rest is accelerate's."""
@@ -85,7 +88,12 @@ class OffloadAccelerator(Accelerator):
         if self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
             settings["precision"] = self._offload.get("precision", "bf16")
         settings.setdefault("device", str(self.device))
+        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
         self.engine = open_engine(model, rule, settings)
+        named = dict(model.named_parameters())
+        for group, own in zip(optimizer.param_groups, its, strict=True):
+            group["params"] = [named[name] for name in own]
         return OffloadOptimizer(self.engine, optimizer.param_groups)
 
     def prepare_model(
@@ -142,40 +150,85 @@ class OffloadAccelerator(Accelerator):
     # -- states ----------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's; the engine's states are in a folder of their own, and its model with them."""
-        place = self._without_own(lambda: Accelerator.save_state(self, output_dir, safe_serialization, **kwargs))
+        """As accelerate's; the engine's states are in a folder of their own, and its model with them. Hooks are given
+        the model, which reads as it is, and for its weights something to pop.
+        """
+        handle = self.register_save_state_pre_hook(_drop_weights)
+        self._is_saving = True
+        try:
+            place = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._is_saving = False
+            handle.remove()
         own = self._own_optimizer()
         if own is not None:
             own.save(Path(place) / FOLDER)
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's, of what `save_state` wrote."""
-        found: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+        """As accelerate's, of what `save_state` wrote. Hooks get the model, which has the engine's states by then;
+        loading into it what these are does nothing, and anything else raises ConfigError.
+        """
+        first = self.register_load_state_pre_hook(self._load_own)
+        self._load_model_state_pre_hook.move_to_end(first.id, last=False)
+        last = self.register_load_state_pre_hook(self._drop_own)
         try:
-            self._without_own(lambda: Accelerator.load_state(self, input_dir, *args, **kwargs))
+            super().load_state(input_dir, *args, **kwargs)
         finally:
-            handle.remove()
+            first.remove()
+            last.remove()
+            if self.engine is not None:
+                vars(self.engine.model).pop("load_state_dict", None)
+
+    def _load_own(self, _models: list[nn.Module], folder: str) -> None:
         own = self._own_optimizer()
         if own is not None:
-            own.load(Path(found[0]) / FOLDER)
+            own.load(Path(folder) / FOLDER)
+            vars(own.engine.model)["load_state_dict"] = partial(_check_same, own.engine.model)
 
-    def _without_own(self, call: Callable[[], Any]) -> Any:
-        """Call with the engine's model out of sight, whose weights are not in it."""
-        models = self._models
-        self._models = [model for model in models if not self._is_own(model)]
-        try:
-            return call()
-        finally:
-            self._models = models
+    def _drop_own(self, models: list[nn.Module], _folder: str) -> None:
+        models[:] = [model for model in models if not self._is_own(model)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """As accelerate's; of the engine's model the fp32 weights, all of which have to fit the host. Collective."""
         if not self._is_own(model):
             return super().get_state_dict(model, unwrap)
+        if self._is_saving:
+            return _NoWeights()
         assert self.engine is not None
         return full_state(self.engine)
+
+
+class _NoWeights:
+    """Stands for the weights of the engine's model, which are in no file of accelerate's, where hooks are given all."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError(
+            "a hook of save_state was given the weights of the engine's model, and reads them: they are saved in "
+            f"{FOLDER}/, and not all in memory. Pop them from the list, and call model.save_pretrained(folder), or "
+            "accelerator.get_state_dict(model) on all ranks before save_state."
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
+
+
+def _drop_weights(_models: list[nn.Module], weights: list[Any], _folder: str) -> None:
+    weights[:] = [each for each in weights if not isinstance(each, _NoWeights)]
+
+
+def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    """Do as `load_state_dict`, of what is there already. Raises ConfigError where something else is given."""
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name in own:
+        if name in given and not torch.equal(own[name].cpu(), given[name].to("cpu", own[name].dtype)):
+            raise ConfigError(
+                f"a hook of load_state gives {name} other values than {FOLDER}/ has, by which the engine goes on: "
+                "leave the loading to it, or begin anew with a model that was loaded before prepare()."
+            )
+    unexpected = [name for name in given if name not in own]
+    if strict and unexpected:
+        raise ConfigError(f"a hook of load_state gives {unexpected[0]}, which the model does not have.")
+    return _IncompatibleKeys([name for name in own if name not in given], unexpected)
 
 
 def refuse_others(accelerator: Accelerator) -> None:

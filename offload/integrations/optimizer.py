@@ -32,9 +32,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]] | None = None) -> None:
-        """`groups`: those of another optimizer over the same parameters, which a scheduler may hold; they become this
-        one's.
-        """
+        """`groups`: of parameters of the engine's model, which a scheduler may hold; they become this one's."""
         self.engine = engine
         self.max_grad_norm: float | None = None
         self.result: StepResult | None = None
@@ -59,9 +57,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         """Let the other's groups, one for each of this one's or several, be this one's."""
         base = rate_of(groups[0])
-        own = iter([p for group in self.param_groups for p in group["params"]])
         for group in groups:
-            group["params"] = [next(own) for _ in group["params"]]
             group["lr_scale"] = rate_of(group) / base if base else 1.0
         self.param_groups = groups
 

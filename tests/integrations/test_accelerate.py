@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from offload import AdamW
 from offload.errors import ConfigError
@@ -37,12 +40,13 @@ class Script:
 
     def __init__(self, folder: Path, offloads: bool, accumulation: int = 2, clip: float = CLIP, **more: Any) -> None:
         self.limit = clip if offloads else 1e9  # SameBits does it itself
+        make = more.pop("model", llama)
         how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "cpu": True, **more}
         kind = OffloadAccelerator if offloads else Accelerator
         if offloads:
             placement = {"parameters": "cpu", "optimizer": "cpu", "device_memory": "2MiB"}
             how.setdefault("offload", {"placement": placement})
-        self.accelerator, self.folder, model = kind(project_dir=str(folder), **how), folder, llama()
+        self.accelerator, self.folder, model = kind(project_dir=str(folder), **how), folder, make()
         decayed = [p for name, p in model.named_parameters() if "norm" not in name]
         others = [p for name, p in model.named_parameters() if "norm" in name]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -102,6 +106,117 @@ def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
     resumed.run(2)
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     assert_same_weights(resumed.weights(), whole.weights())
+
+
+class Hooked(Script):
+    """Saves and loads its model by hooks, as diffusers' scripts do, of which some train an adapter."""
+
+    kind: Any = LlamaForCausalLM
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        super().__init__(folder, True, **more)
+        self.accelerator.register_save_state_pre_hook(self.on_save)
+        self.accelerator.register_load_state_pre_hook(self.on_load)
+
+    def on_save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        if self.accelerator.is_main_process:
+            for model in models:
+                assert isinstance(self.accelerator.unwrap_model(model), self.kind)
+                self.accelerator.unwrap_model(model).save_pretrained(Path(folder) / "model")
+                weights.pop()  # so that it is not saved again
+
+    def on_load(self, models: list[Any], folder: str) -> None:
+        for _ in range(len(models)):
+            model = models.pop()  # so that it is not loaded again
+            loaded = self.kind.from_pretrained(folder, subfolder="model")
+            model.config = loaded.config
+            model.load_state_dict(loaded.state_dict())
+
+
+class HookedAdapter(Hooked):
+    def on_save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        from peft import get_peft_model_state_dict
+
+        for model in models:
+            assert isinstance(model, type(self.accelerator.unwrap_model(self.model)))
+            save_file(get_peft_model_state_dict(model), f"{folder}/adapter.safetensors")
+            if weights:
+                weights.pop()
+
+    def on_load(self, models: list[Any], folder: str) -> None:
+        from peft import set_peft_model_state_dict
+
+        model = models.pop()
+        found = set_peft_model_state_dict(model, load_file(f"{folder}/adapter.safetensors"), adapter_name="default")
+        assert not found.unexpected_keys
+
+
+def with_adapter() -> Any:
+    needs("peft")
+    from peft import LoraConfig
+
+    model = llama().requires_grad_(False)
+    torch.manual_seed(5)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+@pytest.mark.parametrize("kind", [Hooked, HookedAdapter])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_hooks_of_a_script_save_and_load_the_model(tmp_path: Path, kind: Any, precision: str) -> None:
+    """They are given it, and what they save is as it is; what they load is what the engine has loaded."""
+    how = {"mixed_precision": precision, **({"model": with_adapter} if kind is HookedAdapter else {})}
+    whole = kind(tmp_path, **how)
+    whole.run(1)
+    whole.accelerator.save_state(str(tmp_path / "saved"))
+    shown = whole.model.state_dict()
+    if kind is Hooked:
+        saved = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+        assert_same_weights(saved, {name: shown[name] for name in sorted(shown)})
+    else:
+        saved = load_file(tmp_path / "saved" / "adapter.safetensors")
+        assert sorted(value.sum() for value in saved.values()) == sorted(
+            value.sum() for name, value in shown.items() if "lora" in name
+        )
+    assert not list((tmp_path / "saved").glob("model*.safetensors"))
+    whole.run(2)
+    resumed = kind(tmp_path, **how)
+    resumed.accelerator.load_state(str(tmp_path / "saved"))
+    resumed.run(2)
+    assert_same_weights(resumed.weights(), whole.weights())
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\)"):  # outside of a hook
+        resumed.model.load_state_dict(shown)
+
+
+def test_a_hook_can_neither_save_nothing_nor_load_other_weights(tmp_path: Path) -> None:
+    runs = Script(tmp_path, True)
+    runs.run(1)
+    reads = runs.accelerator.register_save_state_pre_hook(lambda *_: None)
+    for read in (lambda its: its.items(), dict, list, lambda its: its["x"], lambda its: torch.save(its, BytesIO())):
+        reads.remove()
+        reads = runs.accelerator.register_save_state_pre_hook(lambda _, weights, __, read=read: read(weights[0]))
+        with pytest.raises(ConfigError, match=r"accelerator.get_state_dict\(model\) on all ranks"):
+            runs.accelerator.save_state(str(tmp_path / "saved"))
+    reads.remove()
+    runs.accelerator.save_state(str(tmp_path / "saved"))
+    loads = runs.accelerator.register_load_state_pre_hook(
+        lambda models, folder: models[0].load_state_dict(llama().state_dict())
+    )
+    with pytest.raises(ConfigError, match=r"gives model.embed_tokens.weight other values than offload/ has"):
+        runs.accelerator.load_state(str(tmp_path / "saved"))
+    loads.remove()
+    runs.accelerator.load_state(str(tmp_path / "saved"))
+    runs.run(1)
+
+
+def test_models_beside_the_engines_are_saved_and_loaded_as_ever(tmp_path: Path) -> None:
+    accelerator, _, _ = prepared()
+    other = accelerator.prepare(torch.nn.Linear(2, 2))
+    wanted = {name: value.clone() for name, value in other.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "saved"))
+    torch.nn.init.zeros_(other.weight)
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert_same_weights(other.state_dict(), wanted)
 
 
 def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:

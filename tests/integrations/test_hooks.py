@@ -36,7 +36,8 @@ HOOKS: list[tuple[type, str, str, str]] = [
     (Accelerator, "clip_grad_norm_", "self parameters max_norm norm_type", "the norm of a Trainer's logs"),
     (Accelerator, "save_state", "self output_dir safe_serialization save_model_func_kwargs", "the engine's states"),
     (Accelerator, "load_state", "self input_dir load_kwargs load_model_func_kwargs", "the engine's states"),
-    (Accelerator, "register_load_state_pre_hook", "self hook", "where load_state reads"),
+    (Accelerator, "register_load_state_pre_hook", "self hook", "the engine's states before a script's hooks"),
+    (Accelerator, "register_save_state_pre_hook", "self hook", "and no weights of the engine's model"),
     (Accelerator, "get_state_dict", "self model unwrap", "the engine's weights"),
 ]
 
@@ -72,7 +73,10 @@ def calls(function: Any) -> str:
         (Trainer, "create_accelerator_and_postprocess", "self.accelerator = Accelerator(**args)", "it becomes ours"),
         (Trainer, "create_optimizer", "optimizer_cls()(opt_model, **optimizer_kwargs)", "offload_optimizer_factory"),
         (Accelerator, "_prepare_one", "return self.prepare_model(obj", "the engine's model is left as it is"),
-        (Accelerator, "save_state", "for i, model in enumerate(self._models)", "of which the engine's is left out"),
+        (Accelerator, "__init__", "self._load_model_state_pre_hook = OrderedDict()", "ours goes before all others"),
+        (Accelerator, "save_state", "weights.append(self.get_state_dict(model, unwrap=False))", "not the engine's"),
+        (Accelerator, "save_state", "hook(self._models, weights, output_dir)", "of the engine's model all but weights"),
+        (Accelerator, "load_state", "hook(models, input_dir)", "and the engine's model is loaded by nobody else"),
         (AcceleratedOptimizer, "step", "self.optimizer.step(closure)", "the update"),
     ],
 )
