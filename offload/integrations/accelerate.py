@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
 from offload.integrations.rules import rule_of_optimizer
-from offload.integrations.saving import full_state
+from offload.integrations.saving import full_state, written
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -153,16 +153,18 @@ class OffloadAccelerator(Accelerator):
         """As accelerate's; the engine's states are in a folder of their own, and its model with them. Hooks are given
         the model, which reads as it is, and for its weights something to pop.
         """
+        own = self._own_optimizer()
+        if own is None:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
         handle = self.register_save_state_pre_hook(_drop_weights)
         self._is_saving = True
         try:
-            place = super().save_state(output_dir, safe_serialization, **kwargs)
+            with written(own.engine, Path(output_dir or self.project_dir or ".")):
+                place = super().save_state(output_dir, safe_serialization, **kwargs)
         finally:
             self._is_saving = False
             handle.remove()
-        own = self._own_optimizer()
-        if own is not None:
-            own.save(Path(place) / FOLDER)
+        own.save(Path(place) / FOLDER)
         return place
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -242,13 +244,14 @@ def refuse_others(accelerator: Accelerator) -> None:
         "XLA": accelerator.distributed_type.value == "XLA",
         "torch.compile (dynamo)": accelerator.state.dynamo_plugin.backend.value != "NO",
         "parallelism_config": accelerator.parallelism_config is not None,
+        "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
     wrong = [name for name, is_on in what.items() if is_on]
     if wrong:
         raise ConfigError(
             f"accelerate is set up for {', '.join(wrong)}, which does not go with an engine: it shares out the states "
-            "over ranks itself, and computes in fp32 or bf16. Start with torchrun or python, and mixed_precision 'no' "
-            "or 'bf16'."
+            "over ranks itself, which save together to a folder that all machines share, and computes in fp32 or bf16. "
+            "Start with torchrun or python, mixed_precision 'no' or 'bf16', and without the others."
         )
 
 

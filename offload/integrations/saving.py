@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
+from offload.errors import DiskError, OffloadError
+from offload.native.io import disk_error
 
 _MAKING = ".offload-export"
 
@@ -27,17 +31,40 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
     give way. Collective; rank 0 writes. Raises as `Engine.export`.
     """
     making = folder / _MAKING
-    if engine.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
+    with written(engine, folder):
+        if engine.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(making, ignore_errors=True)
     engine.export(making, dtype)
-    if engine.rank == 0:
-        for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"):
-            for old in folder.glob(pattern):
-                old.unlink()
-        for made in making.iterdir():
-            made.replace(folder / made.name)
-        making.rmdir()
+    with written(engine, folder):
+        if engine.rank == 0:
+            own = {made.name for made in making.iterdir()}
+            for name in own:
+                (making / name).replace(folder / name)
+            for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"):
+                for old in folder.glob(pattern):
+                    if old.name not in own:
+                        old.unlink()
+            making.rmdir()
+
+
+@contextmanager
+def written(engine: Engine, folder: Path) -> Iterator[None]:
+    """What fails within on one rank, as on a full disk, fails on all of them. Nothing within may be collective. Raises
+    DiskError, or what else `outcome` raises.
+    """
+    with as_one(engine.comm, f"writing to {folder}"):
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, DiskError):
+                raise
+            path = error.filename2 or error.filename
+            raise disk_error("the write", Path(path) if isinstance(path, str) else folder, error) from error
+        except Exception as error:
+            if isinstance(error, OffloadError) or engine.comm.size == 1:
+                raise
+            raise OffloadError(f"the write to {folder} failed: {type(error).__name__}: {error}") from error
 
 
 def full_state(engine: Engine) -> dict[str, torch.Tensor]:

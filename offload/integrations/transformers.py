@@ -27,7 +27,7 @@ from offload.errors import ConfigError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
-from offload.integrations.saving import export_into, trained_weights, weights_dtype
+from offload.integrations.saving import export_into, trained_weights, weights_dtype, written
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 
@@ -201,20 +201,26 @@ class OffloadMixin(_Base):
             super()._save(output_dir, state_dict)
             return
         assert self.engine is not None
-        if hasattr(self.model, "peft_config"):
-            super()._save(output_dir, trained_weights(self.engine, self._dtypes))
-            return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if hasattr(self.model, "peft_config"):
+            weights = trained_weights(self.engine, self._dtypes)
+            with written(self.engine, folder):
+                if self.args.should_save:  # older ones write on whichever rank they are called
+                    super()._save(output_dir, weights)
+            return
         export_into(self.engine, folder, self._dtype)
-        if self.args.should_save:
-            speaker = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if speaker is not None:
-                speaker.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        with written(self.engine, folder):
+            if self.args.should_save:
+                speaker = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if speaker is not None:
+                    speaker.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        self._own_optimizer.save(Path(output_dir) / FOLDER)
+        own = self._own_optimizer
+        with written(own.engine, Path(output_dir)):
+            super()._save_optimizer_and_scheduler(output_dir)
+        own.save(Path(output_dir) / FOLDER)
 
     @property
     def _own_optimizer(self) -> OffloadOptimizer:
@@ -377,6 +383,8 @@ def refuse_arguments(args: Any) -> None:
         "set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
         "parallelism_config": "an engine shares out the states over ranks, and rows, not heads or sequences",
         "tpu_num_cores": "an engine has no TPU",
+        "save_on_each_node": "the first rank writes, and all ranks a checkpoint together: set output_dir to a folder "
+        "that all machines share",
     }
     for name, reason in why.items():
         if getattr(args, name, None):

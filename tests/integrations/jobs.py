@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import set_seed
 
+from offload.errors import OffloadError
 from offload.integrations.transformers import OffloadTrainer
-from tests.integrations.plain import LR, SameBits, decays, llama, logged, offload_trainer, plain_trainer, rows
+from tests.integrations.plain import LR, SameBits, decays, letters, llama, logged, offload_trainer, plain_trainer, rows
 
 
 def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,4 +138,45 @@ def factory_refused(folder: str) -> str:
         trainer.train()
     except ValueError as error:
         return str(error)
+    return ""
+
+
+@as_rank
+def saved_where_it_cannot(folder: str) -> list[str]:
+    """Save where rank 0 meets something in the way, each time something else; return what is said."""
+    trainer = offload_trainer(
+        Path(folder), llama(), OffloadTrainer, max_steps=1, kwargs={"processing_class": letters()}
+    )
+    trainer.train()
+    said: list[str] = []
+    for name in ("config.json", "tokenizer.json", "training_args.bin", "checkpoint-1/optimizer.pt"):
+        save = partial(trainer._save_checkpoint, trainer.model, None) if "/" in name else trainer.save_model
+        said.append(_outcome(save, Path(folder) / name))
+    accelerator = trainer.accelerator
+    accelerator.register_save_state_pre_hook(lambda *_: os.close(-1) if dist.get_rank() == 0 else None)
+    said.append(_outcome(partial(accelerator.save_state, f"{folder}/state"), Path(folder) / "nowhere"))
+    trainer.args.output_dir = f"{folder}/file"
+    Path(trainer.args.output_dir).touch()
+    said.append(_outcome(trainer.save_model, Path(folder) / "nowhere"))
+    trainer.args.output_dir = f"{folder}/free"
+    trainer.save_model()
+    trainer._save_checkpoint(trainer.model, None)
+    trainer.engine.close()
+    return said
+
+
+def _outcome(save: Callable[[], Any], in_the_way: Path) -> str:
+    """Return what a save raises whose rank 0 finds a folder where it writes a file."""
+    if dist.get_rank() == 0:
+        in_the_way.mkdir(parents=True)
+        (in_the_way / "somebody's").touch()
+    dist.barrier()
+    try:
+        save()
+    except OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(in_the_way)
     return ""

@@ -21,6 +21,7 @@ needs("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 
@@ -230,6 +231,9 @@ def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:
 def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
         OffloadAccelerator(mixed_precision="fp16", cpu=True, offload={})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="save_on_each_node.*a folder that all machines share"):
+        OffloadAccelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), save_on_each_node=True))
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model = llama()

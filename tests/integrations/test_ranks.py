@@ -75,3 +75,14 @@ def test_a_plain_trainer_over_ranks_is_refused(tmp_path: Path) -> None:
     for said in ranks.run(2, jobs.factory_refused, folder=str(tmp_path)):
         assert "there are 2 ranks" in said
         assert "OffloadTrainer" in said
+
+
+def test_what_rank_0_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
+    """Else the others would go on, or wait for it."""
+    one, other = ranks.run(2, jobs.saved_where_it_cannot, folder=str(tmp_path))
+    assert one == other
+    assert all(one), one
+    named = ("config.json", *["s a directory"] * 3, "Bad file descriptor", "/file")
+    for said, name in zip(one, named, strict=True):
+        assert str(tmp_path) in said
+        assert name in said

@@ -206,6 +206,7 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
     refused("torch_compile is True", torch_compile=True)
     refused("optim is 'adamw_bnb_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="adamw_bnb_8bit")
     refused("neither dampening nor Nesterov", optim="sgd", optim_args="momentum=0.9,nesterov=true")
+    refused("save_on_each_node is True.*a folder that all machines share", save_on_each_node=True)
     refused("bf16_full_eval is True.*set bf16=True", bf16_full_eval=True)
     how = {
         "load_best_model_at_end": True,
