@@ -123,6 +123,12 @@ def read_stored(
     """
     with ExitStack() as opened:
         reader = opened.enter_context(Reader(folder))
+        if reader.meta.get("engine", {}).get("trained_only"):
+            raise ConfigError(
+                f"{folder} has trained parameters alone, such as an adapter's: what was frozen is where the model came "
+                "from. Load it with engine.load_checkpoint into an engine over that model, and export it with "
+                "engine.export."
+            )
         if "config.json" not in reader.attached:
             raise ConfigError(
                 f"{folder} has no config.json: it is of a model that is not transformers', which cannot be built "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from offload.tiers.ledger import Ledger
 from offload.tiers.store import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
+_TRAINED_ONLY = "trained_only"
 _BUFFER = "buffer"  # the only plane of a buffer
 
 
@@ -54,14 +55,16 @@ class Saving:
         files: Mapping[str, bytes] | None = None,
         *,
         copies: bool = False,
+        trained_only: bool = False,
     ) -> None:
         """Hand in all states, and what a step depends on beside its batch, for `folder`; `decided` (what the engine
         has, once and for all) and `meta` (both for JSON) are kept with them, and so are `files`. Collective; no update
         may be on its way. `copies`: into memory that is left over, as far as it reaches; else the disk is waited for.
+        `trained_only`: without the parameters that were frozen when the engine was made.
 
         Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
         """
-        comm, contents = engine.comm, _contents(engine)
+        comm, contents = engine.comm, _contents(engine, trained_only)
         moved = engine.moved.find(comm, _buffers(engine))
         for name, entry in moved.items():
             known = contents.get(name, Entry(entry.shape, {}))
@@ -70,6 +73,8 @@ class Saving:
         self._random = _random(engine)
         own = {**decided, "step": engine.runner.step_number, "updates": dict(_updates(engine))}
         own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
+        if trained_only:
+            own[_TRAINED_ONLY] = True
         with ExitStack() as opened:
             with as_one(comm, "making of the checkpoint"):
                 if comm.rank == 0:
@@ -85,7 +90,7 @@ class Saving:
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
                 if self._writer.spare_bytes:
                     opened.enter_context(_borrowed(engine.host, self._writer))
-                _write(engine, self._writer)
+                _write(engine, self._writer, _kept(engine, contents))
                 for name, plane, value in engine.moved.own(comm.rank, moved):
                     self._writer.write(name, plane, 0, value)
                 self._writer.end()
@@ -168,11 +173,11 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
 
     Raises CheckpointError where the data are damaged: the states belong to no step then.
     """
-    own = reader.meta["engine"]
-    there = {tile: _read_of(engine, reader, state, tile, anew) for state in engine.store.states for tile in state.held}
+    own, kept = reader.meta["engine"], _kept(engine, reader.contents)
+    there = {tile: _read_of(engine, reader, state, tile, anew) for state in kept for tile in state.held}
     reader.expect(
         span
-        for state in engine.store.states
+        for state in kept
         for part in (
             *(_wanted(engine, state, tile, there[tile]) for tile in state.held),
             () if anew else _factor_spans(engine, state),
@@ -180,7 +185,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
         for span in part
     )
     updates = {} if anew else own["updates"]
-    for state in engine.store.states:
+    for state in kept:
         for tile in state.held:
             _fill(engine, reader, state.region, tile, there[tile])
             tile.shown = Fence("shown weights") if SHOWN in there[tile] else None
@@ -205,9 +210,10 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     """Return whether the states of the update rule have to begin anew, as they are another rule's, or of another width;
     never without `may_reset`. Raises ConfigError where a checkpoint is not one of this model, trained and stored alike.
     """
-    wanted, found = (_without_shown(contents) for contents in (_contents(engine), without_moved(reader.contents)))
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
+    own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
+    wanted, found = (_without_shown(contents) for contents in (own, without_moved(reader.contents)))
     for name in [*wanted, *found]:
         if _of_model(wanted.get(name)) != _of_model(found.get(name)):
             raise ConfigError(
@@ -261,9 +267,16 @@ def _shown(entry: Entry | None) -> str:
     return f"{list(entry.shape)} as {planes}"
 
 
-def _contents(engine: EngineState) -> dict[str, Entry]:
+def _kept(engine: EngineState, contents: Contents) -> list[RegionState]:
+    """Return the regions that a checkpoint has."""
+    return [state for state in engine.store.states if engine.infos[state.region.parameters[0]].name in contents]
+
+
+def _contents(engine: EngineState, trained_only: bool = False) -> dict[str, Entry]:
     contents = {}
     for state in engine.store.states:
+        if trained_only and not state.region.trainable:
+            continue
         kept = [plane for plane in state.region.states if plane.name != SHOWN or state.is_late]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
@@ -311,21 +324,21 @@ def _configuration(engine: EngineState) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
-def _write(engine: EngineState, writer: Writer) -> None:
-    """Write this rank's ranges; in stage 0, where all have all, each writes its share too: of what there is once for a
-    parameter, that which begins there. Rank 0 has the buffers.
+def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> None:
+    """Write this rank's ranges of what is `kept`; in stage 0, where all have all, each writes its share too: of what
+    there is once for a parameter, that which begins there. Rank 0 has the buffers.
     """
     if engine.comm.rank == 0:
         for name, buffer in _buffers(engine).items():
             writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
     sharding = engine.store.sharding
-    for state in engine.store.states:
+    for state in kept:
         shard = sharding.shard(state.region)
         for position, index in enumerate(state.region.parameters):
             if shard.start <= state.span(position).start < shard.stop:
                 for name, values in state.factors_of(position).items():
                     writer.write(engine.infos[index].name, name, 0, values.cpu())
-    with closing(_lent(engine)) as lent:
+    with closing(_lent(engine, kept)) as lent:
         for region, tile, lease in lent:
             shard = sharding.shard(region)
             engine.lanes.wait(lease.reads)
@@ -337,9 +350,9 @@ def _write(engine: EngineState, writer: Writer) -> None:
                         writer.write(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
 
 
-def _lent(engine: EngineState) -> Generator[tuple[Region, Tile, Lease], None, None]:
+def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
     """Yield the parts that this rank writes, lent; what of the next one is on disk is on its way meanwhile."""
-    shares = [(state.region, engine.store.sharding.shard(state.region), state.tiles) for state in engine.store.states]
+    shares = [(state.region, engine.store.sharding.shard(state.region), state.tiles) for state in kept]
     wanted = [
         (region, tile)
         for region, shard, its in shares

@@ -289,14 +289,18 @@ class Engine:
         with self._recovery.working(), self.counters.unchanged():
             export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)
 
-    def save_checkpoint(self, path: str | Path, meta: _Json = None, files: _Files = None) -> None:
+    def save_checkpoint(
+        self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
+    ) -> None:
         """Write all states to a folder, from which any number of ranks with any placement can go on. Collective. What
         was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
-        `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer.
+        `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer. With
+        `trained_only` it lacks what was frozen at `Engine()`, and only an engine that has the same there can load it.
 
         Raises, on all ranks, DiskError or ConfigError, after which training can go on.
         """
-        with self._saving("save_checkpoint", path, meta, files, copies=False) as saving, self._recovery.working():
+        how = {"copies": False, "trained_only": trained_only}
+        with self._saving("save_checkpoint", path, meta, files, **how) as saving, self._recovery.working():
             saving.finish()
 
     def begin_checkpoint(self, path: str | Path, meta: _Json = None, files: _Files = None) -> Saving:
@@ -310,12 +314,12 @@ class Engine:
         """
         return self._saving("begin_checkpoint", path, meta, files, copies=True)
 
-    def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, *, copies: bool) -> Saving:
+    def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
         if self._own_loop.has_gradients:
             raise ConfigError(f"engine.{name} was called in the middle of an own loop's step: update first.")
         self._recovery.settle(name)
         with self._recovery.working(), self.counters.unchanged():
-            return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, copies=copies)
+            return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, **how)
 
     def load_checkpoint(self, path: str | Path, *, reset: bool = False) -> dict[str, Any]:
         """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is

@@ -135,8 +135,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._missing > 0
 
     def save(self, folder: Path) -> None:
-        """Write the engine's states to a checkpoint. Collective. Raises as `Engine.save_checkpoint`."""
-        self.engine.save_checkpoint(folder, meta={"updates": self._updates})
+        """Write the engine's states to a checkpoint; of a model with PEFT's adapters without what is frozen, as theirs.
+        Collective. Raises as `Engine.save_checkpoint`.
+        """
+        adapts = hasattr(self.engine.model, "peft_config")
+        self.engine.save_checkpoint(folder, meta={"updates": self._updates}, trained_only=adapts)
 
     def load(self, folder: Path) -> None:
         """Take the engine's states from what `save` wrote; generators stay as they are. Collective. Raises as

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from offload import Engine, Placement
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
+from offload.checkpoint.stored import read_stored
 from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
@@ -354,3 +355,36 @@ def test_what_says_how_to_build_the_model_lies_beside_its_states(tmp_path: Path)
     assert (config.architectures, config.dtype) == (["LlamaForCausalLM"], torch.bfloat16)
     assert config.use_cache == use_cache
     engine.close()
+
+
+@pytest.mark.parametrize(("first", "then"), [("cpu", "nvme"), ("nvme", "cpu")])
+def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_path: Path) -> None:
+    """Which the engine that goes on has already; and who builds a model of it is told where the rest is."""
+
+    def frozen(place: str) -> Engine:
+        model = build(deep)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        placement = Placement(**PLACES[place], **({"nvme_dir": str(tmp_path)} if place == "nvme" else {}))
+        return Engine(model, placement=placement)
+
+    whole = frozen(first)
+    train(whole, 1)
+    whole.save_checkpoint(tmp_path / "all")
+    whole.save_checkpoint(tmp_path / "saved", trained_only=True)
+    trained = sum(value.numel() for _, value in whole.named_parameters(trained_only=True))
+    left_out = sum(value.numel() for _, value in whole.named_parameters()) - trained
+    sizes = [sum(map(len, files(tmp_path / name).values())) for name in ("all", "saved")]
+    assert sizes[0] - sizes[1] >= 4 * left_out
+    with Reader(tmp_path / "saved") as reader:
+        assert {name for name, _ in whole.named_parameters(trained_only=True)} == set(reader.contents)
+    wanted = train(whole, 2)
+    resumed = frozen(then)
+    for name in ("saved", "all"):
+        resumed.load_checkpoint(tmp_path / name)
+        assert train(resumed, 2) == wanted
+        assert_same(resumed, whole)
+    with pytest.raises(ConfigError, match="does not fit the model: it has nothing for .*embed"):
+        make("cpu", tmp_path).load_checkpoint(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="has trained parameters alone.*where the model came from"):
+        read_stored(tmp_path / "saved")

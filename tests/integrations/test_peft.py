@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offload.checkpoint.reader import Reader
 from tests.integrations.plain import (
     assert_same_run,
     assert_same_weights,
@@ -60,6 +61,8 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
         own = {"offload"} if folder != "." else set()
         assert {each.name for each in here.iterdir()} == {each.name for each in there.iterdir()} | own
         assert_same_weights(*(load_file(each / "adapter_model.safetensors") for each in (here, there)))
+    with Reader(tmp_path / "offloaded" / "checkpoint-2" / "offload") as reader:  # as an adapter's folder: no base
+        assert set(reader.contents) == {n for n, p in plain.model.named_parameters() if p.requires_grad}
     resumed = offload_trainer(tmp_path / "offloaded", lora(**CASES[name]), OffloadTrainer, **how)
     torch.manual_seed(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "offloaded" / "checkpoint-2"))
