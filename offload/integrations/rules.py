@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ _OTHERS = (
 )
 
 
-def _adamw(args: Any, options: Mapping[str, str]) -> UpdateRule:  # noqa: ARG001
-    betas = (args.adam_beta1, args.adam_beta2)
-    return AdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+def _adamw(args: Any, options: Mapping[str, str], states: str = "fp32") -> UpdateRule:  # noqa: ARG001
+    own: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "states": states}
+    return AdamW(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
 
 
-def _lion(args: Any, options: Mapping[str, str]) -> UpdateRule:  # noqa: ARG001
-    return Lion(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay)
+def _lion(args: Any, options: Mapping[str, str], states: str = "fp32") -> UpdateRule:  # noqa: ARG001
+    own: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "states": states}
+    return Lion(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
 
 
 def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
@@ -38,14 +40,19 @@ def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
 
 
 _NAMED: Mapping[str, Callable[[Any, Mapping[str, str]], UpdateRule]] = {
-    "adamw_torch": _adamw,
-    "adamw_torch_fused": _adamw,
-    "paged_adamw_32bit": _adamw,
-    "lion_32bit": _lion,
-    "paged_lion_32bit": _lion,
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "paged_adamw_32bit"), _adamw),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), partial(_adamw, states="int8")
+    ),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), _lion),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), partial(_lion, states="int8")),
     "sgd": _sgd,
 }
-"""transformers' names of what has a rule with the same arithmetic."""
+"""transformers' names of what has a rule with the same arithmetic; of 8 bits, with moments in other blocks."""
+_NOT_THE_SAME = {
+    "adafactor": "transformers' takes the learning rate as it is, and torch's, which offload has, times what a weight "
+    "is. ",
+}
 
 
 def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str]) -> UpdateRule:
@@ -55,8 +62,8 @@ def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str])
     name = getattr(args.optim, "value", args.optim)
     if name not in _NAMED:
         raise ConfigError(
-            f"optim is {name!r}, which has no update rule that does the same. Set optim to one of "
-            f"{', '.join(_NAMED)}. {_OTHERS}"
+            f"optim is {name!r}, which has no update rule that does the same. {_NOT_THE_SAME.get(name, '')}Set optim "
+            f"to one of {', '.join(_NAMED)}. {_OTHERS}"
         )
     options = dict(item.split("=", 1) for item in (args.optim_args or "").replace(" ", "").split(",") if item)
     return without_decay(_NAMED[name](args, options), [name for name in names if name not in decayed])

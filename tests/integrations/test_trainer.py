@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers import trainer as trainer_module
+from transformers.training_args import OptimizerNames
 
 from offload import SGD, AdamW, Engine, Lion
 from offload.errors import ConfigError, MissingLibraryError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import OffloadOptimizer, find_own
-from offload.integrations.rules import without_decay
+from offload.integrations.rules import _NAMED, rule_of_arguments, without_decay
 from offload.optim.rule import UpdateRule
 from tests.integrations.plain import (
     CLIP,
@@ -204,7 +205,8 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
 
     refused("auto_find_batch_size is True.*micro_batch_size", auto_find_batch_size=True)
     refused("torch_compile is True", torch_compile=True)
-    refused("optim is 'adamw_bnb_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="adamw_bnb_8bit")
+    refused("optim is 'ademamix_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="ademamix_8bit")
+    refused("transformers' takes the learning rate as it is.*adamw_torch, ", optim="adafactor")
     refused("neither dampening nor Nesterov", optim="sgd", optim_args="momentum=0.9,nesterov=true")
     refused("save_on_each_node is True.*a folder that all machines share", save_on_each_node=True)
     refused("bf16_full_eval is True.*set bf16=True", bf16_full_eval=True)
@@ -235,7 +237,12 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("optim", "rule"),
-    [("sgd", SGD(lr=LR, momentum=0.5, weight_decay=0.1)), ("lion_32bit", Lion(lr=LR, betas=(0.9, 0.999)))],
+    [
+        ("sgd", SGD(lr=LR, momentum=0.5, weight_decay=0.1)),
+        ("lion_32bit", Lion(lr=LR, betas=(0.9, 0.999))),
+        ("paged_lion_8bit", Lion(lr=LR, betas=(0.9, 0.999), states="int8")),
+        ("adamw_bnb_8bit", AdamW(lr=LR, states="int8")),
+    ],
 )
 def test_optim_names_a_rule(tmp_path: Path, optim: str, rule: UpdateRule) -> None:
     """Whose name, learning rate and groups are those of the arguments: as if the rule had been given."""
@@ -251,6 +258,22 @@ def test_optim_names_a_rule(tmp_path: Path, optim: str, rule: UpdateRule) -> Non
     assert logged(by_name) == logged(given)
     assert logged(by_name, "learning_rate") == logged(given, "learning_rate")
     assert_same_weights(*(dict(trainer.engine.named_parameters()) for trainer in (by_name, given)))
+    assert getattr(by_name.engine.optimizer, "states", None) == getattr(rule, "states", None)
+
+
+@pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
+def test_every_name_of_optim_is_a_rule_or_refused(name: str, tmp_path: Path) -> None:
+    """A new one of transformers' has to be looked at: see `_NAMED`."""
+    args = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to=[])
+    if name not in _NAMED:
+        with pytest.raises(ConfigError, match=f"optim is '{name}', which has no update rule that does the same.*sgd"):
+            rule_of_arguments(args, ["a"], {"a"})
+        return
+    rule: Any = rule_of_arguments(args, ["a"], {"a"})
+    kind = SGD if name == "sgd" else Lion if "lion" in name else AdamW
+    assert type(rule) is kind
+    assert getattr(rule, "states", "fp32") == ("int8" if "8bit" in name else "fp32")
+    assert (rule.lr, rule.weight_decay) == (args.learning_rate, args.weight_decay)
 
 
 def test_bf16_computes_as_the_engine_does(tmp_path: Path) -> None:
