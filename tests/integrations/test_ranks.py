@@ -50,8 +50,12 @@ def both(folder: Path, **how: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft nll", "dpo", "grpo"])
+OVER_RANKS = ("sft nll", "sft chunked_nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("dpo", "lora") else pytest.param(name, marks=pytest.mark.slow) for name in OVER_RANKS]
+)
 def test_trl_over_ranks(tmp_path: Path, name: str) -> None:
     """GRPO's ranks generate texts of different lengths."""
     needs("trl")

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForSequenceClassification, set_seed
 
+from offload.checkpoint.reader import Reader
 from tests.integrations.plain import (
     SameBits,
     assert_same_run,
+    assert_same_weights,
     decays,
     letters,
     llama,
+    logged,
     needs,
     offload_trainer,
     plain_trainer,
@@ -67,6 +71,15 @@ def judge() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(config)
 
 
+def adapted() -> Any:
+    needs("peft")
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
 def number_of_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(each))) for each in completions]
 
@@ -86,6 +99,7 @@ CASES: dict[str, tuple[type, type, type, list[dict[str, Any]], dict[str, Any]]] 
         [{"prompt": "say a word "}] * 32,
         {"max_completion_length": 8, "num_generations": 4},
     ),
+    "lora": (SFT, trl.SFTTrainer, trl.SFTConfig, TEXTS, {"max_length": 64, "loss_type": "nll"}),
 }
 
 
@@ -96,14 +110,19 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
         kwargs["ref_model"] = llama()
     if name == "grpo":
         kwargs["reward_funcs"] = number_of_letters
-    model = judge() if name == "reward" else llama()
+    model = judge() if name == "reward" else adapted() if name == "lora" else llama()
     make = offload_trainer if offloads else plain_trainer
     kwargs |= more.pop("kwargs", {})
     return make(folder, model, kind if offloads else plain, arguments, bf16=False, kwargs=kwargs, **settings, **more)
 
 
-@pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        *((name, 1) for name in CASES),
+        *(pytest.param(n, 4, marks=[] if n in ("sft packing", "grpo") else pytest.mark.slow) for n in CASES),
+    ],
+)
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulation: int) -> None:
     """With gradient checkpointing, which TRL turns on by itself."""
     how: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
@@ -111,7 +130,58 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
     for trainer in (plain, offloaded):
         set_seed(1)  # of what GRPO draws
         trainer.train()
+    assert plain.args.gradient_checkpointing
     assert_same_run(offloaded, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
+    """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
+    how: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "greater_is_better": name != "kto",
+        "per_device_eval_batch_size": 4,
+        "kwargs": {"eval_dataset": Dataset.from_list(CASES[name][3][:4])},
+    }
+    plain, offloaded = (made(name, tmp_path / str(offloads), offloads, **how) for offloads in (False, True))
+    for trainer in (plain, offloaded):
+        set_seed(1)
+        trainer.train()
+    assert_same_run(offloaded, plain)
+    assert len(logged(plain, "eval_loss")) == 3
+    assert logged(offloaded, "eval_loss") == logged(plain, "eval_loss")
+    best = plain.state.best_model_checkpoint
+    assert not best.endswith("-3")
+    assert offloaded.state.best_model_checkpoint == best.replace("False", "True")
+    for step in (1, 2, 3):
+        folders = [tmp_path / which / f"checkpoint-{step}" for which in ("False", "True")]
+        (file,) = (each.name for each in folders[0].glob("*model.safetensors"))
+        assert_same_weights(*(load_file(folder / file) for folder in reversed(folders)))
+    resumed = made(name, tmp_path / "True", True, **how)
+    set_seed(1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-2"))
+    assert_same_run(resumed, plain)
+    assert logged(resumed, "eval_loss") == logged(plain, "eval_loss")
+    again, wanted = (tmp_path / which / "checkpoint-3" for which in ("True", "False"))
+    assert_same_weights(load_file(again / file), load_file(wanted / file))
+    assert_same_moments(again / "offload", wanted / "optimizer.pt", plain)
+
+
+def assert_same_moments(folder: Path, file: Path, plain: Any) -> None:
+    names = {id(parameter): name for name, parameter in plain.model.named_parameters()}
+    order = [names[id(p)] for group in plain.optimizer.param_groups for p in group["params"]]
+    states = torch.load(file)["state"]
+    with Reader(folder) as reader:
+        for name, state in zip(order, states.values(), strict=True):
+            assert state["step"] == reader.meta["engine"]["updates"][name] == 3
+            for plane in ("exp_avg", "exp_avg_sq"):
+                found = torch.empty(state[plane].shape)
+                reader.read(name, plane, 0, found)
+                assert torch.equal(found, state[plane]), (name, plane)
 
 
 @pytest.mark.slow
