@@ -154,12 +154,11 @@ class HookedAdapter(Hooked):
 
 def with_adapter() -> Any:
     needs("peft")
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     model = llama().requires_grad_(False)
     torch.manual_seed(5)
-    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    return model
+    return inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)  # as add_adapter does
 
 
 @pytest.mark.parametrize("kind", [Hooked, HookedAdapter])

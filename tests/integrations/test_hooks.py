@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Trainer, trainer
+from transformers.trainer_callback import CallbackHandler
 
 from tests.integrations.plain import needs
 
@@ -64,29 +65,56 @@ def calls(function: Any) -> str:
         (Trainer, "_prepare_for_training", "self.accelerator.prepare(self.model, self.optimizer)", "DDP is left out"),
         (Trainer, "_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from", "a run goes on"),
         (Trainer, "_run_epoch", "grad_norm = self._clip_grad_norm(model)", "the norm comes from the engine"),
-        (Trainer, "_clip_grad_norm", "self.accelerator.clip_grad_norm_(model.parameters(), ", "and its clip"),
-        (Trainer, "_get_grad_norm", 'self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))', "unclipped"),
+        (Trainer, "_clip_grad_norm", "self.accelerator.clip_grad_norm_(model.parameters(), ", "the clip of a step"),
+        (
+            Trainer,
+            "_get_grad_norm",
+            'self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))',
+            "the norm of a step without a clip",
+        ),
         (Trainer, "training_step", "self.accelerator.backward(loss, **kwargs)", "the loss goes to the engine"),
         (Trainer, "evaluation_loop", "self._wrap_model(self.model, training=False)", "the engine opens"),
-        (Trainer, "_save_checkpoint", "self._save_optimizer_and_scheduler(output_dir)", "on all ranks"),
+        (
+            Trainer,
+            "_save_checkpoint",
+            "self._save_optimizer_and_scheduler(output_dir)",
+            "the engine's states, on all ranks",
+        ),
         (Trainer, "log", "self.state.log_history.append(output)", "OffloadCallback adds to both"),
+        (Trainer, "_maybe_log_save_evaluate", "callback_handler.on_save(self.args, ", "states of a factory's engine"),
+        (CallbackHandler, "call_event", "optimizer=self.optimizer", "OffloadCallback finds the engine"),
         (Trainer, "create_accelerator_and_postprocess", "self.accelerator = Accelerator(**args)", "it becomes ours"),
         (Trainer, "create_optimizer", "optimizer_cls()(opt_model, **optimizer_kwargs)", "offload_optimizer_factory"),
         (Accelerator, "_prepare_one", "return self.prepare_model(obj", "the engine's model is left as it is"),
         (Accelerator, "__init__", "self._load_model_state_pre_hook = OrderedDict()", "ours goes before all others"),
         (Accelerator, "save_state", "weights.append(self.get_state_dict(model, unwrap=False))", "not the engine's"),
-        (Accelerator, "save_state", "hook(self._models, weights, output_dir)", "of the engine's model all but weights"),
-        (Accelerator, "load_state", "hook(models, input_dir)", "and the engine's model is loaded by nobody else"),
+        (Accelerator, "save_state", "hook(self._models, weights, output_dir)", "a hook gets the model of the engine"),
+        (Accelerator, "load_state", "hook(models, input_dir)", "the engine's model is loaded by nobody else"),
         (AcceleratedOptimizer, "step", "self.optimizer.step(closure)", "the update"),
     ],
 )
 def test_a_hook_is_called(owner: type, name: str, said: str, purpose: str) -> None:
-    assert said in calls(getattr(owner, name)), f"{owner.__name__}.{name} has no {said!r} now: {purpose}"
+    assert said in calls(getattr(owner, name)), (
+        f"{owner.__name__}.{name} has no {said!r} now; offload used it for: {purpose}"
+    )
 
 
 def test_the_trainer_names_its_files_as_before() -> None:
     assert trainer.TRAINING_ARGS_NAME == "training_args.bin"
     assert trainer.OPTIMIZER_NAME == "optimizer.pt"
+
+
+def test_checkpointing_of_gradients_is_left_off() -> None:
+    """By whichever name transformers has for it: else each unit would be computed a third time."""
+    from offload.integrations.transformers import _leave_off_checkpointing
+    from tests.integrations.plain import llama
+
+    model = llama()
+    model.gradient_checkpointing_enable()
+    flags = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    assert flags, "layers have no flag gradient_checkpointing any more; offload leaves it off"
+    _leave_off_checkpointing(model)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def test_vllm_gets_the_engines_weights() -> None:
