@@ -332,6 +332,18 @@ def test_a_clip_of_some_parameters_or_to_nothing_is_refused(how: str) -> None:
         accelerator.clip_grad_norm_(given, 0.0 if how == "zero" else 1.0)
 
 
+def test_an_optimizer_may_hold_frozen_parameters_too() -> None:
+    """They are none of the engine's groups: a clip of those that train is one of all."""
+    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
+    model: Any = llama()
+    model.model.requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR))
+    accelerator.backward(model(**{key: value[None] for key, value in rows(1)[0].items()}).loss)
+    accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+    optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
 def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
     """A scheduler that was made before has set all learning rates to 0."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
