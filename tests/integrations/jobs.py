@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import set_seed
 
 from offload.errors import OffloadError
+from offload.integrations.optimizer import FOLDER, find_own
 from offload.integrations.transformers import OffloadTrainer
 from tests.integrations.plain import LR, SameBits, decays, letters, llama, logged, offload_trainer, plain_trainer, rows
 
@@ -99,6 +100,10 @@ def trl_trained(name: str, folder: str, offloads: bool) -> dict[str, Any]:
     trainer.train()
     found = results(trainer)
     if offloads:
+        trainer._save_checkpoint(trainer.model, None)
+        find_own(trainer.optimizer).load(Path(folder) / "checkpoint-2" / FOLDER)
+        again = results(trainer)["weights"]
+        assert all(torch.equal(again[name], value) for name, value in found["weights"].items())
         trainer.engine.close()
     return found
 
