@@ -172,6 +172,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "new_tensor": lambda p: p.new_tensor(p.data),
     "Tensor": lambda p: torch.Tensor(p.data),
     "Parameter": lambda p: nn.Parameter(p.data),
+    "Parameter of itself": nn.Parameter,
     "Parameter of a copy": lambda p: nn.Parameter(p.detach().clone()),
     "as_subclass": lambda p: p.as_subclass(torch.Tensor),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
@@ -316,22 +317,45 @@ def test_safetensors_saves_the_model(trained: Trained, tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "ours"), load_file(tmp_path / "theirs"))
 
 
-RAW: dict[str, Callable[[nn.Parameter], Any]] = {
+ADDRESSES: dict[str, Callable[[nn.Parameter], Any]] = {
     "address": lambda p: p.data_ptr(),
     "address of data": lambda p: p.data.data_ptr(),
+    "address of a row": lambda p: p[1].data_ptr(),
+    "typed storage": lambda p: p.storage(),
+    "safetensors": lambda p: save_file({"a": p}, "/dev/null"),
+}
+RAW: dict[str, Callable[[nn.Parameter], Any]] = {
     "data of another": lambda p: filled(p, lambda t: setattr(t, "data", p.data)),
     "storage": lambda p: p.untyped_storage().data_ptr(),
     "capsule": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())),
-    "safetensors": lambda p: save_file({"a": p}, "/dev/null"),
-    "Parameter of itself": nn.Parameter,
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_reads_memory_by_itself_fails(trained: Trained) -> None:
     parameter = trained.model.get_parameter(MIDDLE)
-    expected = pytest.raises((RuntimeError, BufferError, ConfigError))
-    assert not failures({key: lambda read=read: refuses(expected, read, parameter) for key, read in RAW.items()})
+    by_name = pytest.raises(ConfigError, match=MIDDLE + r".*engine\.named_parameters\(\).*engine\.export")
+    assert not failures({key: lambda read=read: refuses(by_name, read, parameter) for key, read in ADDRESSES.items()})
+    by_torch = pytest.raises((RuntimeError, BufferError))  # no code of a tensor's own is asked
+    assert not failures({key: lambda read=read: refuses(by_torch, read, parameter) for key, read in RAW.items()})
+
+
+HOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "on a gradient": lambda p: p.register_hook(lambda gradient: gradient),
+    "after a gradient": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+    "on several": lambda p: torch.autograd.graph.register_multi_grad_hook([p], lambda gradients: None),
+}
+
+
+def test_hooks_that_would_never_run_are_refused(trained: Trained) -> None:
+    parameter, ran = trained.model.get_parameter(MIDDLE), []
+    expected = pytest.raises(ConfigError, match=MIDDLE + r".*would never run.*engine\.grad_norm\(\)")
+    assert not failures({key: lambda hang=hang: refuses(expected, hang, parameter) for key, hang in HOOKS.items()})
+    for own in (parameter.detach().requires_grad_(), nn.Parameter(parameter)):
+        own.register_hook(ran.append)
+        own.pow(2).sum().backward()
+        assert same_bits(own.grad, 2 * parameter.detach())
+    assert len(ran) == 2, "what a script has made of it takes gradients of its own"
 
 
 def refuses(expected: Any, use: Callable[[Any], Any], what: Any) -> None:
@@ -361,6 +385,8 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "resize_": lambda p: p.data.resize_(4),
     "gradient": lambda p: setattr(p, "grad", torch.ones(p.shape, device=p.device, dtype=p.dtype)),
     "shared memory": lambda p: p.share_memory_(),
+    "other's place": lambda p: torch.utils.swap_tensors(p, torch.ones_like(p)),
+    "place of another": lambda p: torch.utils.swap_tensors(torch.ones_like(p), p),
     "vector": lambda p: nn.utils.vector_to_parameters(torch.ones(p.numel(), device=p.device, dtype=p.dtype), [p]),
 }
 
@@ -568,10 +594,37 @@ def test_a_state_that_memory_does_not_hold_is_refused(monkeypatch: pytest.Monkey
     assert engine.model.state_dict(keep_vars=True)
 
 
-def test_a_replaced_parameter_is_in_the_state_as_it_hangs_there() -> None:
+REPLACED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a parameter": (lambda mlp: setattr(mlp.up_proj, "weight", nn.Parameter(torch.ones(48, 32))), "replaced"),
+    "by another's": (lambda mlp: setattr(mlp.up_proj, "weight", mlp.gate_proj.weight), "replaced"),
+    "by none": (lambda mlp: mlp.up_proj.register_parameter("weight", None), "removed"),
+    "a module": (lambda mlp: setattr(mlp, "up_proj", nn.Linear(32, 48, bias=False)), "became another Linear"),
+}
+
+
+@pytest.mark.parametrize("which", REPLACED)
+def test_what_was_replaced_is_no_part_of_a_state(which: str) -> None:
+    """A file of weights that nothing trains would look like any other."""
     engine = Engine(build(tied))
-    engine.model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(48, 32))
-    assert engine.model.state_dict()["model.layers.0.mlp.up_proj.weight"].eq(1).all()
+    replace, what = REPLACED[which]
+    part = engine.model.model.layers[0]
+    kept = part.mlp.up_proj, part.mlp.up_proj.weight
+    replace(part.mlp)
+    for read in (engine.model.state_dict, lambda: part.state_dict(keep_vars=True), lambda: engine.step(tokens())):
+        with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.up_proj.*{what}.*before Engine"):
+            read()
+    part.mlp.up_proj, part.mlp.up_proj.weight = kept
+    assert engine.step(tokens()).loss.isfinite()
+    assert engine.model.state_dict()
+
+
+def test_what_stays_and_was_replaced_is_no_part_of_a_state() -> None:
+    engine = Engine(build(tied))
+    engine.step(tokens())
+    engine.model.state_dict()
+    engine.model.model.norm.weight = nn.Parameter(torch.ones(32))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight was replaced"):
+        engine.model.state_dict()
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------

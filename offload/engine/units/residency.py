@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.units.resting import Resting
+from offload.engine.units.resting import stand_in
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
@@ -56,6 +56,11 @@ def refuse_copy(what: str) -> NoReturn:
     )
 
 
+def refuse_change(name: str, what: str) -> NoReturn:
+    """Raise the ConfigError for a part of a model that is not the engine's any more."""
+    raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
+
+
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ConfigError where torch.compile has a part of the model, which would look into the engine."""
     for name, module in model.named_modules():
@@ -84,7 +89,7 @@ class Hold:
         self.read: weakref.WeakMethod[Callable[[ParameterInfo], torch.Tensor]] | None = None
         self.has_gradients: weakref.WeakMethod[Callable[[], bool]] | None = None
         self.tells_gradients = True
-        self.resting = [Resting(info, _DTYPES[info.compute], device, self) for info in infos]
+        self.resting = [stand_in(info, _DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
         self._names = weakref.WeakKeyDictionary(
@@ -152,6 +157,25 @@ class Hold:
                 "parameter.detach(), or under torch.no_grad(). (For weight decay there is the optimizer's.)"
             )
 
+    def refuse_hook(self, info: ParameterInfo) -> NoReturn:
+        """Raise ConfigError: the hook would never be called."""
+        raise ConfigError(
+            f"a hook was to be registered on {info.name} (register_hook or register_post_accumulate_grad_hook), which "
+            "would never run: its gradient lands in the engine, unit by unit. engine.grad_norm() is the norm of all "
+            "gradients, max_grad_norm clips them, and requires_grad_(False) keeps one from being made; a hook of a "
+            "module does run."
+        )
+
+    def refuse_address(self, info: ParameterInfo) -> None:
+        """Raise ConfigError: there is no memory to point to."""
+        if not self._is_watched:
+            raise ConfigError(
+                f"the address of {info.name} was asked for (data_ptr(), storage()), which has none: its weights are in "
+                "an engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), "
+                "or the masters by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face "
+                "folder."
+            )
+
     def check_look(self, info: ParameterInfo) -> None:
         """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the
         parameters, which is nothing, would leave the step as it is.
@@ -184,6 +208,7 @@ class Hold:
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         if self.read is None or self.read() is None:
             refuse_copy("state_dict()")
+        self._check_module(module)
         if keep_vars:
             return
         infos = {info.index: info for each in module.modules() for info in self._places.get(each, {}).values()}
@@ -201,7 +226,7 @@ class Hold:
         for key, info in self._places.get(module, {}).items():
             name, hangs = f"{prefix}{key}", module._parameters.get(key)
             found = saved.get(name)
-            if found is None or found is hangs or not self._is_own(info, hangs):
+            if found is None or found is hangs:
                 continue
             first, given = self._given.get(info.index, ("", lambda: None))
             value = given()
@@ -210,12 +235,24 @@ class Hold:
                 self._given[info.index] = name, weakref.ref(value)
             saved[name] = value
 
+    def _check_module(self, module: nn.Module) -> None:
+        """Raise ConfigError where a parameter of the engine's, or a module with some, was replaced: what hangs there
+        now is not what is trained.
+        """
+        for key, info in self._places.get(module, {}).items():
+            if not self._is_own(info, hangs := module._parameters.get(key)):
+                name = f"{self._names[module]}.{key}".lstrip(".")
+                refuse_change(name, "was removed" if hangs is None else "was replaced")
+        for key, child in module._modules.items() if module in self._names else ():
+            if child is not None and child not in self._names and next(child.parameters(), None) is not None:
+                refuse_change(f"{self._names[module]}.{key}".lstrip("."), f"became another {type(child).__name__}")
+
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
         """True where a parameter is the engine's, and nobody's that has replaced it."""
-        if isinstance(parameter, Resting):
-            return parameter is self.resting[info.index]
+        if parameter is None or parameter is self.resting[info.index]:
+            return parameter is not None
         units = filter(None, (known() for known in self._units))
-        return parameter is not None and any(unit.has(parameter, _DTYPES[info.compute]) for unit in units)
+        return any(unit.has(parameter, _DTYPES[info.compute]) for unit in units)
 
     def _on_load(self, *_: Any) -> None:
         refuse_copy("load_state_dict()")
@@ -278,5 +315,4 @@ class Snapshot:
         self._refuse(module, changed[0], "was added or removed")
 
     def _refuse(self, module: nn.Module, key: str, what: str) -> NoReturn:
-        name = f"{self._names[module]}.{key}".lstrip(".")
-        raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
+        refuse_change(f"{self._names[module]}.{key}".lstrip("."), what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,10 +20,16 @@ class Holder(Protocol):
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter, on the CPU, or raise why there is none."""
 
-    def refuse_write(self, info: ParameterInfo, how: str) -> None:
+    def refuse_write(self, info: ParameterInfo, how: str) -> NoReturn:
         """Raise ConfigError."""
 
     def refuse_gradient(self, info: ParameterInfo) -> None:
+        """Raise ConfigError, unless it is the engine that tries something."""
+
+    def refuse_hook(self, info: ParameterInfo) -> NoReturn:
+        """Raise ConfigError: gradients do not come by the parameter, so that the hook would never be called."""
+
+    def refuse_address(self, info: ParameterInfo) -> None:
         """Raise ConfigError, unless it is the engine that tries something."""
 
     def check_look(self, info: ParameterInfo) -> None:
@@ -33,10 +39,11 @@ class Holder(Protocol):
 class Elsewhere(torch.Tensor):
     """A tensor whose values are elsewhere, and are brought for each operation that needs them.
 
-    Shape, dtype, device, strides and whether it takes gradients are right, and cost nothing. It has no memory: what
-    asks for an address gets an error from torch. An operation is given a fresh copy of the values, on the device;
-    autograd sees the operation itself. A view is another one of these, so that nobody writes to a copy that is
-    dropped: whatever writes is refused.
+    Shape, dtype, device, strides and whether it takes gradients are right, and cost nothing. It has no memory: who asks
+    for an address is refused. An operation is given a fresh copy of the values, on the device; autograd sees the
+    operation itself. A view is another one of these, `detach()` and `.data` included, so that nobody writes to a copy
+    that is dropped: whatever writes is refused. All are of one class, since `nn.Parameter(this)` wants that of its
+    `detach()`; what is a parameter is so by torch's flag for tensors of other kinds.
     """
 
     info: ParameterInfo
@@ -44,6 +51,8 @@ class Elsewhere(torch.Tensor):
     place: torch.device
     values: Callable[[], torch.Tensor]
     """Returns a fresh copy on the device."""
+    hangs = False
+    """True for what hangs in the model, where no gradient may come."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +60,11 @@ class Elsewhere(torch.Tensor):
         kwargs = kwargs or {}
         if func in _WRITES and isinstance(args[0], Elsewhere) and args[1:] != (None,):
             args[0].holder.refuse_write(args[0].info, _WRITES[func])
-        if func == _LOOK and isinstance(args[0], Resting):
+        if func in _ADDRESSES and isinstance(args[0], Elsewhere):
+            args[0].holder.refuse_address(args[0].info)
+        if func in _HOOKS and args[0].hangs:
+            args[0].holder.refuse_hook(args[0].info)
+        if func == _LOOK and args[0].hangs:
             args[0].holder.check_look(args[0].info)
         if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
             own, made = args
@@ -110,7 +123,15 @@ class Elsewhere(torch.Tensor):
 
     def copied(self) -> torch.Tensor:
         """Return a tensor of its own with the values, of the kind that this one stands for."""
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(self.values(), requires_grad=self.requires_grad)
         return self.values().requires_grad_(self.requires_grad)
+
+    def _use_count(self) -> int:  # torch.utils.swap_tensors asks both of its tensors
+        self.holder.refuse_write(self.info, "change places with another tensor")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.copied())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.copied())
@@ -119,33 +140,25 @@ class Elsewhere(torch.Tensor):
         return self.copied().__reduce_ex__(protocol)
 
 
-class Resting(Elsewhere, nn.Parameter):
-    """Stands for a parameter. A gradient that comes to it is refused, since it would be lost."""
-
-    def __new__(cls, info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder) -> Resting:
-        """Return what stands for this parameter, in the dtype and on the device of its uses."""
-        made: Resting = _make(cls, torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
-        made.values = lambda: holder.values_of(info).to(device)
-        if info.trainable:
-            made.requires_grad_()
+def stand_in(info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder) -> nn.Parameter:
+    """Return what hangs in the place of a parameter, in the dtype and on the device of its uses. A gradient that comes
+    to it is refused, since it would be lost.
+    """
+    made = _make(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
+    made.values = lambda: holder.values_of(info).to(device)
+    made.hangs = made._is_param = True
+    if info.trainable:
+        made.requires_grad_()
+        with torch._C.DisableTorchFunctionSubclass():  # else it is refused
             made.register_hook(lambda _: holder.refuse_gradient(info))
-        return made
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def copied(self) -> nn.Parameter:
-        return nn.Parameter(self.values(), requires_grad=self.requires_grad)
+    return cast(nn.Parameter, made)
 
 
-class RestingView(Elsewhere):
-    """Stands for a view of a parameter, `detach()` and `.data` included."""
-
-
-def _make(kind: Any, like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
+def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
     # To torch it is on `meta`, so that another tensor never takes its memory over (`other.data = this`), and says that
     # it is elsewhere.
     made = torch.Tensor._make_wrapper_subclass(
-        kind,
+        Elsewhere,
         like.shape,
         strides=like.stride(),
         storage_offset=like.storage_offset(),
@@ -165,7 +178,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(like, *args[1:], **kwargs)
     made = []
     for number, each in enumerate([found] if isinstance(found, torch.Tensor) else found):
-        view = _make(RestingView, each, base.place, base.info, base.holder)
+        view = _make(each, base.place, base.info, base.holder)
         view.values = partial(_values_of_view, base, func, args[1:], kwargs, number)
         made.append(view)
     return made[0] if isinstance(found, torch.Tensor) else made
@@ -188,10 +201,11 @@ _READS = {
     torch.Tensor.__dlpack__,
     torch.Tensor.new_tensor,
     torch.Tensor.new,
-    torch.Tensor.__repr__,
     torch.Tensor.__format__,
 }
 """What reads memory itself, or makes tensors by what torch takes the device for."""
+_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {
     vars(torch._C.TensorBase)["grad"].__set__: "be given a gradient",
     torch.Tensor.share_memory_: "move into shared memory",

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.find import Candidate, Place
+from offload.engine.units.resting import Elsewhere
 from offload.engine.units.traits import UnitTraits
 from offload.errors import ConfigError
 from offload.layout.regions import Region
@@ -99,7 +100,7 @@ class Unit:
 
     def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """True where a Parameter views weights on the device, as those of a unit that stays there do."""
-        return parameter.dtype == dtype and self._slots.holds(parameter)
+        return parameter.dtype == dtype and not isinstance(parameter, Elsewhere) and self._slots.holds(parameter)
 
     def drop_gradients(self) -> None:
         """Forget gradients that autograd had made when an exception kept their hooks from taking them."""
@@ -148,7 +149,7 @@ class Unit:
             self.install(self.live())
             return True
         found = other.module._parameters[other.key]
-        if num_resting or found is None or not self._slots.holds(found):
+        if num_resting or found is None or not self.has(found, found.dtype):
             raise ConfigError(
                 f"unit {self.name} was called after its {other.key} was replaced (functional_call does it), while the "
                 "weights are in an engine, which would not see the gradient of the other. Change the model before "
