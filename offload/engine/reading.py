@@ -31,6 +31,8 @@ class Reading:
         """
         state, recovery = self._state, self._recovery
         recovery.check_open()
+        if recovery.has_failed:
+            recovery.give_up()
         if not recovery.is_idle:
             raise ConfigError(
                 f"{info.name} was read while the engine is at work, where the recording pass had seen nobody read it: "

@@ -77,8 +77,13 @@ class Recovery:
 
     @property
     def is_idle(self) -> bool:
-        """True where nothing was interrupted."""
-        return not self._is_busy and self._state.undo.where is not Where.ENGINE
+        """True where nothing was interrupted, or has failed half done."""
+        return not self._is_busy and self._state.undo.where not in (Where.ENGINE, Where.FAILED)
+
+    @property
+    def has_failed(self) -> bool:
+        """True where nobody is at work, and a pass has failed half done, which the next call gives up."""
+        return not self._is_busy and self._state.undo.where is Where.FAILED
 
     def recover(self) -> None:
         """Give up what an interrupt has left half done."""

@@ -172,3 +172,29 @@ def test_an_interrupt_while_something_is_put_back_leaves_nothing_otherwise() -> 
         assert not engine.model.blocks[0].up.weight.grad
         assert step(engine) == wanted, lines.where
         engine.close()
+
+
+class WithinHanging(Lines):
+    """Counts the lines that hang weights in a module, or what stands for them."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return super()._enter(frame, event, argument) if frame.f_code.co_name in ("run", "put_parameters") else None
+
+
+def test_an_interrupt_while_weights_are_hung_leaves_none_that_are_not_there() -> None:
+    """Within a forward, which gives nothing up: the gradients so far are the caller's."""
+    engine = Engine(build(lambda: Stack(depth=2)))
+    wanted, lines = own_loop(engine), WithinHanging()
+    with torch.no_grad():
+        expected = engine.model(words(3)["x"])
+        with lines.watched():
+            engine.model(words(3)["x"])
+        assert lines.count > 100
+        for at in range(1, lines.count + 1, 7):
+            lines = WithinHanging(at)
+            with pytest.raises(KeyboardInterrupt), lines.watched():
+                engine.model(words(3)["x"])
+            assert same_bits(engine.model(words(3)["x"]), expected), lines.where
+            parameters = dict(engine.named_parameters())
+            assert all(same_bits(p.detach(), parameters[name]) for name, p in engine.model.named_parameters())
+    assert own_loop(engine) < wanted

@@ -548,6 +548,58 @@ def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("what", ["backward", "recompute", "forward"])
+def test_reads_come_after_a_part_has_failed(what: str) -> None:
+    """A layer by itself: nothing of the engine's is around it that would give up what is half done."""
+    engine = Engine(build(tied), recompute="always")
+    layer, weight = engine.model.model.layers[1], engine.model.get_parameter(MIDDLE)
+    before = weight.detach().clone()
+    hidden, places = torch.ones(1, 3, 32, device=weight.device), (torch.ones(1, 3, 8, device=weight.device),) * 2
+
+    def call() -> torch.Tensor:
+        return layer(hidden, position_embeddings=places).sum()
+
+    def fail() -> None:
+        if what == "backward":  # a second gradient, where no step has made room for sums
+            call().backward()
+            call().backward()
+        elif what == "recompute":
+            loss, layer.mlp.act_fn = call(), None
+            loss.backward()
+        else:
+            weight_of_layer, layer.mlp.up_proj.weight = layer.mlp.up_proj.weight, nn.Parameter(before)
+            try:
+                call()
+            finally:
+                layer.mlp.up_proj.weight = weight_of_layer
+
+    activation = layer.mlp.act_fn
+    with pytest.raises((OffloadError, TypeError)):
+        fail()
+    layer.mlp.act_fn = activation
+    assert same_bits(weight.detach().clone(), before)
+    assert same_bits(engine.model.state_dict()[MIDDLE], before.cpu())
+    with pytest.raises(ConfigError, match="nothing to update from"):
+        engine.update()
+    assert engine.step(tokens()).loss.isfinite()
+
+
+def test_a_failed_backward_leaves_nothing_to_update_from() -> None:
+    """Some units have given a gradient by then, and others none."""
+    engine, other = (Engine(build(tied), recompute="always") for _ in range(2))
+    model = engine.model
+    loss, activation = model(**tokens()).loss, model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = None
+    with pytest.raises(TypeError):
+        loss.backward()
+    model.model.layers[0].mlp.act_fn = activation
+    with pytest.raises(ConfigError, match="nothing to update from"):
+        engine.update()
+    for each in (engine, other):
+        each.model(**tokens(1)).loss.backward()
+    assert engine.update().grad_norm == other.update().grad_norm
+
+
 def test_a_text_is_generated_from_weights_that_are_read_outside() -> None:
     """Without gradients nothing was recorded."""
 

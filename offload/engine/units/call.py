@@ -194,6 +194,12 @@ class Call:
         runner.undo.where = before
         return joined
 
+    def fail(self) -> None:
+        """The backward has raised an exception. Unless it was refused before it began, it is half done."""
+        undo = self._runner.undo
+        if undo.where is not Where.NOWHERE:
+            undo.where = Where.FAILED
+
     def prepare(self, number: int = 0) -> None:
         """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
         if (
@@ -265,7 +271,11 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.call.backward(gradients)
+        try:
+            return None, None, *ctx.call.backward(gradients)
+        except Exception:
+            ctx.call.fail()
+            raise
 
 
 def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:

@@ -130,7 +130,7 @@ class Elsewhere(torch.Tensor):
     def _use_count(self) -> int:  # torch.utils.swap_tensors asks both of its tensors
         self.holder.refuse_write(self.info, "change places with another tensor")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.copied())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

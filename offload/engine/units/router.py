@@ -32,15 +32,17 @@ class Router:
         """Run a unit's forward, as the module would."""
         if self._recording is not None:
             return self._recording(unit, args, kwargs)
-        if self._undo.where is Where.ENGINE:
+        if self._undo.where in (Where.ENGINE, Where.FAILED):
             self.give_up()
         self._undo.where = Where.ENGINE
         with_grad = torch.is_grad_enabled()
         try:
             self._runner.collect()
             result = self._call(unit, args, kwargs)
-        except BaseException:
+        except BaseException as error:
             torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
+            if self._undo.where is Where.ENGINE and isinstance(error, Exception):
+                self._undo.where = Where.FAILED
             raise
         self._undo.where = Where.NOWHERE
         return result

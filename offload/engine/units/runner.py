@@ -141,10 +141,10 @@ class UnitRunner:
         try:
             where, self.undo.where = self.undo.where, Where.MODEL
             result = unit.forward(*args, **kwargs)
+            self.undo.where = where  # before the weights go: what an interrupt leaves there has to be given up
         finally:
             if hung:
                 unit.install(unit.resting)
-        self.undo.where = where
         additions = [
             (number, key, value)
             for number, mapping in enumerate(found)

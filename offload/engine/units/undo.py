@@ -12,9 +12,11 @@ from torch import nn
 
 
 class Where(Enum):
-    """Whose code runs, or was interrupted: nobody's, the engine's own, or a unit's."""
+    """Whose code runs, or was interrupted: nobody's, the engine's own, or a unit's. FAILED: nobody's, and an exception
+    has left a forward or a backward half done, which is to be given up.
+    """
 
-    NOWHERE, ENGINE, MODEL = range(3)
+    NOWHERE, ENGINE, MODEL, FAILED = range(4)
 
 
 class Undo:

@@ -141,21 +141,18 @@ class Unit:
         """
         num_resting = 0
         for place in self.places:
-            if place.module._parameters[place.key] is self.resting[place.parameter]:
+            found = place.module._parameters[place.key]
+            if found is self.resting[place.parameter]:
                 num_resting += 1
-            else:
-                other = place
-        if num_resting == len(self.places):
+            elif found is None or not self.has(found, found.dtype):
+                raise ConfigError(
+                    f"unit {self.name} was called after its {place.key} was replaced (functional_call does it), while "
+                    "the weights are in an engine, which would not see the gradient of the other. Change the model "
+                    "before Engine(), or after engine.close(restore=True)."
+                )
+        if num_resting:
             self.install(self.live())
-            return True
-        found = other.module._parameters[other.key]
-        if num_resting or found is None or not self.has(found, found.dtype):
-            raise ConfigError(
-                f"unit {self.name} was called after its {other.key} was replaced (functional_call does it), while the "
-                "weights are in an engine, which would not see the gradient of the other. Change the model before "
-                "Engine(), or after engine.close(restore=True)."
-            )
-        return False
+        return num_resting > 0
 
     @property
     def forward(self) -> Callable[..., Any]:
