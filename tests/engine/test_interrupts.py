@@ -198,3 +198,20 @@ def test_an_interrupt_while_weights_are_hung_leaves_none_that_are_not_there() ->
             parameters = dict(engine.named_parameters())
             assert all(same_bits(p.detach(), parameters[name]) for name, p in engine.model.named_parameters())
     assert own_loop(engine) < wanted
+
+
+class WithinCheck(Lines):
+    """Counts the lines that look at what hangs in a model."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return super()._enter(frame, event, argument) if frame.f_code.co_name == "check" else None
+
+
+def test_an_interrupt_while_parameters_are_looked_at_leaves_torch_as_it_was() -> None:
+    engine, lines = Engine(build(lambda: Stack(depth=2))), WithinCheck()
+    with lines.watched():
+        step(engine)
+    for at in range(1, lines.count + 1):
+        with pytest.raises(KeyboardInterrupt), WithinCheck(at).watched():
+            step(engine)
+        assert torch._C._is_torch_function_enabled()

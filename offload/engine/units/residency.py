@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.units.resting import stand_in
+from offload.engine.units.resting import past_subclasses, stand_in
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
@@ -280,8 +280,7 @@ class Snapshot:
         trains: whether it matters which parameters take gradients. What was to be trained may be frozen and thawed
         again between steps; what was not has no states. It compares identities.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # else each look at a parameter is a call
-            self._check(trains)
+        past_subclasses(self._check, trains)  # else each look at a parameter is a call
 
     def _check(self, trains: bool) -> None:
         frozen: set[int] = set()

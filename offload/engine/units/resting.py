@@ -36,6 +36,13 @@ class Holder(Protocol):
         """Raise ConfigError where who looks at `grad`, which is None, would take it that there are no gradients."""
 
 
+def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function within which no `__torch_function__` is asked. In one call, since an interrupt at the end of a
+    `with` would leave it so for the thread.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, kwargs)
+
+
 class Elsewhere(torch.Tensor):
     """A tensor whose values are elsewhere, and are brought for each operation that needs them.
 
@@ -72,8 +79,7 @@ class Elsewhere(torch.Tensor):
                 own.holder.refuse_write(own.info, f"become {list(made.shape)} of {made.dtype} on {made.device}")
         if func in _READS:
             args, kwargs = tree_map(_copy, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return past_subclasses(func, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -149,8 +155,7 @@ def stand_in(info: ParameterInfo, dtype: torch.dtype, device: torch.device, hold
     made.hangs = made._is_param = True
     if info.trainable:
         made.requires_grad_()
-        with torch._C.DisableTorchFunctionSubclass():  # else it is refused
-            made.register_hook(lambda _: holder.refuse_gradient(info))
+        past_subclasses(made.register_hook, lambda _: holder.refuse_gradient(info))
     return cast(nn.Parameter, made)
 
 
