@@ -80,6 +80,65 @@ def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradi
     assert_weights(engine, reference, within=1e-6)
 
 
+def recordings(engine: Engine) -> list[Any]:
+    """Return a list that grows with every call that is recorded, or watched."""
+    found: list[Any] = []
+    rehearsal = engine._steps.rehearsal
+    record, watch = rehearsal._record, rehearsal._watched
+    rehearsal._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
+    rehearsal._watched = lambda run: (found.append("watch"), watch(run))[1]  # type: ignore[method-assign]
+    return found
+
+
+def test_a_number_that_is_another_in_every_call_is_recorded_a_few_times() -> None:
+    """How many logits to keep follows the lengths of a batch."""
+    engine, reference = pair(llama)
+    found = recordings(engine)
+    inputs = {"input_ids": tokens(0)["input_ids"]}
+    for number in (*range(1, 11), 3):
+        losses = [
+            model(**inputs, logits_to_keep=number).logits.log_softmax(-1)[..., 5].mean()
+            for model in (engine.model, reference.model)
+        ]
+        engine.backward(losses[0])
+        losses[1].backward()
+        reference.collect()
+        assert engine.update().grad_norm == reference.update()
+        assert_weights(engine, reference)
+    assert found == ["record"] * 4
+    with torch.no_grad():
+        for number in range(1, 11):
+            engine.model(**inputs, logits_to_keep=number)
+    assert found == ["record"] * 4 + ["watch"]
+    engine.backward(engine.model(**inputs, logits_to_keep=0).logits.mean())
+    assert found[-1] == "record", "0 keeps all of them"
+
+
+class Ways(Stack):
+    """One of its ways reads a weight from outside of its unit."""
+
+    def forward(self, x: Tensor, way: int | bool = 0) -> Tensor:
+        h = super().forward(x)
+        return h + self.embedding(x) @ self.head.weight.t() if way == 2 or way is True else h
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("ways", [(1, 3, 2, 1, 2), (False, True, False)])
+@pytest.mark.filterwarnings("ignore:unit head is read from outside")
+def test_a_number_that_chooses_a_way_is_recorded(ways: tuple[int, ...], by_name: bool) -> None:
+    engine, reference = pair(Ways, optimizer=PROPORTIONAL)
+    found = recordings(engine)
+    for seed, way in enumerate(ways):
+        batch = words(seed)
+        given = ((batch["x"],), {"way": way}) if by_name else ((batch["x"], way), {})
+        engine.backward(cross_entropy(engine.model(*given[0], **given[1]), batch))
+        cross_entropy(reference.model(*given[0], **given[1]), batch).backward()
+        reference.collect()
+        assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
+    assert_weights(engine, reference, within=1e-6)
+    assert len(found) == len(set(ways))
+
+
 @pytest.mark.parametrize("make", [gemma2, gpt2, mamba])
 def test_tied_weights_in_own_loops(make: Maker) -> None:
     """The uses of a tied weight are added up over the whole step: another order of the sum."""

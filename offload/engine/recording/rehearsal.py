@@ -40,6 +40,7 @@ _ROWS = (2, 3)
 _TOKENS = 16
 _FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
 _MOST_FORMS = 16  # that are tried
+_MOST_CHOICES = 4  # values of an int that are recorded; one that has more counts something, and chooses nothing
 _Made = TypeVar("_Made")
 
 
@@ -63,6 +64,7 @@ class Rehearsal:
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, Found] = {}
+        self._calls: dict[Hashable, dict[Hashable, set[int]]] = {}  # of own loops, with what their ints were
         self._watched_calls: set[Hashable] = set()
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
         self.is_complete = True
@@ -230,6 +232,7 @@ class Rehearsal:
         self.decided = {key: list(values) for key, values in decided.items()}
         self.forms = dict(forms)
         self._found.clear()
+        self._calls.clear()
         for unit in self._state.units:
             unit.known.clear()
         self.is_complete = True
@@ -253,14 +256,22 @@ class Rehearsal:
         return f"{kinds} {loss} {digest(repr(self._flags()).encode())}"
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """True where this kind of call of an own loop was not recorded yet."""
-        return self._signature_of_call(args, kwargs) not in self._found
+        """True where this kind of call of an own loop was not recorded yet, or with few values of an int, and another
+        one now: it may choose a way through the model. Others are lengths and counts (`logits_to_keep`,
+        `max_length_q`), which may be new in every call.
+        """
+        known = self._calls.get(self._signature_of_call(args, kwargs))
+        return known is None or any(
+            len(known[key]) < _MOST_CHOICES and value not in known[key] for key, value in _ints(args, kwargs)
+        )
 
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record on a call of an own loop, with its own arguments. Collective."""
         self.is_complete = False
         self._record([(0, run)] * 2)
-        self._found[self._signature_of_call(args, kwargs)] = Found(LossRule())
+        known = self._calls.setdefault(self._signature_of_call(args, kwargs), {})
+        for key, value in _ints(args, kwargs):
+            known.setdefault(key, set()).add(value)
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -276,15 +287,21 @@ class Rehearsal:
             self._watched_calls.add(signature)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-        plain = [(key, value) for key, value in kwargs.items() if isinstance(value, bool | int | str | None)]
-        return "own loop", len(args), tuple(sorted(kwargs)), tuple(sorted(plain, key=repr)), self._flags()
+        """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it
+        is 0.
+        """
+        given = [*enumerate(args), *kwargs.items()]
+        plain = [(key, value) for key, value in given if isinstance(value, bool | str | None)]
+        ints = [(key, type(value), bool(value)) for key, value in _ints(args, kwargs)]
+        return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
         parameters frozen.
         """
-        if self._found and self._modes != self._current_modes():
+        if (self._found or self._calls) and self._modes != self._current_modes():
             self._found.clear()
+            self._calls.clear()
 
     def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
         return [module.training for module in self._modules], self._state.snapshot.frozen
@@ -424,6 +441,12 @@ class Rehearsal:
         before = Moment(self._state.device, self._modules, buffer_places(self._modules))
         with self._state.undo.afterwards(before.put_back), self._state.as_ours():
             yield
+
+
+def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
+    """Return the numbers among arguments, by position or name."""
+    given = [*enumerate(args), *kwargs.items()]
+    return [(key, value) for key, value in given if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _kind(loss_fn: Any) -> Hashable:
