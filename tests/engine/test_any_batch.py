@@ -180,6 +180,32 @@ def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
     engine.close()
 
 
+class Offset(Prototypes):
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
+        """offsets: [any number, 8], of which all rows get the mean."""
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x + offsets.mean(0)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain: bool) -> None:
+    """The absolute error of what is too small everywhere is a mean of any mean; that of the second batch is not."""
+
+    def far(outputs: Tensor, batch: Any) -> Tensor:
+        return functional.l1_loss(outputs, batch["labels"])
+
+    model = build(Offset)
+    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
+    engine._steps.losses.is_plain = is_plain
+    for number, labels in enumerate((torch.full((4, 8), 50.0), noise(5, 4, 8))):
+        batch = on_device({"x": noise(number, 4, 8), "offsets": noise(number + 2, 4, 8), "labels": labels})
+        loss, _ = reference.step(batch, far)
+        assert engine.step(batch, far).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
+        assert_weights(engine, reference, ROUNDING)
+    engine.close()
+
+
 class TimeMajor(Prototypes):
     def forward(self, x: Tensor, shifts: Tensor) -> Tensor:  # type: ignore[override]
         """x: [rows, 8]; shifts: [3, rows, 8]."""
