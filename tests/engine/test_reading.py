@@ -537,6 +537,29 @@ def test_updates_that_are_on_their_way_are_waited_for(tier: str, tmp_path: Path)
     engine.close()
 
 
+def test_an_update_of_another_weight_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own update is done by then: what is read would be of a step that never was."""
+    engine = Engine(build(tied), throttle={"update": {"bandwidth": "100GiB"}})
+    engine.step(tokens())
+    lanes, may_fail = engine._state.lanes, threading.Event()
+    lanes.drain_updates()
+    drain = lanes.drain_updates
+
+    def fail() -> None:
+        may_fail.wait()
+        raise RuntimeError("an update")
+
+    lanes.update.submit(fail)
+    monkeypatch.setattr(lanes, "drain_updates", lambda: (may_fail.set(), drain()))
+    try:
+        with pytest.raises(RuntimeError, match="an update"):
+            engine.model.get_parameter(MIDDLE).sum()
+    finally:
+        may_fail.set()
+    with pytest.raises(TornError):
+        engine.model.get_parameter(MIDDLE).sum()
+
+
 def test_weights_that_were_loaded_are_waited_for(tmp_path: Path) -> None:
     engine = Engine(build(tied), throttle={"h2d": {"bandwidth": "100GiB", "latency_seconds": 0.02}})
     engine.step(tokens())
