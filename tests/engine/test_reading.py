@@ -715,10 +715,22 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("compiled", [torch.compile, compiled_layer, compiled_in_place])
+def compiled_forward(model: nn.Module) -> nn.Module:
+    model.model.layers[1].forward = torch.compile(model.model.layers[1].forward)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_layer, compiled_in_place, compiled_forward])
 def test_a_compiled_model_is_refused(compiled: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"(the model|model\.layers\.1) was compiled.*before torch\.compile"):
         Engine(compiled(build(llama)))
+
+
+def test_a_forward_that_is_never_compiled_is_taken() -> None:
+    model = build(llama)
+    layer = model.model.layers[1]
+    layer.forward = torch.compiler.disable(layer.forward)
+    assert Engine(model).step(tokens()).loss.isfinite()
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")

@@ -64,10 +64,13 @@ def refuse_change(name: str, what: str) -> NoReturn:
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ConfigError where torch.compile has a part of the model, which would look into the engine."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        forward = vars(module).get("forward")
+        is_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules or is_forward:
             raise ConfigError(
                 f"{name or 'the model'} was compiled by torch.compile, which cannot look through weights that come and "
-                "go, and calls them otherwise. Give Engine the model as it was before torch.compile (model._orig_mod)."
+                "go, and calls them otherwise. Give Engine the model as it was before torch.compile (model._orig_mod, "
+                "or without the compiled forward)."
             )
 
 
