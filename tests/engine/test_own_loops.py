@@ -114,6 +114,24 @@ def test_a_number_that_is_another_in_every_call_is_recorded_a_few_times() -> Non
     assert found[-1] == "record", "0 keeps all of them"
 
 
+def test_what_was_recorded_of_a_call_is_forgotten_with_the_rest(tmp_path: Path) -> None:
+    """In other modes, and by a checkpoint, after which a run is one that has just begun."""
+    engine = Engine(build(Ways))
+    found = recordings(engine)
+
+    def call() -> int:
+        engine.backward(cross_entropy(engine.model(words()["x"], way=1), words()))
+        engine.update()
+        return len(found)
+
+    assert [call(), call()] == [1, 1]
+    engine.model.eval()
+    assert [call(), call()] == [2, 2]
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved")
+    assert [call(), call()] == [3, 3]
+
+
 class Ways(Stack):
     """One of its ways reads a weight from outside of its unit."""
 

@@ -607,8 +607,9 @@ def test_reads_come_after_a_part_has_failed(what: str) -> None:
     assert engine.step(tokens()).loss.isfinite()
 
 
-def test_a_failed_backward_leaves_nothing_to_update_from() -> None:
-    """Some units have given a gradient by then, and others none."""
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> None:
+    """Some units have given a gradient by then, and others none; nor where a layer by itself is called next."""
     engine, other = (Engine(build(tied), recompute="always") for _ in range(2))
     model = engine.model
     loss, activation = model(**tokens()).loss, model.model.layers[0].mlp.act_fn
@@ -616,6 +617,8 @@ def test_a_failed_backward_leaves_nothing_to_update_from() -> None:
     with pytest.raises(TypeError):
         loss.backward()
     model.model.layers[0].mlp.act_fn = activation
+    if is_called:
+        model.model.norm(model.model.embed_tokens(tokens()["input_ids"]))
     with pytest.raises(ConfigError, match="nothing to update from"):
         engine.update()
     for each in (engine, other):
