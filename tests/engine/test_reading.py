@@ -626,6 +626,16 @@ def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> Non
     assert engine.update().grad_norm == other.update().grad_norm
 
 
+def test_a_backward_that_is_refused_before_it_begins_costs_nothing() -> None:
+    engine, other = (Engine(build(tied)) for _ in range(2))
+    loss = engine.model(**tokens()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(OffloadError, match="backward ran twice"):
+        loss.backward()
+    other.model(**tokens()).loss.backward()
+    assert engine.update().grad_norm == other.update().grad_norm
+
+
 def test_a_text_is_generated_from_weights_that_are_read_outside() -> None:
     """Without gradients nothing was recorded."""
 
