@@ -211,9 +211,9 @@ class Hold:
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         if self.read is None or self.read() is None:
             refuse_copy("state_dict()")
-        self._check_module(module)
-        if keep_vars:
+        if keep_vars:  # what hangs there, itself
             return
+        self._check_module(module)
         infos = {info.index: info for each in module.modules() for info in self._places.get(each, {}).values()}
         num_bytes = sum(info.numel * _DTYPES[info.compute].itemsize for info in infos.values())
         free = memory().get("available_bytes", num_bytes)
