@@ -31,7 +31,7 @@ class Reading:
         """
         state, recovery = self._state, self._recovery
         recovery.check_open()
-        if recovery.has_failed:
+        if recovery.has_failed:  # a loss.backward() of the caller's own, around which there is nothing of the engine's
             recovery.give_up()
         if not recovery.is_idle:
             raise ConfigError(
