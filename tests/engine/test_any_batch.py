@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,19 @@ def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
 
 
 def in_parts(name: str, rows: int, batches: list[Any], is_plain: bool = False, **settings: Any) -> Engine:
+    return beside_whole(build(KINDS[name].make), KINDS[name].loss_fn, rows, batches, is_plain, **settings)
+
+
+def beside_whole(
+    model: nn.Module, loss_fn: Any, rows: int, batches: Sequence[Any], is_plain: bool, **settings: Any
+) -> Engine:
     """Train in micro-batches beside plain PyTorch on whole batches; all but the order of sums is the same."""
-    kind, model = KINDS[name], build(KINDS[name].make)
     reference = Reference(model, PROPORTIONAL)
     engine = Engine(model, PROPORTIONAL, micro_batch_size=rows, **settings)
     engine._steps.losses.is_plain = is_plain
-    for batch in batches:
-        loss, norm = reference.step(batch, kind.loss_fn)
-        result = engine.step(batch, kind.loss_fn)
+    for batch in map(on_device, batches):
+        loss, norm = reference.step(batch, loss_fn)
+        result = engine.step(batch, loss_fn)
         assert result.loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
         assert result.grad_norm == pytest.approx(norm, rel=ROUNDING)
         assert_weights(engine, reference, ROUNDING)
@@ -155,6 +160,10 @@ def test_a_table_of_as_many_entries_as_rows() -> None:
     engine.close()
 
 
+def near(outputs: Tensor, batch: Any) -> Tensor:
+    return functional.mse_loss(outputs, batch["labels"])
+
+
 class Scaled(Prototypes):
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
         for block in self.blocks:
@@ -166,18 +175,9 @@ class Scaled(Prototypes):
 def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
     """Scales of one each do as rows, or as every row's; the next ones do not."""
 
-    def near(outputs: Tensor, batch: Any) -> Tensor:
-        return functional.mse_loss(outputs, batch["labels"])
-
-    model = build(Scaled)
-    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
-    engine._steps.losses.is_plain = is_plain
-    for scales in (torch.ones(4), torch.ones(4), torch.linspace(0.5, 2, 4), torch.linspace(2, 0.1, 4)):
-        batch = on_device({"x": noise(0, 4, 8), "scales": scales, "labels": noise(1, 4, 8)})
-        loss, _ = reference.step(batch, near)
-        assert engine.step(batch, near).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
-        assert_weights(engine, reference, ROUNDING)
-    engine.close()
+    scales = torch.ones(4), torch.ones(4), torch.linspace(0.5, 2, 4), torch.linspace(2, 0.1, 4)
+    batches = [{"x": noise(0, 4, 8), "scales": each, "labels": noise(1, 4, 8)} for each in scales]
+    beside_whole(build(Scaled), near, 2, batches, is_plain).close()
 
 
 class Offset(Prototypes):
@@ -195,15 +195,11 @@ def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain:
     def far(outputs: Tensor, batch: Any) -> Tensor:
         return functional.l1_loss(outputs, batch["labels"])
 
-    model = build(Offset)
-    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
-    engine._steps.losses.is_plain = is_plain
-    for number, labels in enumerate((torch.full((4, 8), 50.0), noise(5, 4, 8))):
-        batch = on_device({"x": noise(number, 4, 8), "offsets": noise(number + 2, 4, 8), "labels": labels})
-        loss, _ = reference.step(batch, far)
-        assert engine.step(batch, far).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
-        assert_weights(engine, reference, ROUNDING)
-    engine.close()
+    batches = [
+        {"x": noise(number, 4, 8), "offsets": noise(number + 2, 4, 8), "labels": labels}
+        for number, labels in enumerate((torch.full((4, 8), 50.0), noise(5, 4, 8)))
+    ]
+    beside_whole(build(Offset), far, 2, batches, is_plain).close()
 
 
 class TimeMajor(Prototypes):
@@ -217,18 +213,8 @@ class TimeMajor(Prototypes):
 @pytest.mark.parametrize("rows", [4, 3])
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
-    def near(outputs: Tensor, batch: Any) -> Tensor:
-        return functional.mse_loss(outputs, batch["labels"])
-
-    whole = on_device({"x": noise(0, rows, 8), "shifts": noise(1, 3, rows, 8), "labels": noise(2, rows, 8)})
-    model = build(TimeMajor)
-    reference, engine = Reference(model, PROPORTIONAL), Engine(model, PROPORTIONAL, micro_batch_size=2)
-    engine._steps.losses.is_plain = is_plain
-    for _ in range(2):
-        loss, _ = reference.step(whole, near)
-        assert engine.step(whole, near).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
-        assert_weights(engine, reference, ROUNDING)
-    engine.close()
+    whole = {"x": noise(0, rows, 8), "shifts": noise(1, 3, rows, 8), "labels": noise(2, rows, 8)}
+    beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain).close()
 
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------

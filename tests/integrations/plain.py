@@ -70,7 +70,7 @@ class SameBits(torch.optim.Optimizer):
                 )
 
 
-def llama(vocabulary: int = 64, **config: Any) -> LlamaForCausalLM:
+def llama(vocabulary: int = 64, made: Any = LlamaForCausalLM, **config: Any) -> Any:
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
@@ -79,7 +79,7 @@ def llama(vocabulary: int = 64, **config: Any) -> LlamaForCausalLM:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=128, **shape, **config))
+    return made(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=128, **shape, **config))
 
 
 def letters() -> PreTrainedTokenizerFast:

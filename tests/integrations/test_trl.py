@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForSequenceClassification, set_seed
+from transformers import LlamaForSequenceClassification, set_seed
 
 from offload.checkpoint.reader import Reader
 from tests.integrations.plain import (
@@ -59,16 +59,7 @@ JUDGED = [
 
 
 def judge() -> LlamaForSequenceClassification:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=128, num_labels=1, pad_token_id=0, **shape)
-    return LlamaForSequenceClassification(config)
+    return llama(made=LlamaForSequenceClassification, num_labels=1, pad_token_id=0)
 
 
 def adapted() -> Any:
