@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -203,7 +203,8 @@ class Steps:
         brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
         applied = state.updates.apply(rank, go_on)
         loss = self._sum(brought_loss())
-        state.slots.settle()  # a script may read what stays before the next pass, which would wait for it as well
+        with suppress(Exception):  # what fails there fails the next pass: this step is made
+            state.slots.settle()  # a script may read what stays before that, which would wait for it as well
         seconds, lanes, self.spans = state.lanes.end_step()
         return StepResult(
             loss,
