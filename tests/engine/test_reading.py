@@ -626,6 +626,23 @@ def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> Non
     assert engine.update().grad_norm == other.update().grad_norm
 
 
+def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() -> None:
+    """Within the model's own code, of the second unit that the caller's loss.backward() computes again."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(build(tied), recompute="always")
+    loss = engine.model(**tokens()).loss
+    hook = engine.model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    hook.remove()
+    with pytest.raises(ConfigError, match="nothing to update from"):
+        engine.update()
+    assert engine.step(tokens()).loss.isfinite()
+
+
 def test_a_backward_that_is_refused_before_it_begins_costs_nothing() -> None:
     engine, other = (Engine(build(tied)) for _ in range(2))
     loss = engine.model(**tokens()).loss

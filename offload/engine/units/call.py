@@ -195,7 +195,9 @@ class Call:
         return joined
 
     def fail(self) -> None:
-        """The backward has raised an exception. Unless it was refused before it began, it is half done."""
+        """The backward was ended by an exception, or an interrupt. Unless it was refused before it began, it is half
+        done.
+        """
         undo = self._runner.undo
         if undo.where is not Where.NOWHERE:
             undo.where = Where.FAILED
@@ -273,7 +275,7 @@ class UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         try:
             return None, None, *ctx.call.backward(gradients)
-        except Exception:
+        except BaseException:
             ctx.call.fail()
             raise
 

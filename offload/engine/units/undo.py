@@ -12,8 +12,8 @@ from torch import nn
 
 
 class Where(Enum):
-    """Whose code runs, or was interrupted: nobody's, the engine's own, or a unit's. FAILED: nobody's, and an exception
-    has left a forward or a backward half done, which is to be given up.
+    """Whose code runs, or was interrupted: nobody's, the engine's own, or a unit's. FAILED: nobody's, and a forward
+    that failed, or a backward that did or was interrupted, is half done, which is to be given up.
     """
 
     NOWHERE, ENGINE, MODEL, FAILED = range(4)
