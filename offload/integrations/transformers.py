@@ -282,7 +282,9 @@ class OffloadCallback(TrainerCallback):
         for logged in (logs, *state.log_history[-1:]):  # the Trainer keeps a copy
             logged.update(more)
 
-    def on_train_begin(self, args: Any, state: Any, _control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         own = find_own(optimizer)
         if own is None:
             return
@@ -290,6 +292,12 @@ class OffloadCallback(TrainerCallback):
             raise ConfigError(
                 f"the engine clips to {own.engine.max_grad_norm}, and the Trainer's max_grad_norm is "
                 f"{args.max_grad_norm}, which finds no gradients to clip: make the engine with the same max_grad_norm."
+            )
+        trainer = _calling_trainer(model)
+        if args.load_best_model_at_end and trainer is not None and not isinstance(trainer, OffloadMixin):
+            raise ConfigError(
+                "load_best_model_at_end is set, and a plain Trainer would load the best weights into the model, whose "
+                "own are in an engine. Train with OffloadTrainer, or class X(OffloadMixin, ...), or set it to False."
             )
         if own.misses_states:
             own.load(_checkpoint(args, state) / FOLDER)
@@ -331,8 +339,9 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     options = _without_rule(settings, model)
     if weights_dtype(model) is None:
         options.setdefault("precision", "bf16")
-    trainer = _calling_trainer()
+    trainer = _calling_trainer(model)
     if trainer is not None:
+        refuse_arguments(trainer.args)
         limit = trainer.args.max_grad_norm
         if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
             raise ConfigError(
@@ -343,14 +352,17 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
 
 
-def _calling_trainer() -> Trainer | None:
-    """Return the Trainer that is making its optimizer, or None. It tells a factory neither its arguments nor itself,
-    and clips the gradients that it finds afterwards: none.
+def _calling_trainer(model: nn.Module) -> Trainer | None:
+    """Return the Trainer of this model within whose call this is, or None. It tells neither a factory nor a callback
+    which it is, and a factory not its arguments; and it clips the gradients that it finds afterwards: none.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and found.model is model:
+            return found
         frame = frame.f_back
-    return frame and frame.f_locals["self"]
+    return None
 
 
 def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -197,6 +197,39 @@ def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float
         changed.train()
 
 
+@pytest.mark.parametrize(
+    ("argument", "is_made"),
+    [("load_best_model_at_end", False), ("load_best_model_at_end", True), ("auto_find_batch_size", False)],
+)
+def test_a_plain_trainer_is_refused_what_it_would_stumble_over_later(
+    tmp_path: Path, argument: str, is_made: bool
+) -> None:
+    """The best weights are loaded after the last step, into a model that does not take them."""
+    how = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1, argument: True}
+    args, model = TrainingArguments(**common(tmp_path, **how)), llama()
+    settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (offload_optimizer_factory, {"placement": PLACEMENT})}
+    if is_made:
+        engine = Engine(model, AdamW(lr=LR), PLACEMENT, max_grad_norm=CLIP)
+        settings = {"optimizers": (OffloadOptimizer(engine), None), "callbacks": [OffloadCallback()]}
+    trainer = Trainer(model, args, train_dataset=rows(), eval_dataset=rows(4), **settings)
+    with pytest.raises(ConfigError, match=argument):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_factory_that_is_called_while_another_model_trains_is_not_that_trainers(tmp_path: Path) -> None:
+    found = []
+
+    class ByHand(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            found.append(offload_optimizer_factory()(llama(), lr=LR, placement=PLACEMENT, max_grad_norm=2.0))
+
+    plain = plain_trainer(tmp_path, llama(), kwargs={"callbacks": [ByHand()]}, max_steps=1)
+    plain.train()
+    assert found[0].engine.max_grad_norm == 2.0
+    assert not any(isinstance(each, OffloadCallback) for each in plain.callback_handler.callbacks)
+
+
 def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> None:
     def refused(match: str, offload: Any = None, kwargs: Any = None, **more: Any) -> None:
         settings = {"offload": {"placement": PLACEMENT} | (offload or {}), **(kwargs or {})}
