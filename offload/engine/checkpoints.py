@@ -64,6 +64,7 @@ class Saving:
 
         Raises, on all ranks, DiskError, ConfigError, or what else `outcome` raises.
         """
+        trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
         comm, contents = engine.comm, _contents(engine, trained_only)
         moved = engine.moved.find(comm, _buffers(engine))
         for name, entry in moved.items():

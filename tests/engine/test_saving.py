@@ -388,3 +388,6 @@ def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_pa
         make("cpu", tmp_path).load_checkpoint(tmp_path / "saved")
     with pytest.raises(ConfigError, match="has trained parameters alone.*where the model came from"):
         read_stored(tmp_path / "saved")
+    with Engine(build(deep)) as engine:
+        engine.save_checkpoint(tmp_path / "nothing is frozen", trained_only=True)
+    read_stored(tmp_path / "nothing is frozen")[1].close()
