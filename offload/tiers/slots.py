@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -239,6 +239,19 @@ class Slots:
             region = self._store.states[index].region
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
                 fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
+
+    def versions(self) -> dict[int, int]:
+        """Return how often each resident region has been written to, by the number of the region."""
+        self.settle()
+        return {index: flat._version for index, (flat, _) in self._resident.items()}
+
+    def restore(self, versions: Mapping[int, int]) -> None:
+        """Bring up again what of the resident regions was written to since then, or is resident since then."""
+        now = self.versions()
+        changed = [self._store.states[index].region for index in now if now[index] != versions.get(index)]
+        if changed:
+            self._lanes.wait(self._lanes.mark())
+            self.refresh(changed, always=True)
 
     def settle(self) -> None:
         """Let compute come after every fetch of what stays: its modules run without asking."""

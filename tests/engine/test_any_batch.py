@@ -164,6 +164,31 @@ def near(outputs: Tensor, batch: Any) -> Tensor:
     return functional.mse_loss(outputs, batch["labels"])
 
 
+class Halved(Prototypes):
+    """Halves its weights where it does not train, as RWKV does."""
+
+    is_halved = False
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.is_halved == self.training:
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.weight.mul_(2 if self.training else 0.5)
+            self.is_halved = not self.training
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> None:
+    """Which is said whichever pass finds it; and what a trial wrote is undone."""
+    batches = [{"x": noise(number, 4, 8), "labels": noise(number + 1, 4, 8)} for number in range(2)]
+    with pytest.warns(
+        UserWarning, match=r"unit blocks\.\d is read from outside itself: its weights stay on the device"
+    ):
+        beside_whole(build(Halved), near, 2, batches, is_plain=False).close()
+
+
 class Scaled(Prototypes):
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
         for block in self.blocks:

@@ -89,7 +89,7 @@ def _try(form: BatchForm, sample: Batch, run: Run, precision: float) -> _Outcome
     parts = list(form.parts(sample, form.num_rows(sample), 1))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as that of a loss whose target is broadcast
+            warnings.filterwarnings("ignore", message="Using a target size")  # which may be broadcast in a wrong form
             outputs, loss = run(sample)
             ran = True
             found = [run(part) for part in parts]

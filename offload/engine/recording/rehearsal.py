@@ -437,10 +437,12 @@ class Rehearsal:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Leave modules and generators as they were."""
+        """Leave modules and generators as they were, and weights that stay, where a model's own code writes to them."""
         before = Moment(self._state.device, self._modules, buffer_places(self._modules))
+        versions = self._state.slots.versions()
         with self._state.undo.afterwards(before.put_back), self._state.as_ours():
             yield
+        self._state.slots.restore(versions)
 
 
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:

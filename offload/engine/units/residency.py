@@ -146,9 +146,12 @@ class Hold:
             raise ConfigError(f"{info.name} {self._state}")
         return read(info)
 
-    def refuse_write(self, info: ParameterInfo, how: str) -> NoReturn:
-        """Raise ConfigError: what is written would be lost."""
-        raise ConfigError(f"{info.name} was to {how}; its weights are in an engine, or went with one. {_ANEW}")
+    def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
+        """Raise ConfigError: what is written would be lost. A model whose own forward does it (`in_place`, by an
+        operation, which is seen) is left alone: from the next pass on it has these weights.
+        """
+        if not (in_place and self._is_watched):
+            raise ConfigError(f"{info.name} was to {how}; its weights are in an engine, or went with one. {_ANEW}")
 
     def refuse_gradient(self, info: ParameterInfo) -> None:
         """Raise ConfigError: a gradient would be lost."""

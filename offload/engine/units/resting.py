@@ -20,8 +20,8 @@ class Holder(Protocol):
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter, on the CPU, or raise why there is none."""
 
-    def refuse_write(self, info: ParameterInfo, how: str) -> NoReturn:
-        """Raise ConfigError."""
+    def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
+        """Raise ConfigError, unless it is the engine that tries something that writes `in_place`."""
 
     def refuse_gradient(self, info: ParameterInfo) -> None:
         """Raise ConfigError, unless it is the engine that tries something."""
@@ -96,7 +96,7 @@ class Elsewhere(torch.Tensor):
             changed = [given.get(each.name) for each in arguments if each.is_write]
             for leaf in tree_leaves(changed):
                 if isinstance(leaf, Elsewhere):
-                    leaf.holder.refuse_write(leaf.info, f"be written to, by {func}")
+                    leaf.holder.refuse_write(leaf.info, f"be written to, by {func}", in_place=True)
         found: dict[int, torch.Tensor] = {}
 
         def bring(leaf: Any) -> Any:
@@ -133,7 +133,7 @@ class Elsewhere(torch.Tensor):
             return nn.Parameter(self.values(), requires_grad=self.requires_grad)
         return self.values().requires_grad_(self.requires_grad)
 
-    def _use_count(self) -> int:  # torch.utils.swap_tensors asks both of its tensors
+    def _use_count(self) -> None:  # torch.utils.swap_tensors asks both of its tensors
         self.holder.refuse_write(self.info, "change places with another tensor")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
