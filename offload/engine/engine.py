@@ -315,8 +315,7 @@ class Engine:
         return self._saving("begin_checkpoint", path, meta, files, copies=True)
 
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
-        if self._own_loop.has_gradients:
-            raise ConfigError(f"engine.{name} was called in the middle of an own loop's step: update first.")
+        self._own_loop.refuse_middle(f"engine.{name}")
         self._recovery.settle(name)
         with self._recovery.working(), self.counters.unchanged():
             return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, **how)

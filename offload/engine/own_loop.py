@@ -25,27 +25,22 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
-        state.hold.has_gradients = weakref.WeakMethod(self.holds_any)
+        state.hold.has_gradients = weakref.WeakMethod(self.has_gradients)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    @property
     def has_gradients(self) -> bool:
-        """True where a step has gradients: from `backward`, or from a loss.backward() of the caller's."""
+        """Return whether a step has gradients: from `backward`, or from a loss.backward() of the caller's."""
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
-
-    def holds_any(self) -> bool:
-        """Return `has_gradients`."""
-        return self.has_gradients
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step, if it has any: it begins anew."""
-        if self.has_gradients:
+        if self.has_gradients():
             meet(self._state.comm, "zero_grad")
             self._recovery.give_up()
 
     def refuse_middle(self, what: str) -> None:
         """Raise ConfigError where a step has gradients already, which `what` would lose."""
-        if self.has_gradients:
+        if self.has_gradients():
             raise ConfigError(
                 f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "
                 "engine.update() first."
@@ -89,7 +84,7 @@ class OwnLoop:
         self.is_open = False
 
     def _refuse_nothing(self, what: str) -> None:
-        if not self.has_gradients:
+        if not self.has_gradients():
             raise ConfigError(
                 f"engine.{what}() was called with no engine.backward(loss) or loss.backward() before it: there is "
                 "nothing to update from."
