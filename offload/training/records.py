@@ -46,6 +46,9 @@ class NoRecords:
     def close(self) -> None:
         """No line follows."""
 
+    def report(self, say: Callable[[str], None]) -> None:
+        """Write the page about the run, which ended, however it did; `say` is told where, or why not."""
+
 
 class Records(NoRecords):
     """Of rank 0, in the run folder."""
@@ -96,6 +99,12 @@ class Records(NoRecords):
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+    def report(self, say: Callable[[str], None]) -> None:
+        if self._metrics is not None:
+            from offload.reporting.written import report_run
+
+            report_run(self._folder.path, say)
 
 
 def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:

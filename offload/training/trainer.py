@@ -122,6 +122,7 @@ class Trainer:
             raise
         finally:
             self._saves.close()
+            self._records.report(self._say)
 
     def _close_engine(self) -> None:
         """Free the states, before the export is loaded beside them."""

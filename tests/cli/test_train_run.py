@@ -217,7 +217,7 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert sorted(path.name for path in run.iterdir()) == sorted(
-        ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "trace.json.gz"]
+        ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "report.html", "trace.json.gz"]
     )
 
 

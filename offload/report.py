@@ -1,0 +1,54 @@
+"""`python -m offload.report`: one page about a run, or about several beside each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from offload.config.command_line import parse_options, run_command
+from offload.errors import ConfigError
+
+DESCRIPTION = (
+    "Write an HTML file about a run, from its folder: curves, the lanes of a median and of the slowest step, memory, "
+    "what binds and what to change. The file asks for nothing else and opens offline. Several runs share one page. "
+    "A run may still go on, or have been killed. Exit codes: 0 written, 1 failed, 2 bad arguments, no folder of a run, "
+    "or leather is not installed."
+)
+
+
+@dataclasses.dataclass
+class Options:
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help="folders of runs")
+    ]
+    out: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FILE", help="where to write; by default RUN/report.html, of several FIRST/compare.html"),
+    ] = None
+    json: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print the figures as JSON; write no file")
+    ] = False
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+
+
+def main(words: list[str]) -> int:
+    options = parse_options(Options, words, prog="python -m offload.report", description=DESCRIPTION)
+    if not options.runs:
+        raise ConfigError("no run is given; name its folder, which is --run.dir of train: offload report RUN.")
+    from offload.reporting.page import as_json, read_views
+    from offload.reporting.written import write_page
+
+    views = read_views([Path(each).expanduser() for each in options.runs])
+    if options.json:
+        print(json.dumps(as_json(views), indent=2))
+    else:
+        print(write_page(views, None if options.out is None else Path(options.out).expanduser()))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,125 @@
+"""What to change so that a run takes less time, or fits with less, from the figures of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.errors import format_bytes
+from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
+from offload.reporting.recorded import Recorded, number
+from offload.reporting.words import seconds_text
+
+_WORTH = 0.02  # of a step: waits below are not worth a change
+_FULL = 0.9  # of a step: a lane that works longer cannot begin any earlier
+_ROOM = 0.75  # of a budget: a peak below leaves room
+_ALTERNATIVES = 3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to change."""
+
+    change: str
+    """A flag of `train`, or a sentence where no flag does it."""
+    why: str
+    saves_s: float | None = None
+    """Of a step, at most; None where it is not known."""
+
+
+def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
+    """Return what to change, what may save most first."""
+    found: list[Advice] = []
+    binding = figures.binding
+    if binding is not None:
+        found = [_serial(binding)] if binding.is_serial else _lanes(run, binding)
+        if binding.outside_s >= _WORTH * binding.step_s:
+            why = f"{_of(binding.outside_s, binding)} passes outside the engine: making of batches, records"
+            found.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
+        if not found and binding.lane == COMPUTE:
+            found.append(_computes(run, binding))
+    return (*found, *_memory(figures), *_planned(figures))
+
+
+def _of(seconds: float, binding: Binding) -> str:
+    return f"{seconds_text(seconds)} of a step of {seconds_text(binding.step_s)} ({seconds / binding.step_s:.0%})"
+
+
+def _serial(binding: Binding) -> Advice:
+    lanes = sum(each.exposed_s for each in binding.lanes)
+    return Advice(
+        "A machine with a GPU",
+        f"on a CPU one thread does everything in turn, and {_of(lanes, binding)} is copies and updates; it hides "
+        "behind compute where lanes work beside it",
+        lanes,
+    )
+
+
+def _computes(run: Recorded, binding: Binding) -> Advice:
+    why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step, and all else hides behind it"
+    if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
+        return Advice("--train.precision bf16", f"{why}; it computes in fp32")
+    if run.setting("train.recompute") == "always":
+        return Advice("--train.recompute auto", f"{why}; forwards are computed twice, also where their graphs fit")
+    return Advice("Nothing in offload's settings: this is what compute needs", why)
+
+
+def _lanes(run: Recorded, binding: Binding) -> list[Advice]:
+    """Tell what to do about the lanes for which compute waits, once for all that have the same remedy."""
+    waits: dict[str, list[LaneShare]] = {}
+    for lane in binding.lanes:
+        if lane.exposed_s >= _WORTH * binding.step_s:
+            waits.setdefault(_remedy(run, lane, binding), []).append(lane)
+    found = []
+    for change, lanes in waits.items():
+        exposed = sum(each.exposed_s for each in lanes)
+        busy = ", ".join(f"{each.name} (busy for {each.busy_s / binding.step_s:.0%} of it)" for each in lanes)
+        found.append(Advice(change, f"compute waits {_of(exposed, binding)} for {busy}", exposed))
+    return sorted(found, key=lambda each: -(each.saves_s or 0.0))
+
+
+def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
+    """Return what lets a lane work earlier; of one that works for nearly all of a step, what gives it less to do."""
+    ways = []
+    if lane.name in ("h2d", "d2h"):
+        if run.setting("offload.device_memory") is not None and lane.busy_s < _FULL * binding.step_s:
+            ways.append("More --offload.device_memory: more weights stay, others come earlier")
+    elif lane.name == "update":
+        if run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None:
+            ways.append("--train.clip speculative: updates begin in the backward")
+        if run.setting("optimizer.states") == "fp32":
+            ways.append("--optimizer.states bf16: less to read and write")
+    elif lane.name.startswith("nvme"):
+        ways.append("More --offload.host_memory: less rests on disk")
+        ways.append("folders on more disks in --offload.nvme_dir")
+    elif lane.name == "collective":
+        ways.append("A lower --offload.zero_stage, if memory holds it")
+    ways.append("more tokens a step (--train.batch_size) over the same bytes")
+    text = "; or ".join(ways)
+    return text[0].upper() + text[1:]
+
+
+def _memory(figures: Figures) -> list[Advice]:
+    found = []
+    for tier in figures.tiers:
+        if tier.budget_bytes and tier.peak_bytes and tier.peak_bytes < _ROOM * tier.budget_bytes:
+            used = f"the peak on {tier.name} is {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}"
+            flag = {"device": "--offload.device_memory", "cpu": "--offload.host_memory"}.get(tier.name)
+            if flag is not None:
+                enough = format_bytes(1.05 * tier.peak_bytes).replace(" ", "")
+                found.append(Advice(f"{flag} {enough} would do; or use the rest for more rows a micro-batch", used))
+    return found
+
+
+def _planned(figures: Figures) -> list[Advice]:
+    """Return the alternatives of the plan that fit and are faster than what was planned."""
+    listed = figures.planned.get("alternatives")
+    now = number(figures.planned, "step_seconds")
+    found = []
+    for each in listed if isinstance(listed, list) else ():
+        seconds = number(each, "step_seconds")
+        if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
+            continue
+        gain = "" if now is None else f" instead of {seconds_text(now)}"
+        why = f"by the plan a step would take {seconds_text(seconds)}{gain}"
+        found.append(Advice(str(each.get("change")), why, None if now is None else now - seconds))
+    return sorted(found, key=lambda each: -(each.saves_s or 0.0))[:_ALTERNATIVES]

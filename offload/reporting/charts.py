@@ -1,0 +1,101 @@
+"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS go
+over attributes, and so one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+
+from offload.errors import MissingLibraryError
+from offload.reporting.words import count_text
+
+EXTRA = "pip install 'offload[report]'"
+Point = tuple[int, float | None]
+_WIDTH, _HEIGHT = 360, 190  # about the pixels of a phone, so that text keeps its size there
+_TOP, _RIGHT, _BOTTOM = 8, 12, 22
+_CHAR = 6.2  # units that a digit of the labels is wide
+_MOST_POINTS = 360  # of a curve: one a unit of width
+_MOST_TICKS = 6  # of the axis of steps
+_BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
+
+
+def has_leather() -> bool:
+    """Tell whether charts can be drawn."""
+    return importlib.util.find_spec("leather") is not None
+
+
+def need_leather() -> None:
+    """Raise MissingLibraryError where charts cannot be drawn."""
+    if not has_leather():
+        raise MissingLibraryError(f"the charts of a report need leather, which is not installed: {EXTRA}.")
+
+
+def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str | None:
+    """Return an SVG of one curve for each run, drawn over steps, in the classes c0, c1, ... of the page; None where no
+    run has a point. with_dots: each point is marked, for the few of an evaluation.
+    """
+    drawn = [_drawable(points) for points in series]
+    known = [(step, value) for points in drawn for step, value in points if value is not None]
+    if not known:
+        return None
+    from leather import Dots, Line, Linear, Series
+    from leather.axis import Axis
+
+    class Tenths(Linear):
+        """Projects to tenths of a unit, as more would only make a file larger."""
+
+        def project(self, value: object, range_min: float, range_max: float) -> object:
+            return round(super().project(value, range_min, range_max), 1)
+
+    steps, values = zip(*known, strict=True)
+    x, y = Tenths(*_apart(min(steps), max(steps))), Tenths(*_apart(min(values), max(values)))
+    labels = [count_text(float(tick)) for tick in y.ticks()]
+    left = round(_CHAR * max(map(len, labels)) + 10)
+    width, height = _WIDTH - left - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    x_ticks = [tick for tick in x.ticks() if tick == int(tick)]
+    x_ticks = x_ticks[:: -(-len(x_ticks) // _MOST_TICKS)]
+
+    root = ET.Element("svg", {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "class": "curves"})
+    plot = ET.SubElement(root, "g", transform=f"translate({left} {_TOP})")
+    plot.append(Axis(x_ticks, lambda tick, *_rest: f"{int(tick):,}").to_svg(width, height, x, "bottom"))
+    plot.append(Axis(None, lambda tick, *_rest: count_text(float(tick))).to_svg(width, height, y, "left"))
+    for index, points in enumerate(drawn):
+        if not any(value is not None for _, value in points):
+            continue
+        group = ET.SubElement(plot, "g", {"class": f"c{index}"})
+        group.append(Line("currentColor", 1.6).to_svg(width, height, x, y, Series(points), None))
+        if with_dots or len(points) == 1:
+            group.append(Dots("currentColor", 2.6).to_svg(width, height, x, y, Series(points), None))
+    return ET.tostring(root, encoding="unicode")
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most about `_MOST_POINTS` of the points: of each stretch of steps the least and the greatest value, so
+    that no spike is lost, and a gap where it has none.
+    """
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    length = -(-2 * len(points) // _MOST_POINTS)
+    found: list[Point] = []
+    for begin in range(0, len(points), length):
+        known = [(step, value) for step, value in points[begin : begin + length] if value is not None]
+        if not known:
+            found.append((points[begin][0], None))
+            continue
+        ends = {min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])}
+        found += sorted(ends)
+    return found
+
+
+def _drawable(points: Sequence[Point]) -> list[Point]:
+    return thinned([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """Return a domain with some width: leather's ticks want to be told apart in nine digits."""
+    least = 1e-6 * max(abs(low), abs(high)) or 1.0
+    if high - low >= least:
+        return low, high
+    return low - least, high + least

@@ -1,0 +1,223 @@
+"""The page: one HTML file that asks for nothing else, from the figures of one run or of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from offload.errors import format_bytes
+from offload.reporting.advice import Advice, advise
+from offload.reporting.charts import curves, need_leather
+from offload.reporting.figures import SERIES, Binding, Figures, StepFigure
+from offload.reporting.recorded import Recorded, number
+from offload.reporting.timeline import Row, rows
+from offload.reporting.words import count_text, seconds_text
+
+MOST_RUNS = 8  # colours that can be told apart
+_TITLES = {
+    "loss": "Loss",
+    "eval_loss": "Evaluation loss",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens a second",
+    "step_seconds": "Seconds a step",
+}
+_TIERS = {"device": "device", "cpu": "host memory", "pinned": "of it pinned", "nvme": "disk"}
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run and what is said of it."""
+
+    name: str
+    run: Recorded
+    figures: Figures
+    advice: tuple[Advice, ...]
+    differs: tuple[tuple[str, str], ...]
+    """The settings in which several runs differ: key and value."""
+
+    @property
+    def about(self) -> str:
+        """The model, and what it ran on."""
+        return ", ".join(_about(self.run))
+
+    @property
+    def state(self) -> str:
+        """How far it came."""
+        done, asked = self.figures.num_steps, self.figures.num_asked
+        of = f" of {asked:,}" if asked is not None and asked != done else ""
+        ends = {True: "; still going", False: ""}[self.run.is_running]
+        return f"{done:,}{of} steps{ends}"
+
+    @property
+    def timelines(self) -> list[tuple[str, StepFigure, tuple[Row, ...], str]]:
+        """The median and the slowest step: title, figures, rows, and which step's rows they are if another's."""
+        figures = self.figures
+        found = []
+        for title, step in (("Median step", figures.median), ("Slowest step", figures.slowest)):
+            if step is None or (title != "Median step" and step == figures.median):
+                continue
+            found.append((title, step, rows(step.shown) if step.shown is not None else (), _which(step)))
+        return found
+
+    @property
+    def binds(self) -> str:
+        """Which resource binds, and how far the run is from it."""
+        return "" if self.figures.binding is None else _binds(self.figures.binding)
+
+
+def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunView]:
+    """Read runs and work out their figures. `is_over`: they have ended. Raises ConfigError."""
+    runs = [Recorded.read(folder, is_over=is_over) for folder in folders]
+    names, differing = _names(folders), _differing(runs)
+    views = []
+    for name, run in zip(names, runs, strict=True):
+        figures = Figures.of(run)
+        differs = tuple((key, _value_text(run.setting(key))) for key in differing)
+        views.append(RunView(name, run, figures, advise(run, figures), differs))
+    return views
+
+
+def render(views: Sequence[RunView]) -> str:
+    """Return the page. Raises MissingLibraryError without leather."""
+    need_leather()
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"bytes": format_bytes, "seconds": seconds_text, "number": count_text}
+    return environment.get_template("page.html.j2").render(
+        views=views, charts=list(_charts(views)), tier_names=_TIERS, percent=_percent, tiles=_tiles
+    )
+
+
+def as_json(views: Sequence[RunView]) -> dict[str, Any]:
+    """Return the figures of the page, for JSON."""
+    found = []
+    for view in views:
+        about = {"run": str(view.run.path), "is_running": view.run.is_running, "notes": list(view.run.notes)}
+        figures = dataclasses.asdict(view.figures)
+        binding = view.figures.binding
+        if binding is not None:
+            figures["binding"]["times_limit"] = binding.times_limit
+        for name in ("median", "slowest"):
+            step: StepFigure | None = getattr(view.figures, name)
+            if step is not None:
+                figures[name]["shown"] = None if step.shown is None else step.shown.number
+        found.append({**about, **figures, "advice": [dataclasses.asdict(each) for each in view.advice]})
+    return {"runs": found}
+
+
+def _charts(views: Sequence[RunView]) -> Any:
+    for name in SERIES:
+        svg = curves([view.figures.series[name] for view in views], with_dots=name == "eval_loss")
+        if svg is not None:
+            ends = [_last(view.figures.series[name]) for view in views]
+            yield _TITLES[name], Markup(svg), ends
+
+
+def _last(points: Sequence[tuple[int, float | None]]) -> str:
+    known = [value for _, value in points if value is not None]
+    return count_text(known[-1]) if known else ""
+
+
+def _tiles(view: RunView) -> list[tuple[str, str, str]]:
+    """Return the figures at the top: name, value, and what it is compared with."""
+    figures, found = view.figures, []
+    for name, title in (("loss", "loss"), ("eval_loss", "evaluation loss")):
+        if text := _last(figures.series[name]):
+            found.append((title, text, ""))
+    planned = figures.planned
+    if figures.tokens_per_second is not None:
+        of = number(planned, "tokens_per_second")
+        plan = "" if of is None else f"plan {count_text(of)}"
+        found.append(("tokens a second", count_text(figures.tokens_per_second), plan))
+    if figures.median is not None:
+        of = number(planned, "step_seconds")
+        found.append(
+            ("median step", seconds_text(figures.median.seconds), "" if of is None else f"plan {seconds_text(of)}")
+        )
+    if (mfu := number(planned, "mfu")) is not None:
+        found.append(("model FLOPs used, by the plan", f"{mfu:.1%}", ""))
+    for tier in figures.tiers:
+        if tier.name in ("device", "cpu") and tier.peak_bytes is not None:
+            budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
+            found.append((f"{_TIERS[tier.name]}, peak", format_bytes(tier.peak_bytes), budget))
+    return found
+
+
+def _percent(value: float, whole: float) -> float:
+    return round(min(100.0, 100 * value / whole), 2) if whole else 0.0
+
+
+def _about(run: Recorded) -> list[str]:
+    found = [str(run.setting("model.path") or run.setting("model.preset") or "model unknown")]
+    found[0] = Path(found[0]).name
+    if precision := run.setting("train.precision"):
+        found.append(str(precision))
+    ranks, gpus = number(run.env, "world_size"), run.env.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        found.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
+    elif isinstance(cpu := run.env.get("cpu"), Mapping):
+        found.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")
+        if ranks and ranks > 1:
+            found.append(f"{int(ranks)} ranks")
+    return found
+
+
+def _which(step: StepFigure) -> str:
+    if step.shown is None:
+        return "The trace has no step to show."
+    if step.shown.number == step.step:
+        return ""
+    return (
+        f"The trace keeps the first and the last steps, and step {step.step} no more: the lanes are those of step "
+        f"{step.shown.number} ({seconds_text(step.shown.seconds)}), of the kept ones the nearest in time."
+    )
+
+
+def _binds(binding: Binding) -> str:
+    step, limit = seconds_text(binding.step_s), seconds_text(binding.limit_s)
+    if binding.is_serial:
+        return f"One thread does everything in turn; of a step of {step}, {binding.lane} takes {limit}."
+    return (
+        f"What binds is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
+        f"{binding.times_limit:.2f} times what it alone needs."
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _differing(runs: Sequence[Recorded]) -> list[str]:
+    """Return the settings, but for the folder, that are not the same in all runs."""
+    keys = dict.fromkeys(
+        f"{section}.{field}"
+        for run in runs
+        for section, values in run.config.items()
+        if isinstance(values, Mapping)
+        for field in values
+    )
+    return [
+        key for key in keys if key != "run.dir" and any(run.setting(key) != runs[0].setting(key) for run in runs[1:])
+    ]
+
+
+def _value_text(value: Any) -> str:
+    return "none" if value is None else str(value)

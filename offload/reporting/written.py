@@ -1,0 +1,49 @@
+"""The page as a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from offload.errors import ConfigError, DiskError, errno_text
+from offload.reporting.charts import EXTRA, has_leather
+from offload.reporting.page import MOST_RUNS, RunView, read_views, render
+
+REPORT = "report.html"
+COMPARED = "compare.html"
+
+
+def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
+    """Write the page, whole or not at all, and return where: `out`, or in the folder of the first run. Raises
+    ConfigError, MissingLibraryError, DiskError.
+    """
+    if len(views) > MOST_RUNS:
+        raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
+    path = out or views[0].run.path / (REPORT if len(views) == 1 else COMPARED)
+    if path.is_dir():
+        raise ConfigError(f"--out is {path}, which is a folder; name a file in it.")
+    text = render(views)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        code = error.errno or 0
+        raise DiskError(
+            f"{path} cannot be written: {errno_text(code)}; set --out to another file.", code, path
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def report_run(folder: Path, say: Callable[[str], None]) -> None:
+    """Write the report of a run that has ended, and say where; a run never fails for it."""
+    if not has_leather():
+        say(f"no report is written, as leather is not installed: {EXTRA}.")
+        return
+    try:
+        say(f"report: {write_page(read_views([folder], is_over=True))}")
+    except Exception as error:
+        say(f"note: the report could not be written: {type(error).__name__}: {' '.join(str(error).split())}")

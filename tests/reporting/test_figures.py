@@ -1,0 +1,248 @@
+"""The figures of a page against what can be counted in the run folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import report
+from offload.errors import ConfigError
+from offload.reporting.advice import advise
+from offload.reporting.figures import Figures
+from offload.reporting.recorded import Recorded
+from offload.reporting.timeline import rows
+from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
+
+
+def figures_of(path: Path) -> Figures:
+    return Figures.of(Recorded.read(path))
+
+
+def test_the_curves_are_the_lines_of_the_metrics(tmp_path: Path) -> None:
+    lines = usual()
+    figures = figures_of(write_run(tmp_path, lines))
+    for name in ("loss", "lr", "grad_norm"):
+        assert figures.series[name] == tuple((each["step"], each[name]) for each in lines)
+    assert figures.series["eval_loss"] == ((10, 6.5), (20, 6.0), (30, 5.5), (40, 5.0))
+    for name in ("tokens_per_second", "step_seconds"):
+        assert figures.series[name] == tuple((each["step"], each[name]) for each in lines[3:])
+    assert (figures.num_steps, figures.num_asked, figures.num_tokens) == (40, 40, 4000)
+
+
+def test_the_median_and_the_slowest_step_are_those_of_the_warm_steps(tmp_path: Path) -> None:
+    lines = usual()
+    figures = figures_of(write_run(tmp_path, lines))
+    seconds = [each["step_seconds"] for each in lines[3:]]
+    assert figures.median is not None
+    assert figures.median.seconds == statistics.median_low(seconds)
+    assert figures.slowest is not None
+    assert (figures.slowest.step, figures.slowest.seconds) == (17, 0.9)
+    assert figures.tokens_per_second == statistics.median(100 / each for each in seconds)
+    h2d = next(each for each in figures.slowest.lanes if each.name == "h2d")
+    assert (h2d.busy_s, h2d.exposed_s, h2d.hidden_s) == (0.16, 0.08, 0.08)
+    assert [each.name for each in figures.slowest.lanes] == ["compute", "h2d", "d2h", "update"]
+
+
+def test_a_step_that_the_trace_keeps_no_more_is_shown_by_the_nearest_in_time(tmp_path: Path) -> None:
+    lines = usual()
+    figures = figures_of(write_run(tmp_path, lines))
+    kept = {each["step"]: each["step_seconds"] for each in lines[-10:]}
+    for step in (figures.median, figures.slowest):
+        assert step is not None
+        assert step.shown is not None
+        nearest = min(abs(seconds - step.seconds) for seconds in kept.values())
+        assert abs(kept[step.shown.number] - step.seconds) == nearest
+        assert step.shown.seconds == pytest.approx(kept[step.shown.number], abs=1e-8)
+    assert figures.slowest is not None
+    assert figures.slowest.shown is not None
+    assert figures.slowest.shown.number != 17
+
+
+def test_a_short_run_shows_its_very_steps(tmp_path: Path) -> None:
+    figures = figures_of(write_run(tmp_path, usual(9)))
+    for step in (figures.median, figures.slowest):
+        assert step is not None
+        assert step.shown is not None
+        assert step.shown.number == step.step
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 13])
+def test_any_number_of_steps_will_do(tmp_path: Path, num_steps: int) -> None:
+    figures = figures_of(write_run(tmp_path, usual(num_steps)))
+    assert figures.first_warm == min(4, num_steps)
+    assert figures.median is not None
+
+
+def test_bars_are_hidden_where_a_unit_computes_and_exposed_where_none_does(tmp_path: Path) -> None:
+    figures = figures_of(write_run(tmp_path, usual(9)))
+    assert figures.median is not None
+    assert figures.median.shown is not None
+    shown = {row.lane: row.bars for row in rows(figures.median.shown)}
+    assert list(shown) == ["compute", "h2d", "d2h"]
+    found = {lane: [(each.kind, each.begin, each.begin + each.width) for each in bars] for lane, bars in shown.items()}
+    expected = {
+        "compute": [("forward", 20, 40), ("forward", 50, 60), ("backward", 60, 90)],
+        "h2d": [("exposed", 0, 20), ("hidden", 30, 40), ("exposed", 40, 50)],
+        "d2h": [("hidden", 85, 90), ("exposed", 90, 95)],
+    }
+    for lane, bars in expected.items():
+        assert [each[0] for each in found[lane]] == [each[0] for each in bars]
+        for had, wants in zip(found[lane], bars, strict=True):
+            assert had[1:] == pytest.approx(wants[1:], abs=0.01)
+
+
+def test_the_busiest_lane_binds(tmp_path: Path) -> None:
+    lines = [line(step, 0.5, lanes={"h2d": (0.45, 0.3), "d2h": (0.1, 0.05)}) for step in range(1, 20)]
+    for each in lines[10:]:
+        each["step_seconds"] = 0.52  # of which 0.02 are outside the engine
+    binding = figures_of(write_run(tmp_path, lines)).binding
+    assert binding is not None
+    assert (binding.lane, binding.limit_s, binding.step_s) == ("h2d", 0.45, 0.52)
+    assert binding.times_limit == pytest.approx(0.52 / 0.45)
+    assert binding.outside_s == pytest.approx(0.02)
+    assert not binding.is_serial
+
+
+def test_what_the_own_thread_did_is_told(tmp_path: Path) -> None:
+    lines = [line(step, 0.5, lanes={"h2d": (0.1, 0.1), "update": (0.05, 0.05)}) for step in range(1, 9)]
+    path = write_run(tmp_path, lines)
+    binding = figures_of(path).binding
+    assert binding is not None
+    assert binding.is_serial
+    advice = advise(Recorded.read(path), figures_of(path))
+    assert "GPU" in advice[0].change
+    assert advice[0].saves_s == pytest.approx(0.15)
+
+
+def test_memory_is_the_plan_and_the_highest_peak(tmp_path: Path) -> None:
+    tiers = {each.name: each for each in figures_of(write_run(tmp_path, usual())).tiers}
+    assert list(tiers) == ["device", "cpu", "nvme"]
+    assert (tiers["device"].planned_bytes, tiers["device"].budget_bytes, tiers["device"].peak_bytes) == (
+        3000,
+        12000,
+        3040,
+    )
+    assert tiers["device"].allocations == (("gradient buffer", 2000), ("slot <b>", 1000))
+    assert tiers["cpu"].budget_bytes is None
+    assert tiers["nvme"].peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("lane", "settings", "said"),
+    [
+        ("h2d", {}, "--offload.device_memory"),
+        ("d2h", {}, "--offload.device_memory"),
+        ("update", {}, "--train.clip speculative"),
+        ("update", {"train": {"clip": "speculative", "max_grad_norm": 1.0}}, "--optimizer.states bf16"),
+        ("nvme_read", {}, "--offload.host_memory"),
+        ("collective", {}, "--offload.zero_stage"),
+    ],
+)
+def test_the_lane_that_compute_waits_for_most_comes_first(
+    tmp_path: Path, lane: str, settings: dict[str, Any], said: str
+) -> None:
+    other = "d2h" if lane == "nvme_read" else "nvme_read"
+    lines = [line(step, 0.5, lanes={other: (0.1, 0.02), lane: (0.2, 0.1)}) for step in range(1, 9)]
+    path = write_run(tmp_path, lines, config={**CONFIG, **settings})
+    first = advise(Recorded.read(path), figures_of(path))[0]
+    assert said in first.change
+    assert first.saves_s == pytest.approx(0.1)
+    assert f"{lane} (busy for 40% of it)" in first.why
+
+
+def test_a_full_lane_is_not_told_to_begin_earlier(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [line(step, 0.5, lanes={"h2d": (0.49, 0.3)}) for step in range(1, 9)])
+    first = advise(Recorded.read(path), figures_of(path))[0]
+    assert "--offload.device_memory" not in first.change
+    assert "--train.batch_size" in first.change
+
+
+def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_path: Path) -> None:
+    alternatives = [
+        {"change": "32 GiB more host memory", "step_seconds": 0.25, "fits": True},
+        {"change": "slower", "step_seconds": 0.6, "fits": True},
+        {"change": "no room", "step_seconds": 0.1, "fits": False},
+    ]
+    plan = {**PLAN, "step_seconds": 0.4, "bound_by": "h2d", "alternatives": alternatives}
+    path = write_run(tmp_path, [line(step, 0.5, lanes={}) for step in range(1, 9)], plan=plan)
+    figures = figures_of(path)
+    assert set(figures.planned) == {"step_seconds", "bound_by", "alternatives"}
+    changes = [each.change for each in advise(Recorded.read(path), figures)]
+    assert any(each.startswith("--offload.device_memory") for each in changes)
+    assert changes[-1] == "32 GiB more host memory"
+    assert not {"slower", "no room"} & set(changes)
+
+
+def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path: Path) -> None:
+    path = write_run(tmp_path, usual(12), with_trace=False)
+    with (path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(
+            '[1]\n{"step": true}\n{"step": 13, "loss": null, "step_seconds": "x", "lanes": 3}\n{"step": 14, "lo'
+        )
+    (path / "plan.json").write_text('{"tiers": {"device": 3, "cpu": {"allocations": [1, {"bytes": 2}], "bytes": null}}')
+    run = Recorded.read(path)
+    assert len(run.steps) == 13
+    figures = Figures.of(run)
+    assert figures.series["loss"][-1] == (13, None)
+    assert figures.median is not None
+    assert figures.median.shown is None
+    told = " ".join(run.notes)
+    for name in ("metrics.jsonl: 3 lines", "plan.json cannot be read", "trace.json.gz is missing"):
+        assert name in told
+    (path / "plan.json").write_text(
+        '{"tiers": {"device": 3, "cpu": {"allocations": [1, {"bytes": 2}], "bytes": null}}}'
+    )
+    assert [each.allocations for each in figures_of(path).tiers] == [(), (("None", 2),)]
+
+
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": [{}]}')])
+def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, content: bytes) -> None:
+    path = write_run(tmp_path, usual(5))
+    (path / "trace.json.gz").write_bytes(content)
+    run = Recorded.read(path)
+    assert not run.kept
+    assert any("trace.json.gz cannot be read" in note for note in run.notes)
+
+
+def test_a_run_that_goes_on_is_seen(tmp_path: Path) -> None:
+    path = write_run(tmp_path, usual(5))
+    env = {"host": socket.gethostname(), "pids": [os.getpid()]}
+    (path / "env.json").write_text(json.dumps(env))
+    assert Recorded.read(path).is_running
+    assert not Recorded.read(path, is_over=True).is_running
+    os.utime(path / "env.json", (1, 1))  # written before the process began, which therefore is another one
+    assert not Recorded.read(path).is_running
+    (path / "env.json").write_text(json.dumps({**env, "host": "elsewhere"}))
+    assert not Recorded.read(path).is_running
+
+
+def test_what_is_no_run_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for words, said in (
+        ([], "no run is given"),
+        ([str(tmp_path / "file")], "is a file"),
+        ([str(tmp_path / "nowhere")], "does not exist"),
+        ([str(tmp_path)], "no folder of a run"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            report.main(words)
+
+
+def test_json_has_the_figures_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "run", usual())
+    before = sorted(path.iterdir())
+    assert report.main([str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert sorted(path.iterdir()) == before
+    assert found["slowest"]["step"] == 17
+    assert found["slowest"]["shown"] in range(31, 41)
+    assert found["binding"]["lane"] == "compute"
+    assert found["series"]["loss"][0] == [1, 8 / 1.1]
+    assert found["advice"][0]["saves_s"] == pytest.approx(0.1)
