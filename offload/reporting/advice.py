@@ -55,7 +55,7 @@ def _serial(binding: Binding) -> Advice:
 
 
 def _computes(run: Recorded, binding: Binding) -> Advice:
-    why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step, and all else hides behind it"
+    why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step"
     if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
         return Advice("--train.precision bf16", f"{why}; it computes in fp32")
     if run.setting("train.recompute") == "always":

@@ -13,9 +13,9 @@ from offload.reporting.words import count_text
 
 EXTRA = "pip install 'offload[report]'"
 Point = tuple[int, float | None]
-_WIDTH, _HEIGHT = 360, 190  # about the pixels of a phone, so that text keeps its size there
-_TOP, _RIGHT, _BOTTOM = 8, 12, 22
-_CHAR = 6.2  # units that a digit of the labels is wide
+_WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there
+_TOP, _BOTTOM = 8, 26
+_CHAR = 7.7  # units that a digit of the labels is wide
 _MOST_POINTS = 360  # of a curve: one a unit of width
 _MOST_TICKS = 6  # of the axis of steps
 _BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
@@ -51,9 +51,9 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
 
     steps, values = zip(*known, strict=True)
     x, y = Tenths(*_apart(min(steps), max(steps))), Tenths(*_apart(min(values), max(values)))
-    labels = [count_text(float(tick)) for tick in y.ticks()]
-    left = round(_CHAR * max(map(len, labels)) + 10)
-    width, height = _WIDTH - left - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
+    right = round(_CHAR * len(f"{int(x.ticks()[-1]):,}") / 2) + 4  # half of the last label stands out
+    width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
     x_ticks = [tick for tick in x.ticks() if tick == int(tick)]
     x_ticks = x_ticks[:: -(-len(x_ticks) // _MOST_TICKS)]
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from offload.errors import format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves, need_leather
-from offload.reporting.figures import SERIES, Binding, Figures, StepFigure
+from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
 from offload.reporting.recorded import Recorded, number
 from offload.reporting.timeline import Row, rows
 from offload.reporting.words import count_text, seconds_text
@@ -29,6 +29,17 @@ _TITLES = {
     "step_seconds": "Seconds a step",
 }
 _TIERS = {"device": "device", "cpu": "host memory", "pinned": "of it pinned", "nvme": "disk"}
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step and what is said of it."""
+
+    title: str
+    figure: StepFigure
+    rows: tuple[Row, ...]
+    said: tuple[str, ...]
+    """Sentences: which step's rows these are if another's; what it took longer for than the median."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +67,21 @@ class RunView:
         return f"{done:,}{of} steps{ends}"
 
     @property
-    def timelines(self) -> list[tuple[str, StepFigure, tuple[Row, ...], str]]:
-        """The median and the slowest step: title, figures, rows, and which step's rows they are if another's."""
-        figures = self.figures
-        found = []
-        for title, step in (("Median step", figures.median), ("Slowest step", figures.slowest)):
-            if step is None or (title != "Median step" and step == figures.median):
-                continue
-            found.append((title, step, rows(step.shown) if step.shown is not None else (), _which(step)))
-        return found
+    def median(self) -> StepView | None:
+        """The median step."""
+        return _step_view("Median step", self.figures.median)
+
+    @property
+    def slowest(self) -> StepView | None:
+        """The slowest step, and what it took longer for; None where it is the median one."""
+        median, slowest = self.figures.median, self.figures.slowest
+        return None if median == slowest else _step_view("Slowest step", slowest, median)
+
+    @property
+    def lane_plan(self) -> Mapping[str, Any]:
+        """The seconds of a step by lane, of the plan; empty where it does not say."""
+        found = self.figures.planned.get("lane_seconds")
+        return found if isinstance(found, Mapping) else {}
 
     @property
     def binds(self) -> str:
@@ -79,7 +96,7 @@ def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunVie
     views = []
     for name, run in zip(names, runs, strict=True):
         figures = Figures.of(run)
-        differs = tuple((key, _value_text(run.setting(key))) for key in differing)
+        differs = tuple((key, _value_text(key, run.setting(key))) for key in differing)
         views.append(RunView(name, run, figures, advise(run, figures), differs))
     return views
 
@@ -174,15 +191,37 @@ def _about(run: Recorded) -> list[str]:
     return found
 
 
-def _which(step: StepFigure) -> str:
+def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = None) -> StepView | None:
+    if step is None:
+        return None
+    said = [] if median is None else [_longer(step, median)]
     if step.shown is None:
-        return "The trace has no step to show."
-    if step.shown.number == step.step:
-        return ""
-    return (
-        f"The trace keeps the first and the last steps, and step {step.step} no more: the lanes are those of step "
-        f"{step.shown.number} ({seconds_text(step.shown.seconds)}), of the kept ones the nearest in time."
-    )
+        said.append("The trace has no step to show.")
+    elif step.shown.number != step.step:
+        said.append(
+            f"The trace keeps the first and the last steps, and not step {step.step}: the lanes are those of step "
+            f"{step.shown.number} ({seconds_text(step.shown.seconds)}), of the kept ones the nearest in time."
+        )
+    return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(said))
+
+
+def _longer(step: StepFigure, median: StepFigure) -> str:
+    """Tell what a step took longer for: work of compute, a wait for a lane, or what is outside the engine."""
+    before, now = _parts(median), _parts(step)
+    most = max(now, key=lambda name: now[name] - before.get(name, 0.0))
+    extra = seconds_text(max(0.0, now[most] - before.get(most, 0.0)))
+    return f"{seconds_text(step.seconds - median.seconds)} more than the median step, {extra} of it {most}."
+
+
+def _parts(step: StepFigure) -> dict[str, float]:
+    """Return the seconds of a step by what compute did with them."""
+    parts = {
+        "in compute" if lane.name == COMPUTE else f"waiting for {lane.name}": (
+            lane.busy_s if lane.name == COMPUTE else lane.exposed_s
+        )
+        for lane in step.lanes
+    }
+    return parts | {"outside the engine": max(0.0, step.seconds - sum(parts.values()))}
 
 
 def _binds(binding: Binding) -> str:
@@ -219,5 +258,7 @@ def _differing(runs: Sequence[Recorded]) -> list[str]:
     ]
 
 
-def _value_text(value: Any) -> str:
+def _value_text(key: str, value: Any) -> str:
+    if isinstance(value, int) and key.endswith(("_memory", "_bytes")):
+        return format_bytes(value)
     return "none" if value is None else str(value)

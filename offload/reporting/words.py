@@ -5,6 +5,8 @@ from __future__ import annotations
 
 def seconds_text(seconds: float) -> str:
     """Return a time in three digits: 1.2 ms, 384 ms, 2.52 s, 5 min 10 s."""
+    if not seconds:
+        return "0"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
     if seconds < 0.9995:
