@@ -115,22 +115,22 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
 
 def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     """Return the lines that are whole, one for each step: the last one of those that say the same step."""
+    found: dict[int, Mapping[str, Any]] = {}
+    num_torn = 0
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    fields = json.loads(line)
+                except ValueError:
+                    fields = None
+                if isinstance(fields, Mapping) and type(fields.get("step")) is int:
+                    found[fields["step"]] = fields
+                else:
+                    num_torn += 1
     except OSError as error:
         notes.append(f"{path.name} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
         return ()
-    found: dict[int, Mapping[str, Any]] = {}
-    num_torn = 0
-    for line in text.splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if isinstance(fields, Mapping) and type(fields.get("step")) is int:
-            found[fields["step"]] = fields
-        else:
-            num_torn += 1
     if num_torn:
         notes.append(f"{path.name}: {num_torn} line{'s' if num_torn > 1 else ''} cannot be read, as of a killed run.")
     if not found:
