@@ -17,7 +17,6 @@ _WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps it
 _TOP, _BOTTOM = 8, 26
 _CHAR = 7.7  # units that a digit of the labels is wide
 _MOST_POINTS = 360  # of a curve: one a unit of width
-_MOST_TICKS = 6  # of the axis of steps
 _BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
 
 
@@ -40,26 +39,19 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     known = [(step, value) for points in drawn for step, value in points if value is not None]
     if not known:
         return None
-    from leather import Dots, Line, Linear, Series
-    from leather.axis import Axis
+    from leather import Axis, Dots, Line, Series
 
-    class Tenths(Linear):
-        """Projects to tenths of a unit, as more would only make a file larger."""
-
-        def project(self, value: object, range_min: float, range_max: float) -> object:
-            return round(super().project(value, range_min, range_max), 1)
+    from offload.reporting.scales import Steps, Values
 
     steps, values = zip(*known, strict=True)
-    x, y = Tenths(*_apart(min(steps), max(steps))), Tenths(*_apart(min(values), max(values)))
+    x, y = Steps(min(steps), max(steps)), Values(min(values), max(values))
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
-    right = round(_CHAR * len(f"{int(x.ticks()[-1]):,}") / 2) + 4  # half of the last label stands out
+    right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half of a label at the end stands out
     width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
-    x_ticks = [tick for tick in x.ticks() if tick == int(tick)]
-    x_ticks = x_ticks[:: -(-len(x_ticks) // _MOST_TICKS)]
 
     root = ET.Element("svg", {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "role": "img", "class": "curves"})
     plot = ET.SubElement(root, "g", transform=f"translate({left} {_TOP})")
-    plot.append(Axis(x_ticks, lambda tick, *_rest: f"{int(tick):,}").to_svg(width, height, x, "bottom"))
+    plot.append(Axis(None, lambda tick, *_rest: f"{tick:,}").to_svg(width, height, x, "bottom"))
     plot.append(Axis(None, lambda tick, *_rest: count_text(float(tick))).to_svg(width, height, y, "left"))
     for index, points in enumerate(drawn):
         if not any(value is not None for _, value in points):
@@ -91,11 +83,3 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
     return thinned([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
-
-
-def _apart(low: float, high: float) -> tuple[float, float]:
-    """Return a domain with some width: leather's ticks want to be told apart in nine digits."""
-    least = 1e-6 * max(abs(low), abs(high)) or 1.0
-    if high - low >= least:
-        return low, high
-    return low - least, high + least

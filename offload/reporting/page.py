@@ -208,9 +208,10 @@ def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = 
 def _longer(step: StepFigure, median: StepFigure) -> str:
     """Tell what a step took longer for: work of compute, a wait for a lane, or what is outside the engine."""
     before, now = _parts(median), _parts(step)
-    most = max(now, key=lambda name: now[name] - before.get(name, 0.0))
-    extra = seconds_text(max(0.0, now[most] - before.get(most, 0.0)))
-    return f"{seconds_text(step.seconds - median.seconds)} more than the median step, {extra} of it {most}."
+    more = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
+    most, total = max(more, key=lambda name: more[name]), step.seconds - median.seconds
+    extra = min(total, more[most])  # of what another part took less for, too
+    return f"{seconds_text(total)} more than the median step, {seconds_text(extra)} of it {most}."
 
 
 def _parts(step: StepFigure) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     if path.is_dir():
         raise ConfigError(f"--out is {path}, which is a folder; name a file in it.")
     text = render(views)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)

@@ -99,7 +99,7 @@ def test_bars_are_hidden_where_a_unit_computes_and_exposed_where_none_does(tmp_p
 
 
 def test_the_busiest_lane_binds(tmp_path: Path) -> None:
-    lines = [line(step, 0.5, lanes={"h2d": (0.45, 0.3), "d2h": (0.1, 0.05)}) for step in range(1, 20)]
+    lines = [line(step, 0.5, lanes={"h2d": (0.45, 0.1), "d2h": (0.1, 0.25)}) for step in range(1, 20)]
     for each in lines[10:]:
         each["step_seconds"] = 0.52  # of which 0.02 are outside the engine
     binding = figures_of(write_run(tmp_path, lines)).binding
@@ -202,7 +202,11 @@ def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path:
     assert [each.allocations for each in figures_of(path).tiers] == [(), (("None", 2),)]
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": [{}]}')])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": [{}]}')],
+    ids=["empty", "text", "none", "strange"],
+)
 def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, content: bytes) -> None:
     path = write_run(tmp_path, usual(5))
     (path / "trace.json.gz").write_bytes(content)

@@ -23,7 +23,7 @@ from tests.soak.runs import LARGE, PATIENCE_S, TIERS, Commands, Forks, Processes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would run on GPUs")
 EVERY = 2
-FILES = ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "trace.json.gz"]
+FILES = ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "report.html", "trace.json.gz"]
 
 
 @dataclass(frozen=True)
