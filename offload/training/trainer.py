@@ -72,12 +72,14 @@ class Trainer:
         with StopSignals(self._say) as self._stop:
             if comm.size > 1:
                 comm.on_lost(lambda _error: self._stop.ignore())
+            leaves_at_once = False
             try:
                 with _shown_warnings(self._notes.add):
                     result = self._run()
                 comm.close()
                 return result
             except BaseException as error:
+                leaves_at_once = isinstance(error, KeyboardInterrupt)
                 if comm.size == 1:
                     raise
                 self._stop.ignore()
@@ -89,6 +91,8 @@ class Trainer:
                 self._progress.close()
                 self._records.close()
                 self._close_engine()
+                if not leaves_at_once:  # only now: when ranks begin to leave, torchrun tells the others to
+                    self._records.report(self._say)
                 if self._is_first and self._folder is not None:
                     self._folder.close()
 
@@ -122,7 +126,6 @@ class Trainer:
             raise
         finally:
             self._saves.close()
-            self._records.report(self._say)
 
     def _close_engine(self) -> None:
         """Free the states, before the export is loaded beside them."""

@@ -229,7 +229,8 @@ def test_a_trace_is_written_when_a_step_fails(
     with pytest.raises(error, match="on purpose"):
         run("failed", train__steps=5, optimizer__lr=1e-3, optimizer__schedule="linear", optimizer__warmup_steps=0)
     files = {file.name for file in (tmp_path / "failed").iterdir()}
-    assert files == {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "report.html", "trace.json.gz"}
+    report = {"report.html"} if error is RuntimeError else set()  # who asks a second time is not kept waiting
+    assert files == {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "trace.json.gz"} | report
     assert [work.name for work in read_trace(tmp_path / "failed/trace.json.gz")["steps"]] == [
         f"step {n}" for n in (1, 2, 3)
     ]
