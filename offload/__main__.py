@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "whether checkpoints and Hugging Face folders are whole",
+    "parity": "whether offloaded training is resident training, on one's own model",
     "doctor": "what this machine has, and which paths are live on it",
     "bench": "this machine against what it could do and what others do on it",
 }

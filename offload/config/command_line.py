@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,26 +203,54 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
     return int(given[-1]), rest
 
 
+class OwnOption(typing.NamedTuple):
+    """An option that a command has beside the configuration."""
+
+    metavar: str
+    """The value as the help shows it; where that begins with {true, the option may be given alone."""
+    default: str
+    """The default as the help shows it."""
+    help: str
+
+
 def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
-    """Return the checked configuration of `train` and `plan` from their command line.
+    """Return the checked configuration of `train` from its command line.
+
+    Raises ConfigError, which one rank of a machine prints; --help exits 0.
+    """
+    return parse_command(words, prog=prog, description=description)[0]
+
+
+def parse_command(
+    words: Sequence[str], *, prog: str, description: str, own: Mapping[str, OwnOption] | None = None
+) -> tuple[Config, dict[str, str | None]]:
+    """Return the checked configuration of a command that takes what `train` does, and the text of its `own` options by
+    name, such as same-order: None where it is not given.
 
     Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
     try:
-        return _parse_config(words, prog, description)
+        return _parse_command(words, prog, description, own or {})
     except ConfigError as error:
         _leave_to_first_here(error)
         raise
 
 
-def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
-    words = _normalise(words)
+def _parse_command(
+    words: Sequence[str], prog: str, description: str, own: Mapping[str, OwnOption]
+) -> tuple[Config, dict[str, str | None]]:
+    words = _normalise(words, own)
     parsed: Any
     parsed, unknown = tyro.cli(
-        _command_line(), args=words, prog=prog, description=description, return_unknown_args=True, use_underscores=True
+        _command_line(own),
+        args=words,
+        prog=prog,
+        description=description,
+        return_unknown_args=True,
+        use_underscores=True,
     )
     if unknown:
-        raise ConfigError(_unknown_word(unknown))
+        raise ConfigError(_unknown_word(unknown, own))
     overrides = {}
     for key in all_keys():
         value = attrgetter(key)(parsed)
@@ -231,13 +259,16 @@ def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
     if parsed.debug != _UNSET:
         overrides["run.debug"] = parsed.debug
     path = None if parsed.config == _UNSET else Path(parsed.config)
-    return Config.load(path, overrides, origin="command line")
+    given = {name: getattr(parsed, name.replace("-", "_")) for name in own}
+    config = Config.load(path, overrides, origin="command line")
+    return config, {name: None if text == _UNSET else text for name, text in given.items()}
 
 
-def _normalise(words: Sequence[str]) -> list[str]:
+def _normalise(words: Sequence[str], own: Mapping[str, OwnOption]) -> list[str]:
     """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
-    flags = {"debug"} | {key for key in all_keys() if _field(key).annotation is bool}
-    values = {"config"} | set(all_keys())
+    own_flags = {name.replace("-", "_") for name, option in own.items() if option.metavar.startswith("{true")}
+    flags = {"debug"} | own_flags | {key for key in all_keys() if _field(key).annotation is bool}
+    values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
     result: list[str] = []
     for index, word in enumerate(words):
         if word == "--help" or word == "-h":
@@ -255,11 +286,13 @@ def _normalise(words: Sequence[str]) -> list[str]:
     return result
 
 
-def _unknown_word(unknown: Sequence[str]) -> str:
+def _unknown_word(unknown: Sequence[str], own: Iterable[str]) -> str:
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key and not familiar(key) else ""
+            close = (
+                nearest(key, ["config", "debug", "gpus", "help", *own]) if "." not in key and not familiar(key) else ""
+            )
             return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
     return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
 
@@ -307,12 +340,13 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 
 
-def _command_line() -> type:
+def _command_line(own: Mapping[str, OwnOption]) -> type:
     """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
     options: list[tuple[str, Any, Any]] = []
-    for name, (metavar, default, about) in _BESIDE_SECTIONS.items():
-        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default)
-        options.append((name, Annotated[str, shown], dataclasses.field(default=_UNSET)))
+    for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
+        aliases = [f"--{name}"] if "-" in name else None
+        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
+        options.append((name.replace("-", "_"), Annotated[str, shown], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,18 @@ LOOK_S = 0.05
 """How often the main thread looks for signals to pass on, and for the end."""
 
 
-def launch(module: str, words: Sequence[str], num_ranks: int, *, debug: bool = False) -> int:
+def launch(
+    module: str, words: Sequence[str], num_ranks: int, *, debug: bool = False, say: Callable[[str], None] = print
+) -> int:
     """Run `python -m MODULE WORDS` in `num_ranks` processes with torchrun's variables; return the exit code of all.
 
     The first signal is passed on once to every rank, and so is the second; a third one kills what is left. SIGUSR1,
     which asks for a checkpoint, goes to rank 0 alone.
-    debug: torchrun's own log is shown.
+    debug: torchrun's own log is shown. say: prints a line.
 
     Raises ConfigError: there are GPUs, but fewer. RankLostError: all ranks were killed. OffloadError: none was started.
     """
-    _check_gpus(num_ranks)
+    _check_gpus(num_ranks, say)
     # torchrun would set 1. As PyTorch does, a rank takes its share of the cores, unless the user says something else.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of connections that close while others end
@@ -95,12 +97,12 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
     return OffloadError.exit_code if found else 0
 
 
-def _check_gpus(num_ranks: int) -> None:
+def _check_gpus(num_ranks: int, say: Callable[[str], None]) -> None:
     from offload.accelerators import accelerators
 
     found = len(accelerators())
     if not found:
-        print(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.", flush=True)
+        say(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.")
     elif found < num_ranks:
         raise ConfigError(
             f"--gpus is {num_ranks}, and this machine has {found} that this process may use; set --gpus to {found} or "

@@ -223,6 +223,18 @@ class Engine:
         return self._state.plan.update
 
     @property
+    def update_device(self) -> torch.device:
+        """Where updates are computed, of states that rest there or stream to it."""
+        state = self._state
+        is_device = "device" in (state.plan.update, state.plan.tiers[1])
+        return state.device.torch_device if is_device else torch.device("cpu")
+
+    @property
+    def head_chunks(self) -> int:
+        """In how many chunks the logits of the last loss were made."""
+        return self._steps.losses.num_chunks
+
+    @property
     def overlaps(self) -> bool:
         """True where copies and updates run beside compute."""
         return self._state.lanes.overlap

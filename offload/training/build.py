@@ -4,6 +4,7 @@ with.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Run:
     """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
-    where the run stands, out of the checkpoint that it begins at; None where it begins with nothing.
+    where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
+    model of a run that begins with nothing once more, as the engine was given it.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Run:
     engine: Engine
     files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
+    rebuild: Callable[[], BuiltModel]
 
 
 def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
@@ -88,6 +91,16 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         with as_one(comm, "comparison of the data"):
             data.check_state(start.data)
     config = config.resolve_steps(data.num_steps)
+
+    def rebuild() -> BuiltModel:
+        return build_model(
+            config.model,
+            seed=config.run.seed,
+            config=copy.deepcopy(architecture),
+            sequence_length=int(config.data.sequence_length or 0),
+            grow=grows,
+        )
+
     with as_one(comm, "making of the model"):
         objective = choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
         for text in data.notes:
@@ -104,13 +117,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         if first:
             built = BuiltModel(rebuild_model(first, config.model), _no_weights, first)
         else:
-            built = build_model(
-                config.model,
-                seed=config.run.seed,
-                config=architecture,
-                sequence_length=int(config.data.sequence_length or 0),
-                grow=grows,
-            )
+            built = rebuild()
         for text in built.notes:
             note(text)
         built.model.train()
@@ -126,7 +133,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
-    return Run(config, kind, data, objective, made, files, begin_at(start, made, say))
+    return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild)
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

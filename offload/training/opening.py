@@ -31,17 +31,22 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
                 found = _find(config, folder, say)
         start: ResumePoint = comm.gather_objects(found, "start of the run")[0]
         with as_one(comm, "check of the settings"):
-            start.config.check_ranks(comm.size)
-            if dirs := placement(start.config).dirs:
-                check_dirs(dirs)
-            parse_throttle(start.config.offload.throttle)
-            update_rule(start.config)
+            check_settings(start.config, comm.size)
         path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
     except BaseException:
         if folder is not None:
             folder.close()
         raise
     return folder or RunFolder(path), start
+
+
+def check_settings(config: Config, num_ranks: int) -> None:
+    """Refuse settings that can be refused before any work. Raises ConfigError."""
+    config.check_ranks(num_ranks)
+    if dirs := placement(config).dirs:
+        check_dirs(dirs)
+    parse_throttle(config.offload.throttle)
+    update_rule(config)
 
 
 def _find(config: Config, folder: RunFolder, say: Callable[[str], None]) -> ResumePoint:

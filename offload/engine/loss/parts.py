@@ -20,7 +20,8 @@ class Losses:
     the model's allows that. `is_plain`, once and for all: some unit cannot be cut, so that the model is called on one
     micro-batch after the other.
 
-    Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs.
+    Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
+    how many the last loss was made at the head.
     """
 
     def __init__(self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None) -> None:
@@ -29,6 +30,7 @@ class Losses:
         self._labels: torch.Tensor | None = None
         self.head: ChunkedHead | None = None
         self.is_plain = False
+        self.num_chunks = 1
         self.form = BatchForm({})
 
     @property
@@ -79,9 +81,9 @@ class Losses:
             yield from self._micro_batches(batch, known, rule, loss_fn)
             return
         with self._state.as_ours(), self._state.runner.micro_batches(own.rows, own.micro_rows, known.num_parts > 1):
-            num_chunks = self._num_chunks(known)
-            if num_chunks > 1:
-                yield self._chunked(batch, num_chunks, known.num_targets(rule))
+            self.num_chunks = self._num_chunks(known)
+            if self.num_chunks > 1:
+                yield self._chunked(batch, self.num_chunks, known.num_targets(rule))
                 return
             share = 1.0
             if known.has_peers:

@@ -1,0 +1,149 @@
+"""`python -m offload.parity`: whether offloaded training is resident training, on one's own model and settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from offload import __version__
+from offload.config.command_line import OwnOption, importing, parse_command, run_command, say, take_gpus
+from offload.distributed.launch import end_with_launcher, launch
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload.config.config import Config
+    from offload.training.side_by_side import Verdict
+
+DESCRIPTION = (
+    "Train the first steps of a run twice, offloaded as the settings of train say and resident in plain PyTorch, and "
+    "compare every loss, every norm and all weights: bit for bit, or, where the order of sums differs (ranks, "
+    "micro-batches, a head in chunks), within a tolerance that is told. Where a bit differs that must not, both sides "
+    "train once more to find the first step, parameter and element. Writes no run folder. Exit codes: 0 equal, 1 "
+    "differs or failed, 2 bad configuration or input, 3 does not fit resident, 130 interrupted."
+)
+OPTIONS = {
+    "steps": OwnOption("N", "(default: 3)", "How many steps to compare."),
+    "same-order": OwnOption(
+        "{true,false}",
+        "(default: false)",
+        "Let the resident side sum as the engine does, where it can: unit by unit, over ranks and micro-batches.",
+    ),
+    "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
+}
+Say = Callable[[str], None]
+
+
+def main(words: list[str]) -> int:
+    is_launched = end_with_launcher()
+    num_ranks, words = take_gpus(words)
+    config, own = parse_command(words, prog="python -m offload.parity", description=DESCRIPTION, own=OPTIONS)
+    num_steps, same_order, as_json = _steps(own["steps"]), _flag(own, "same-order"), _flag(own, "json")
+    if num_ranks > 1:
+        config.check_ranks(num_ranks)
+        with importing():
+            import torch.distributed.launcher.api  # noqa: F401
+        return launch("offload.parity", words, num_ranks, debug=config.run.debug, say=say if as_json else print)
+    is_first = os.environ.get("RANK", "0") == "0"
+    tell: Say = (say if as_json else print) if is_first else (lambda _text: None)
+    if not is_launched:
+        tell(f"offload {__version__}: loading torch and transformers ...")
+    # Read by CUDA's libraries of matrix products as they begin; their results are repeatable with it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with importing():
+        verdict = compare(config, num_steps, same_order=same_order, tell=tell)
+    if is_first:
+        print(json.dumps(verdict.fields(), indent=2)) if as_json else show(verdict)
+    return 0 if verdict.is_equal else 1
+
+
+def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> Verdict:
+    """Train both sides; return what was found: on every rank whether they are equal, on rank 0 all of it. Collective.
+
+    Raises OffloadError, one on every rank.
+    """
+    import torch
+
+    from offload.distributed.joining import open_comm
+    from offload.training.ranks import Parting
+    from offload.training.side_by_side import SideBySide
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    comm = open_comm(config.offload.device)
+    parting = Parting(comm)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        verdict = SideBySide(config, num_steps, same_order=same_order, comm=comm, say=tell).verdict()
+        comm.close()
+        return verdict
+    except BaseException as error:
+        left = parting.leave(error)
+        if left is error:
+            raise
+        raise left from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def show(verdict: Verdict) -> None:
+    """Print what was found."""
+    found, weights = verdict.findings, verdict.findings.weights
+    for each in found.steps:
+        for what, offloaded in each.offloaded.items():
+            distance = each.distance(what)
+            told = "equal" if not distance else f"apart by {distance:.1e} of it"
+            print(f"step {each.step}  {what}: offloaded {offloaded!r}, resident {each.resident[what]!r}, {told}")
+    differing = sum(weights.differing.values())
+    apart = "every bit is equal"
+    if differing:
+        apart = (
+            f"{differing:,} elements of {len(weights.differing)} parameters differ, by {weights.largest:.3g} at most; "
+            f"as a whole by {weights.distance:.1e} of the way that they have gone"
+        )
+    print(f"weights: {weights.num_elements:,} elements of {weights.num_parameters} parameters: {apart}")
+    for text in verdict.notes:
+        print(f"note: {text}")
+    for text in found.reasons:
+        print(f"the order of sums differs: {text}")
+    if verdict.tolerance is not None:
+        numbers, of_weights = verdict.tolerance["numbers"], verdict.tolerance["weights"]
+        print(f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their way")
+    if verdict.first is not None and not found.is_bit_equal:
+        print(f"first difference: {verdict.first}")
+    elif not verdict.is_equal:
+        print(
+            "compared after each step nothing differs: it depends on what goes on between steps. Please report this, "
+            "with the command."
+        )
+    if not verdict.is_equal and verdict.tolerance is None:
+        print("where a layer uses an input in several places, --same-order sums as the engine does.")
+    print(f"parity: {_summary(verdict)}")
+
+
+def _summary(verdict: Verdict) -> str:
+    steps = f"over {len(verdict.findings.steps)} steps"
+    if not verdict.is_equal:
+        return f"offloaded and resident training differ {steps}"
+    if verdict.findings.is_bit_equal:
+        return f"offloaded and resident training are equal bit for bit {steps}"
+    return f"offloaded and resident training are equal within the order of sums {steps}"
+
+
+def _steps(text: str | None) -> int:
+    if text is None:
+        return 3
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--steps is {text!r}; it should be a whole number of steps, at least 1.")
+    return int(text)
+
+
+def _flag(own: dict[str, Any], name: str) -> bool:
+    text = own[name]
+    if text not in (None, "true", "false"):
+        raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")
+    return text == "true"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,116 @@
+"""Where two states differ first, and how far they are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The first difference of two sides."""
+
+    step: int
+    """After which it shows, counted from 1."""
+    what: str
+    """ "loss", "grad_norm", or the name of a parameter."""
+    element: tuple[int, ...]
+    """Which one of the parameter; () for a number."""
+    offloaded: float
+    """The engine's value."""
+    resident: float
+    """The resident side's."""
+
+    def __str__(self) -> str:
+        place = f"{self.what}{list(self.element)}" if self.element else self.what
+        return f"step {self.step}, {place}: offloaded {self.offloaded!r}, resident {self.resident!r}"
+
+    def fields(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        is_number = self.what in ("loss", "grad_norm")
+        return {
+            "step": self.step,
+            "what": self.what if is_number else "weight",
+            "parameter": None if is_number else self.what,
+            "element": list(self.element),
+            "offloaded": json_number(self.offloaded),
+            "resident": json_number(self.resident),
+        }
+
+
+@dataclass
+class WeightsApart:
+    """How far the weights of two sides are apart, one parameter after the other."""
+
+    num_parameters: int = 0
+    """Compared so far."""
+    num_elements: int = 0
+    """Compared so far."""
+    differing: dict[str, int] = field(default_factory=dict)
+    """The elements of which bits differ, of each parameter that has such."""
+    largest: float = 0.0
+    """The largest difference of two elements."""
+    first: Apart | None = None
+    """The first in the order of parameters."""
+    _distance: float = 0.0
+    _moved: float = 0.0
+
+    def add(
+        self, step: int, name: str, offloaded: torch.Tensor, resident: torch.Tensor, begun: torch.Tensor | None = None
+    ) -> None:
+        """Compare a parameter of both sides bit for bit, fp32 of equal shape on the CPU. begun: what both began with,
+        for `distance`.
+        """
+        self.num_parameters += 1
+        self.num_elements += offloaded.numel()
+        found = first_element(offloaded, resident)
+        if found is not None:
+            element, count = found
+            gap = (offloaded.double() - resident.double()).abs_()
+            self.differing[name] = count
+            self.largest = max(self.largest, gap.max().item()) if not gap.isnan().any() else math.nan
+            self._distance += gap.square_().sum().item()
+            here = Apart(step, name, element, offloaded[element].item(), resident[element].item())
+            self.first = self.first or here
+        if begun is not None:
+            self._moved += (resident.double() - begun.double()).square_().sum().item()
+
+    @property
+    def distance(self) -> float:
+        """The root of the squared differences over that of the way that the resident weights have gone; 0 for equal
+        ones, inf where nothing has moved.
+        """
+        if not self.differing:
+            return 0.0
+        return math.sqrt(self._distance / self._moved) if self._moved else math.inf
+
+    def fields(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "parameters": self.num_parameters,
+            "elements": self.num_elements,
+            "differing_parameters": len(self.differing),
+            "differing_elements": sum(self.differing.values()),
+            "largest_difference": json_number(self.largest),
+            "distance": json_number(self.distance),
+        }
+
+
+def first_element(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+    """Return the place of the first of two fp32 tensors' elements that have other bits, and how many have; None where
+    all are the same. NaN is equal to itself, 0.0 is not -0.0.
+    """
+    differs = one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)
+    count = int(differs.sum())
+    if not count:
+        return None
+    flat = int(differs.view(-1).to(torch.uint8).argmax())
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat), one.shape)), count
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as JSON can say it: what is not finite as text."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,214 @@
+"""The same training with everything resident: a plain PyTorch model, plain autograd, and the rule's own update on whole
+parameters. It shares the update kernels with the engine, and nothing of what streams.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from offload.engine.loss.loss import find_loss
+from offload.engine.units.find import describe_parameters, find_units
+from offload.errors import ConfigError
+from offload.layout.regions import ParameterInfo
+from offload.native import kernels
+from offload.optim.clip import clip_coefficient, total_norm
+from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
+from offload.training.objectives import Batch
+
+Part = tuple[Batch, float]
+"""Rows of a batch, and the share that the mean loss over them has in that of the batch."""
+
+
+class Resident:
+    """Trains a model that is whole in memory, in any floating dtype, with fp32 master weights beside it.
+
+    device: what computes. update_device: where masters and moments rest, and updates run. max_grad_norm: None for no
+    clipping. skips: a step whose gradients are not finite changes nothing. late_after: from that step on (counted from
+    0) an update is seen one step late; None for never. sums_by_unit: a unit of the engine sums the gradients of an
+    input that it uses in several places before it hands them on, where plain autograd does it in the order of the
+    whole graph.
+
+    A gradient in bf16 is summed in fp32 over parts of a batch and over the places of a tied weight, and rounded once,
+    as docs/design.md says. So that this can be done, each place of a tied weight has a parameter of its own; all follow
+    one master.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: UpdateRule,
+        *,
+        precision: str,
+        device: torch.device,
+        update_device: torch.device,
+        max_grad_norm: float | None,
+        seed: int,
+        skips: bool = False,
+        late_after: int | None = None,
+        sums_by_unit: bool = False,
+    ) -> None:
+        self.model, self.rule, self.device, self.lr = model, rule, device, rule.lr
+        self._update_device, self._max_grad_norm, self._seed = update_device, max_grad_norm, seed
+        self._skips, self._late_after, self._num_done = skips, late_after, 0
+        self._infos = describe_parameters(model, rule, precision)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "use_cache", None) is not None:
+                module.config.use_cache = False  # type: ignore[union-attr]
+        if sums_by_unit:
+            for unit in find_units(model, self._infos):
+                unit.module.register_forward_pre_hook(_one_node_for_each_input, with_kwargs=True)
+        by_name = dict(model.named_parameters())
+        self._places = separate_ties(model) if precision == "bf16" else {name: [p] for name, p in by_name.items()}
+        model.to(device)
+        self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
+        self._steps, self._sums = [0] * len(self._infos), dict[int, torch.Tensor]()
+        for index in range(len(self._infos)):
+            self._show(index)
+
+    def _begin(self, info: ParameterInfo, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the master weights of a parameter, fp32 [numel], and what the rule keeps of it, zeros."""
+        states = {"weights": parameter.detach().to(self._update_device, torch.float32, copy=True).view(-1)}
+        if info.trainable:
+            part = self.rule.parts[info.rule]
+            for plane in part.moments:
+                size = plane.numel(info.numel)
+                states[plane.name] = torch.zeros(size, dtype=plane.dtype, device=self._update_device)
+            for factor in part.factors:
+                states[factor.name] = torch.zeros(factor.numel(info.shape), device=self._update_device)
+        return states
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the master weights, fp32 on the CPU, under the model's names in torch's order."""
+        for info, states in zip(self._infos, self._states, strict=True):
+            yield info.name, states["weights"].cpu().view(info.shape)
+
+    def step(self, parts: Sequence[Part]) -> tuple[float, float]:
+        """Train on a batch in parts, whose shares add up to 1; return the loss and the norm of the gradients. The rate
+        is `lr`.
+        """
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for batch, share in parts:
+            inputs = {key: value.to(self.device) for key, value in batch.items()}
+            part_loss = find_loss(self.model(**inputs))
+            part_loss = part_loss if share == 1.0 else part_loss * share
+            part_loss.backward()
+            loss += part_loss.detach().to(torch.float32)
+            self._collect()
+        return loss.item(), self._update()
+
+    def _collect(self) -> None:
+        """Add what a backward left at the parameters to the sums, fp32 on the CPU."""
+        for index, info in enumerate(self._infos):
+            for parameter in reversed(self._places[info.name]):  # as the backward comes by them
+                if parameter.grad is not None:
+                    gradient = parameter.grad.to("cpu", torch.float32).contiguous().view(-1)
+                    known = self._sums.get(index)
+                    self._sums[index] = gradient if known is None else known + gradient
+                    parameter.grad = None
+
+    def _update(self) -> float:
+        """Clip and update by the sums; return their norm."""
+        sums, self._sums = self._sums, {}
+        norm = total_norm([kernels.sum_squares(sums[index]) for index in sorted(sums)])
+        is_late = self._late_after is not None and self._num_done >= self._late_after
+        self._num_done += 1
+        if not norm < float("inf"):
+            if self._skips:
+                return norm
+            raise ConfigError(
+                f"the resident side's gradients have the norm {norm} in step {self._num_done}: there is nothing to "
+                "compare. Lower --optimizer.lr, or set --train.on_nonfinite skip."
+            )
+        if is_late:  # the next step sees what the updates before this one have made
+            for index in range(len(self._infos)):
+                self._show(index)
+        scale = clip_coefficient(norm, self._max_grad_norm)
+        for index, gradient in sums.items():
+            self._update_parameter(index, gradient, scale)
+            if not is_late:
+                self._show(index)
+        return norm
+
+    def _update_parameter(self, index: int, gradient: torch.Tensor, scale: float) -> None:
+        info, part = self._infos[index], self.rule.parts[self._infos[index].rule]
+        self._steps[index] += 1
+        num_bytes = part.workspace_bytes(info.shape) if part.by_matrix else 0
+        by = UpdateStep(
+            self._steps[index],
+            self.lr * info.lr_scale,
+            info.weight_decay,
+            scale,
+            key=parameter_key(info.name, self._seed),
+            shape=info.shape,
+            workspace=torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if num_bytes else None,
+        )
+        rounded = gradient.bfloat16() if info.compute == "bf16" else gradient
+        part.update(self._states[index], rounded.to(self._update_device), by)
+
+    def _show(self, index: int) -> None:
+        """Give the model the master weights of a parameter, in the dtype in which it computes."""
+        info = self._infos[index]
+        master = self._states[index]["weights"]
+        shown = kernels.split(master.cpu())[0] if info.compute == "bf16" else master
+        for parameter in self._places[info.name]:
+            parameter.data = shown.to(self.device, copy=True).view(info.shape)
+
+
+def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[str, int]:
+    """Return what a `Resident` holds by name, without activations: "weights" and "gradients" on the device, "masters",
+    "moments" and "gradients in fp32" where updates run.
+    """
+    found = dict.fromkeys(("weights", "gradients", "masters", "moments", "gradients in fp32"), 0)
+    for info in infos:
+        width = 2 if info.compute == "bf16" else 4
+        found["weights"] += width * info.numel
+        found["masters"] += 4 * info.numel
+        if info.trainable:
+            part = rule.parts[info.rule]
+            found["gradients"] += width * info.numel
+            found["gradients in fp32"] += 4 * info.numel
+            found["moments"] += sum(plane.numel(info.numel) * plane.dtype.itemsize for plane in part.moments)
+            found["moments"] += sum(4 * factor.numel(info.shape) for factor in part.factors)
+    return found
+
+
+def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Give every place of a tied weight a parameter of its own; return them by the weight's first name, each list in
+    module order.
+    """
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    seen: set[int] = set()
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            if id(child) in seen and any(True for _ in child.parameters()):  # one module in two places
+                parent._modules[key] = copy.deepcopy(child, dict(shared))
+            seen.add(id(child))
+    places: dict[str, list[nn.Parameter]] = {name: [] for name in first_names.values()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = first_names[id(parameter)]
+            if places[name]:
+                own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                module._parameters[key] = parameter = own
+            places[name].append(parameter)
+    return places
+
+
+def _one_node_for_each_input(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Put one node of the graph between an input and all places where a module uses it."""
+
+    def node(value: Any) -> Any:
+        return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    return tree_map(node, (args, kwargs))

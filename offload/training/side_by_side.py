@@ -1,0 +1,390 @@
+"""The engine and a resident model, side by side over the first steps of a run: do they have the same bits?
+
+The engine trains as it does in a run, with nothing waited for between its steps, and all weights are compared after the
+last one. Only where something differs, both begin again and are compared after each step, which tells where it begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.accelerators import own_accelerator
+from offload.config.config import Config
+from offload.data.dataset import share
+from offload.distributed.comm import Comm
+from offload.distributed.outcome import as_one
+from offload.engine.engine import Engine
+from offload.engine.units.find import describe_parameters
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.hf.models import BuiltModel
+from offload.machine.environment import memory
+from offload.optim.lr import learning_rate
+from offload.training.apart import Apart, WeightsApart, json_number
+from offload.training.build import Run, make_run
+from offload.training.objectives import Batch
+from offload.training.opening import check_settings
+from offload.training.resident import Part, Resident, resident_bytes
+from offload.training.resume import ResumePoint
+
+Say = Callable[[str], None]
+
+NUMBERS = ("loss", "grad_norm")
+TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e-2, "weights": 0.25}}
+"""By precision, where the order of sums differs. numbers: of losses and norms, as a share of the larger one. weights:
+their distance as a share of the way that they have gone. A rule that divides by the root of a second moment turns a
+gradient that is nothing but rounding into a step of full length, so that single elements have no tolerance.
+"""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a step gave on either side, by name: "loss" and "grad_norm"."""
+
+    step: int
+    offloaded: dict[str, float]
+    resident: dict[str, float]
+
+    def first_apart(self) -> Apart | None:
+        """Return the first number that differs in a bit."""
+        for what in NUMBERS:
+            one, other = self.offloaded[what], self.resident[what]
+            if one != other and not (math.isnan(one) and math.isnan(other)):
+                return Apart(self.step, what, (), one, other)
+        return None
+
+    def distance(self, what: str) -> float:
+        """Return the difference of a number as a share of the larger one."""
+        one, other = self.offloaded[what], self.resident[what]
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return 0.0
+        gap = abs(one - other) / max(abs(one), abs(other))
+        return gap if math.isfinite(gap) else math.inf
+
+
+@dataclass
+class Findings:
+    """What a pass over the steps has found."""
+
+    num_ranks: int
+    """How many trained the engine's side."""
+    steps: list[Numbers] = field(default_factory=list)
+    """In their order."""
+    weights: WeightsApart = field(default_factory=WeightsApart)
+    """After the last step."""
+    first: Apart | None = None
+    """What differs first, as far as it was looked for."""
+    reasons: list[str] = field(default_factory=list)
+    """Why the bits of both sides may differ; none where they must not."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """True where no loss, norm or weight differs."""
+        return not self.weights.differing and all(step.first_apart() is None for step in self.steps)
+
+    def is_within(self, tolerance: dict[str, float]) -> bool:
+        """True where nothing is farther apart than a tolerance of `TOLERANCES` allows."""
+        numbers = [step.distance(what) for step in self.steps for what in NUMBERS]
+        return max(numbers, default=0.0) <= tolerance["numbers"] and self.weights.distance <= tolerance["weights"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether offloaded training is resident training."""
+
+    findings: Findings
+    """Of the undisturbed pass."""
+    tolerance: dict[str, float] | None
+    """One of `TOLERANCES`; None where every bit has to be the same."""
+    first: Apart | None
+    """Where it first differs; None where it does not, or where nothing differs once both are compared at each step."""
+    notes: tuple[str, ...]
+    """What is approximate by design, on both sides alike."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True where nothing differs that must not."""
+        return self.findings.is_bit_equal if self.tolerance is None else self.findings.is_within(self.tolerance)
+
+    def fields(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        found = self.findings
+        return {
+            "equal": self.is_equal,
+            "bit_equal": found.is_bit_equal,
+            "tolerance": self.tolerance,
+            "order_differs": found.reasons,
+            "notes": list(self.notes),
+            "ranks": found.num_ranks,
+            "steps": [
+                {"step": each.step}
+                | {
+                    what: {
+                        "offloaded": json_number(each.offloaded[what]),
+                        "resident": json_number(each.resident[what]),
+                    }
+                    for what in NUMBERS
+                }
+                for each in found.steps
+            ],
+            "weights": found.weights.fields(),
+            "first_difference": None if self.first is None else self.first.fields(),
+        }
+
+
+class SideBySide:
+    """`SideBySide(config, steps, ...).verdict()` compares the first steps of the run of a configuration, from its
+    initial weights on. Collective: over several ranks the resident side is rank 0's.
+
+    same_order: the resident side sums in the engine's order where it can. say: prints a line, on rank 0.
+
+    Raises ConfigError for what cannot be compared, DoesNotFitError where the model does not fit resident.
+    """
+
+    def __init__(self, config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> None:
+        self._config, self._num_steps, self._same_order = config, num_steps, same_order
+        self._comm, self._say = comm, say
+
+    def verdict(self) -> Verdict:
+        """Train both sides, a second time where they differ and must not; return what was found."""
+        with as_one(self._comm, "check of the settings"):
+            self._config.check_source()
+            check_settings(self._config, self._comm.size)
+        found = self._pass(self._say)
+        tolerance = TOLERANCES[self._precision] if found.reasons else None
+        first = found.first
+        if self._comm.any(tolerance is None and not found.is_bit_equal, "whether to look again"):
+            self._say("something differs: both sides train once more, to be compared after each step.")
+            first = self._pass(lambda _text: None, looks=True).first
+        return Verdict(found, tolerance, first, tuple(self._notes()))
+
+    def _pass(self, say: Say, *, looks: bool = False) -> Findings:
+        """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
+        found = Findings(self._comm.size)
+        with self._opened(say) as (run, sides):
+            for step in range(self._num_steps):
+                if not sides.step(step, found):
+                    say(f"the data are at their end after {step} steps.")
+                    break
+                is_last = step + 1 == self._num_steps
+                if looks and found.first is None and not is_last:
+                    found.weights = sides.compare(step + 1)
+                    found.first = found.weights.first
+                if looks and self._comm.any(found.first is not None, "whether a side differs"):
+                    return found
+            found.weights = sides.compare(len(found.steps))
+            found.first = found.first or found.weights.first
+            self._precision = str(run.config.train.precision)
+            found.reasons = sides.reasons()
+        return found
+
+    @contextmanager
+    def _opened(self, say: Say) -> Iterator[tuple[Run, _Sides]]:
+        comm = self._comm
+        run = make_run(ResumePoint(self._config), comm, say, say)
+        with closing(run.engine):
+            resident = None
+            with as_one(comm, "making of the resident side"):
+                if comm.rank == 0:
+                    resident = _resident(run, self._same_order)
+            yield run, _Sides(run, resident, comm, self._same_order)
+
+    def _notes(self) -> Iterator[str]:
+        train, optimizer = self._config.train, self._config.optimizer
+        if optimizer.states == "int8":
+            yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
+        if optimizer.states == "bf16":
+            yield "moments in bf16 are rounded at random, by the same generator of (seed, step, element) on both sides."
+        if train.delay:
+            yield f"updates come a step late on both sides, from step {train.delay_after + 1} on."
+
+
+class _Sides:
+    """Both sides of a pass. `resident`: None on all ranks but the first."""
+
+    def __init__(self, run: Run, resident: Resident | None, comm: Comm, same_order: bool) -> None:
+        self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
+        self._engine: Engine = run.engine
+        self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
+
+    def step(self, step: int, found: Findings) -> bool:
+        """Train both sides on a batch, and note what they gave; return False where the data are at their end."""
+        run, comm, train = self._run, self._comm, self._run.config.train
+        batches = list(self._batches(step))
+        if comm.any(not batches, "whether there are rows"):
+            return False
+        optimizer = run.config.optimizer
+        rate = learning_rate(
+            step,
+            base=float(optimizer.lr or 0.0),
+            schedule=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps or 0,
+            num_steps=train.steps,
+        )
+        seed = run.config.run.seed * 1_000_003 + step
+        self._engine.lr = rate
+        torch.manual_seed(seed)
+        result = self._engine.step(batches[comm.rank])
+        with as_one(comm, "step of the resident side"):
+            if self._resident is not None:
+                self._resident.lr = rate
+                torch.manual_seed(seed)
+                offloaded = {"loss": float(result.loss), "grad_norm": result.grad_norm}
+                loss, norm = self._train_resident(batches)
+                found.steps.append(Numbers(step + 1, offloaded, {"loss": loss, "grad_norm": norm}))
+                found.first = found.first or found.steps[-1].first_apart()
+        return True
+
+    def _batches(self, step: int) -> Iterator[Batch]:
+        """Yield the rows of each rank; nothing where there are none left."""
+        run, num_ranks = self._run, self._comm.size
+        size = run.config.train.batch_size
+        try:
+            for rank in range(num_ranks):
+                first = share(size, rank, num_ranks).start
+                yield run.objective.apply(run.data.batch(step, rank, num_ranks), step, first, size)
+        except StopIteration:
+            return
+
+    def _train_resident(self, batches: list[Batch]) -> tuple[float, float]:
+        assert self._resident is not None
+        device = self._engine.device
+        parts = self._parts(batches)
+        before = _generators(device)
+        try:
+            numbers = self._resident.step(parts)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                f"the resident side has no memory for a step: {' '.join(str(error).split())[:300]} Lower "
+                "--train.batch_size or --data.sequence_length: the model it trains is whole on the device."
+            ) from None
+        draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
+        if draws and (self._comm.size > 1 or self._micro_rows):
+            raise ConfigError(
+                "the model draws random numbers (dropout), and where ranks or micro-batches cut a batch these are "
+                "others than plain PyTorch's: there is nothing to compare. Leave out --gpus and "
+                "--train.micro_batch_size, or set the model's dropout to 0."
+            )
+        return numbers
+
+    @property
+    def _micro_rows(self) -> int | None:
+        """Rows of a micro-batch; None where batches are whole."""
+        train = self._run.config.train
+        largest, size = -(-train.batch_size // self._comm.size), train.micro_batch_size
+        return size if size is not None and size < largest else None
+
+    def _parts(self, batches: list[Batch]) -> list[Part]:
+        """Return what the resident side trains on: the rows of all ranks at once, or part by part as the engine has
+        them.
+        """
+        count = self._run.objective.count
+        whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        if not self._same_order:
+            return [(whole, 1.0)]
+        total = count(whole)
+        parts = []
+        for batch in batches:
+            num_rows = len(next(iter(batch.values())))
+            step = self._micro_rows or num_rows
+            for begin in range(0, num_rows, step):
+                part = {key: value[begin : begin + step] for key, value in batch.items()}
+                if num_targets := count(part):
+                    parts.append((part, num_targets / total))
+        return parts
+
+    def compare(self, step: int) -> WeightsApart:
+        """Compare all weights after a step. Collective; what it found is rank 0's."""
+        found = WeightsApart()
+        others = self._resident.weights() if self._resident is not None else None
+        for name, offloaded in self._engine.named_parameters():
+            if others is not None:
+                found.add(step, name, offloaded, next(others)[1], self._begun[name])
+        return found
+
+    def reasons(self) -> list[str]:
+        """Return why bits may differ that the engine does not promise."""
+        engine, found = self._engine, []
+        if self._comm.size > 1:
+            found.append(f"{self._comm.size} ranks: each sums the gradients of its rows, and a part of the norm")
+        if self._micro_rows:
+            found.append(f"micro-batches of {self._micro_rows} rows: each unit sums the gradients of its own")
+        if engine.head_chunks > 1:
+            found.append(
+                f"the head in {engine.head_chunks} chunks: their losses and gradients are summed "
+                "(--train.head_chunk_bytes none makes the logits whole)"
+            )
+        if engine.max_grad_norm is not None:
+            if engine.clip == "speculative":
+                found.append("speculative clipping: updates are corrected (--train.clip deferred is exact)")
+            if engine.device.type != "cpu":
+                found.append("the norm is summed on the device, and clips (--train.max_grad_norm none is exact)")
+        return found
+
+
+def _resident(run: Run, same_order: bool) -> Resident:
+    """Make the resident side of a run, with the weights that the engine was given. Raises DoesNotFitError."""
+    config, engine = run.config, run.engine
+    built = run.rebuild()
+    infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
+    _check_fit(resident_bytes(infos, engine.optimizer), engine)
+    _fill(built)
+    if (accelerator := own_accelerator(config.offload.device)) is not None:
+        accelerator.limit(1 << 62)  # the engine's budget is no limit of what is beside it
+    return Resident(
+        built.model.train(),
+        engine.optimizer,
+        precision=str(config.train.precision),
+        device=engine.device,
+        update_device=engine.update_device,
+        max_grad_norm=engine.max_grad_norm,
+        seed=config.run.seed,
+        skips=config.train.on_nonfinite == "skip",
+        late_after=config.train.delay_after if config.train.delay else None,
+        sums_by_unit=same_order,
+    )
+
+
+def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
+    """Raise DoesNotFitError where the resident side has no room beside the engine. Activations are not counted."""
+    accelerator = own_accelerator(str(engine.device))
+    computes = "cpu" if accelerator is None else "device"
+    updates = "cpu" if engine.update_device.type == "cpu" else computes
+    places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
+    held = {**held, "first weights": held["masters"]}  # to tell how far the others have gone
+    free = {
+        "cpu": memory().get("available_bytes"),
+        "device": None if accelerator is None else accelerator.free_bytes,
+    }
+    for tier, room in free.items():
+        its = {name: num_bytes for name, num_bytes in held.items() if places.get(name, "cpu") == tier}
+        needed = sum(its.values())
+        if room is not None and needed > room:
+            listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in its.items())
+            raise DoesNotFitError(
+                f"parity needs the model resident beside the engine: {format_bytes(needed)} on the {tier} without "
+                f"activations ({listed}), and {format_bytes(room)} are free there. Use a smaller model of the same "
+                "family (--model.path of a config.json with fewer layers), or a machine with more memory."
+            )
+
+
+def _fill(built: BuiltModel) -> None:
+    """Give a model all of its weights."""
+    left = built.fill("", built.model) or {}
+    with torch.no_grad():
+        for parameter, source in left.items():
+            parameter.copy_(source.read(0, parameter.numel()).view(parameter.shape))
+    built.close()
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators from which a forward may draw."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

@@ -1,0 +1,262 @@
+"""`offload.parity`: equal where it has to be, and where it first differs when one side is broken on purpose."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload import parity
+from offload.errors import ConfigError, DoesNotFitError
+from offload.optim.sgd import SGD
+from offload.training import side_by_side
+from offload.training.apart import WeightsApart, first_element
+from offload.training.resident import Resident
+from tests import forks
+from tests.training.conftest import SHAPES
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+DISK = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", ".")
+HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some text, of which tokens are made once."""
+    path = tmp_path_factory.mktemp("parity")
+    (path / "text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return the command line that compares three steps of a tiny model of a family."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+
+    def make(*more: str, family: str = "llama", **shape: Any) -> list[str]:
+        AutoConfig.for_model(family, vocab_size=384, **SHAPES[family], **shape).save_pretrained("shape")
+        return [
+            *("--model.path", "shape/config.json", "--data.source", "text.txt", "--data.sequence_length", "32"),
+            *("--train.batch_size", "4", "--train.precision", "fp32", "--optimizer.warmup_steps", "0", "--steps", "3"),
+            *more,
+        ]
+
+    return make
+
+
+@pytest.fixture
+def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; return its exit code and its JSON."""
+
+    def compare(*more: str, **shape: Any) -> tuple[int, dict[str, Any]]:
+        code = parity.main(words("--json", *more, **shape))
+        return code, json.loads(capsys.readouterr().out)
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        HOST,
+        ("--train.precision", "bf16", *HOST),
+        ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
+        ("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST),
+        ("--optimizer.states", "int8", "--train.precision", "bf16", *HOST),
+        ("--optimizer.name", "muon", "--optimizer.lr", "0.01"),
+        ("--optimizer.name", "adafactor", "--train.precision", "bf16"),
+        ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
+        ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", *HOST),
+        ("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST),
+    ],
+    ids=" ".join,
+)
+def test_what_is_exact_is_equal_bit_for_bit(run: Run, settings: tuple[str, ...]) -> None:
+    code, found = run(*settings)
+    assert code == 0
+    assert (found["equal"], found["bit_equal"], found["tolerance"], found["order_differs"]) == (True, True, None, [])
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert all(step["loss"]["offloaded"] == step["loss"]["resident"] for step in found["steps"])
+    assert len({step["loss"]["offloaded"] for step in found["steps"]}) == 3
+    assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
+    assert found["first_difference"] is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
+    code, found = run("--train.precision", precision, *HOST, family="gpt2", resid_pdrop=0.5)
+    assert (code, found["bit_equal"]) == (0, True)
+    _, calm = run("--train.precision", precision, *HOST, family="gpt2", resid_pdrop=0.0)
+    assert calm["steps"][0]["loss"] != found["steps"][0]["loss"], "dropout was on"
+
+
+def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(run: Run) -> None:
+    """T5's decoder blocks get the encoder's output, each in one place; its position biases go to all blocks."""
+    code, found = run("--same-order", *HOST, family="t5")
+    assert (code, found["bit_equal"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("--train.micro_batch_size", "1"), "micro-batches of 1 rows"),
+        (("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"), "micro-batches of 3 rows"),
+        (("--train.head_chunk_bytes", "40KiB"), "the head in 6 chunks"),
+    ],
+)
+def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings: tuple[str, ...], reason: str) -> None:
+    code, found = run(*settings, *HOST)
+    assert (code, found["equal"], found["bit_equal"]) == (0, True, False)
+    assert [text.partition(":")[0].partition(" (")[0] for text in found["order_differs"]] == [reason]
+    assert found["tolerance"] in side_by_side.TOLERANCES.values()
+    assert 0 < found["weights"]["distance"] < found["tolerance"]["weights"]
+
+
+def test_a_wrong_scale_is_beyond_the_tolerance(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Resident.step
+    monkeypatch.setattr(Resident, "step", lambda self, parts: step(self, [(rows, 0.9) for rows, _ in parts]))
+    code, found = run("--train.micro_batch_size", "1", *HOST)
+    assert (code, found["equal"]) == (1, False)
+    assert found["first_difference"]["what"] == "loss"
+
+
+class Broken:
+    """Changes one weight of the resident side by its last bit, in the second step of some passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: set[int]) -> None:
+        update, begin = Resident._update_parameter, Resident.__init__
+        self.num_passes, name = 0, "model.layers.1.mlp.up_proj.weight"
+
+        def count(resident: Resident, *args: Any, **settings: Any) -> None:
+            self.num_passes += 1
+            begin(resident, *args, **settings)
+
+        def break_one(resident: Resident, index: int, gradient: torch.Tensor, scale: float) -> None:
+            update(resident, index, gradient, scale)
+            info = resident._infos[index]
+            if self.num_passes in passes and info.name == name and resident._steps[index] == 2:
+                resident._states[index]["weights"].view(torch.int32)[5 * info.shape[1] + 7] += 1
+
+        monkeypatch.setattr(Resident, "__init__", count)
+        monkeypatch.setattr(Resident, "_update_parameter", break_one)
+
+
+def test_it_says_where_it_first_differs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Broken(monkeypatch, {1, 2})
+    code, found = run(*HOST)
+    assert (code, found["equal"], broken.num_passes) == (1, False, 2)
+    first = found["first_difference"]
+    assert (first["step"], first["what"], first["element"]) == (2, "weight", [5, 7])
+    assert first["parameter"] == "model.layers.1.mlp.up_proj.weight"
+    assert 0 < abs(first["offloaded"] - first["resident"]) < 1e-7
+    assert found["weights"]["differing_parameters"] > 1, "after the last step more have followed"
+
+
+def test_what_differs_only_undisturbed_is_told_as_such(
+    words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Broken(monkeypatch, {1})
+    assert parity.main(words(*HOST)) == 1
+    said = capsys.readouterr().out
+    assert "it depends on what goes on between steps" in said
+    assert said.endswith("parity: offloaded and resident training differ over 3 steps\n")
+
+
+def test_the_words_of_a_person(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity.main(words("--optimizer.states", "int8", *HOST)) == 0
+    said = capsys.readouterr().out
+    assert said.count(", equal\n") == 6
+    assert "every bit is equal" in said
+    assert "note: moments in int8" in said
+    assert not Path("runs").exists()
+
+
+def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        parity.main(words("--train.micro_batch_size", "2", *HOST, family="gpt2"))
+    monkeypatch.setattr(side_by_side, "memory", lambda: {"available_bytes": 1000})
+    with pytest.raises(DoesNotFitError, match=r"on the cpu without activations \(weights .* 1000 B are free"):
+        parity.main(words(*HOST))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--steps", "0"), "--steps is '0'"),
+        (("--same-order", "maybe"), "--same-order is 'maybe'"),
+        (("--same-ordre",), "did you mean same-order"),
+    ],
+)
+def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parity.main([*given])
+
+
+def test_help_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parity.main(["--help"])
+    said = capsys.readouterr().out
+    assert [name for name in ("--steps", "--same-order", "--json", "--offload.parameters") if name not in said] == []
+
+
+@pytest.mark.slow
+def test_two_ranks_are_equal_within_the_order_of_sums(words: Callable[..., list[str]], folder: Path) -> None:
+    done = forks.run(["-m", "offload.parity", "--gpus", "2", "--json", *words("--same-order", *HOST)], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["ranks"], len(found["steps"])) == (True, 2, 3)
+    assert found["order_differs"] == ["2 ranks: each sums the gradients of its rows, and a part of the norm"]
+    assert found["weights"]["distance"] < 1e-5
+
+
+# -- the resident side, and what compares ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
+    """With SGD, whose bits are torch's: nothing of the engine is in it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]))
+    plain = copy.deepcopy(model)
+    cpu, rule = torch.device("cpu"), SGD(lr=0.1, momentum=0.9)
+    resident = Resident(
+        model, rule, precision="fp32", device=cpu, update_device=cpu, max_grad_norm=None, seed=0, sums_by_unit=True
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
+    for _ in range(3):
+        ids = torch.randint(384, (4, 16))
+        loss = torch.zeros(())
+        for rows in ids.chunk(num_parts):
+            part = plain(input_ids=rows, labels=rows).loss / num_parts
+            part.backward()
+            loss += part.detach()
+        norm = sum(p.grad.double().square().sum() for p in plain.parameters()).sqrt().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = resident.step([({"input_ids": rows, "labels": rows}, 1 / num_parts) for rows in ids.chunk(num_parts)])
+        assert found == (loss.item(), pytest.approx(norm, rel=1e-12))
+    for (name, mine), its in zip(resident.weights(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its), name
+
+
+def test_bits_are_compared_and_the_first_is_found() -> None:
+    one = torch.tensor([[0.0, 1.0, float("nan")], [2.0, 3.0, 4.0]])
+    assert first_element(one, one.clone()) is None
+    other = one.clone()
+    other[0, 0] = -0.0
+    other[1, 2] = 5.0
+    assert first_element(one, other) == ((0, 0), 2)
+    apart = WeightsApart()
+    apart.add(1, "equal", one[1], one[1].clone(), torch.zeros(3))
+    assert (apart.distance, apart.first) == (0.0, None)
+    apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
+    assert (apart.first.what, apart.first.element, apart.first.offloaded) == ("b", (1,), 4.0)  # type: ignore[union-attr]
+    assert apart.distance == pytest.approx((1 / (4 + 9 + 16 + 9 + 25)) ** 0.5)
+    assert (apart.num_elements, apart.differing, apart.largest) == (5, {"b": 1}, 1.0)
