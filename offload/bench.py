@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Iterator
 
+from offload.benches.catalogue import BENCHMARKS, module_of
 from offload.config.command_line import run_command
-
-# name -> what it measures. The module offload.benches.NAME
-# has add_arguments(parser) and run(arguments) -> list[Result].
-BENCHMARKS = {
-    "adam": "updates on the CPU against the memory roofline, torch, DeepSpeed and 8-bit AdamW",
-    "nvme": "files read and written by the I/O engines, against fio",
-    "step": "a training step against plain PyTorch and DeepSpeed",
-}
 
 
 def main(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
-    benchmark = importlib.import_module(f"offload.benches.{arguments.name}")
+    benchmark = BENCHMARKS[arguments.name]
     with _only_results_on_stdout():
-        results = benchmark.run(arguments)
+        found = module_of(arguments.name).run(arguments)
 
-    from offload.benches.report import document, show
+    from offload.benches.report import Measured
 
+    found = Measured(found) if isinstance(found, list) else found
     if arguments.json:
-        print(document(results))
+        print(found.document())
     else:
-        show(BENCHMARKS[arguments.name], results)
+        found.show(benchmark.summary)
     return 0
 
 
@@ -52,11 +45,11 @@ def _only_results_on_stdout() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offload.bench", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, summary in BENCHMARKS.items():
-        sub = names.add_parser(name, help=summary, description=summary + ".")
-        sub.add_argument("--json", action="store_true", help="print machine, versions and results as JSON")
+    for name, benchmark in BENCHMARKS.items():
+        sub = names.add_parser(name, help=benchmark.summary, description=benchmark.summary + ".")
+        sub.add_argument("--json", action="store_true", help="print what is found as JSON")
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        importlib.import_module(f"offload.benches.{name}").add_arguments(sub)
+        module_of(name).add_arguments(sub)
     return parser
 
 

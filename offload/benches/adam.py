@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from offload.benches.report import Result
+from offload.benches.report import Result, spread
 from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.native import kernels
@@ -307,6 +307,7 @@ def summarise(contenders: list[Contender], n: int, threads: int) -> list[Result]
             "best": round(min(contender.seconds) * 1e3, 3),
             "cpus_busy": round(statistics.median(map(operator.truediv, contender.cpu_seconds, contender.seconds)), 2),
             "rounds": len(contender.seconds),
+            "spread": round(spread(contender.seconds), 4),
             "undisturbed_rounds": len(_undisturbed(contender, contender, threads)),
         }
         if contender.bytes_per_parameter is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from offload.benches.report import Result
+from offload.benches.report import Result, spread
 
 _MIN_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
 _Item = TypeVar("_Item")
@@ -118,6 +118,7 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
             "steps_in_a_block": num_steps,
             "pairs": len(times),
             "best": min(times) * 1e3,
+            "spread": round(spread(times), 4),
             "blocks": [round(seconds * 1e3, 3) for seconds in times],
             "left_ms": statistics.median(block.left_seconds for block in contender.blocks) * 1e3,
             "tokens_per_second": tokens / median,

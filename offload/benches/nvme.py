@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.benches.blocks import turned
-from offload.benches.report import Result
+from offload.benches.report import Result, spread
 from offload.config.command_line import say
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
@@ -251,8 +251,16 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
             cpu_ratios = [its / own for own, its in zip(cpu, other.cpu_per_gib(), strict=True)]
             rate_ratio, cpu_ratio = (round(statistics.median(each), 4) for each in (ratios, cpu_ratios))
             cpu_reference = f"{contender.reference}, CPU"
-        details |= {"best": round(max(rates), 3), "all": [round(one, 3) for one in rates]}
-        cpu_details = {"best": round(min(cpu), 4), "all": [round(one, 4) for one in cpu]}
+        details |= {
+            "spread": round(spread(rates), 4),
+            "best": round(max(rates), 3),
+            "all": [round(one, 3) for one in rates],
+        }
+        cpu_details = {
+            "spread": round(spread(cpu), 4),
+            "best": round(min(cpu), 4),
+            "all": [round(one, 4) for one in cpu],
+        }
         rate, cpu_seconds = round(statistics.median(rates), 3), round(statistics.median(cpu), 4)
         results.append(Result(contender.name, rate, "GB/s", contender.reference, rate_ratio, details))
         results.append(Result(f"{contender.name}, CPU", cpu_seconds, "s/GiB", cpu_reference, cpu_ratio, cpu_details))

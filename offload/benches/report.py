@@ -6,6 +6,9 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 MIN_WIDTH = 160  # of the table, in characters: a pipe or a narrow terminal wraps it rather than cutting names
@@ -60,32 +63,71 @@ def versions() -> dict[str, str]:
     return found
 
 
-def document(results: list[Result]) -> str:
-    """Return machine, versions and results as JSON text."""
-    parts = {"machine": machine(), "versions": versions(), "results": [result.fields() for result in results]}
-    return json.dumps(parts, indent=2)
+def spread(values: Sequence[float]) -> float:
+    """Return how far measurements lie apart: the distance of their quartiles over their median; 0 for one alone."""
+    if len(values) < 2:
+        return 0.0
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / median if median else 0.0
 
 
-def show(title: str, results: list[Result]) -> None:
-    """Print the results as a table."""
+@dataclasses.dataclass
+class Measured:
+    """What a benchmark gives."""
+
+    results: list[Result]
+    """In the order of the table."""
+    left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """What could not be measured here, and why."""
+    files: list[Path] = dataclasses.field(default_factory=list)
+    """What was written beside, such as pictures."""
+
+    def document(self) -> str:
+        """Return machine, versions and results as JSON text."""
+        parts: dict[str, Any] = {"machine": machine(), "versions": versions()}
+        parts["results"] = [result.fields() for result in self.results]
+        if self.left_out:
+            parts["left_out"] = [{"name": name, "why": why} for name, why in self.left_out]
+        if self.files:
+            parts["files"] = [str(file) for file in self.files]
+        return json.dumps(parts, indent=2)
+
+    def show(self, title: str) -> None:
+        """Print the results as a table."""
+        from rich.table import Table
+
+        caption = "ratio: how many times better than the reference, median of interleaved pairs"
+        table = Table(title=title, caption=caption)
+        for column in ("", "threads", "median", "best", "GB/s", "reference", "ratio"):
+            table.add_column(column, justify="left" if column in ("", "reference") else "right", no_wrap=True)
+        for result in self.results:
+            more = result.details
+            table.add_row(
+                result.name,
+                str(more.get("threads", "")),
+                f"{shown(result.value)} {result.unit}",
+                shown(more["best"]) if "best" in more else "",
+                f"{more['gigabytes_per_second']:.1f}" if "gigabytes_per_second" in more else "",
+                result.reference or "",
+                f"{result.ratio:.2f}" if result.ratio is not None else "",
+            )
+        print_table(table)
+        for name, why in self.left_out:
+            print(f"left out: {name}: {why}")
+        for file in self.files:
+            print(f"written: {file}")
+        print(" · ".join(f"{name} {version}" for name, version in versions().items()))
+
+
+def shown(value: float) -> str:
+    """Return a number as a table shows it."""
+    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def print_table(table: Any) -> None:
+    """Print a table of rich, wide enough for its names whatever the terminal."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, caption="ratio: how many times faster than the reference, median of interleaved pairs")
-    for column in ("", "threads", "median", "best", "GB/s", "reference", "ratio"):
-        table.add_column(column, justify="left" if column in ("", "reference") else "right", no_wrap=True)
-    for result in results:
-        more = result.details
-        table.add_row(
-            result.name,
-            str(more.get("threads", "")),
-            f"{result.value:.2f} {result.unit}",
-            f"{more['best']:.2f}" if "best" in more else "",
-            f"{more['gigabytes_per_second']:.1f}" if "gigabytes_per_second" in more else "",
-            result.reference or "",
-            f"{result.ratio:.2f}" if result.ratio is not None else "",
-        )
     console = Console()
     console = console if console.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
     console.print(table)
-    console.print(" · ".join(f"{name} {version}" for name, version in versions().items()), style="dim")

@@ -71,13 +71,19 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
     if arguments.overlap:
         return overlap.run(arguments, _model, batches, threads)
+    num_parameters = sum(parameter.numel() for parameter in _model(arguments).parameters())
     results: list[Result] = []
     for precision in arguments.precision:
         for recompute in arguments.recompute:
             with ExitStack() as opened:
                 contenders = list(_contenders(arguments, precision, recompute, opened))
                 measure(contenders, batches, arguments.steps, arguments.pairs)
-                more = {"group": f"{precision}, recompute {recompute}", "threads": threads}
+                more = {
+                    "group": f"{precision}, recompute {recompute}",
+                    "threads": threads,
+                    "precision": precision,
+                    "parameters": num_parameters,
+                }
                 results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
     return results
 

@@ -1,0 +1,154 @@
+"""Two files of results, number by number: which differ by more than their measurements did among themselves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.benches.report import print_table, shown, spread
+from offload.errors import ConfigError, shorten
+
+LEAST_SPREAD = 0.02
+"""Of numbers that say nothing of theirs, or were measured once."""
+_LARGER_IS_BETTER = ("/s",)
+Key = tuple[str, str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("before", metavar="A", help="what another run printed with --json")
+    parser.add_argument("after", metavar="B", help="what is compared with it")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One number of both files."""
+
+    name: str
+    """With the benchmark and the threads, where the files say them."""
+    unit: str
+    """Of both."""
+    before: float
+    """In the first file."""
+    after: float
+    """In the second."""
+    ratio: float
+    """How many times better the second is: 2 is twice as fast."""
+    spread: float
+    """The larger one of both, as a share of the median."""
+
+    @property
+    def differs(self) -> bool:
+        """True where both are farther apart than the spread of their measurements."""
+        return not 1 / (1 + self.spread) <= self.ratio <= 1 + self.spread
+
+    @property
+    def verdict(self) -> str:
+        """Return "better", "worse", or nothing."""
+        return "" if not self.differs else "better" if self.ratio > 1 else "worse"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two files have in common, and what they have not."""
+
+    pairs: list[Pair]
+    """In the order of the first file."""
+    only_before: list[str]
+    """Names that the second file lacks."""
+    only_after: list[str]
+    """Names that the first file lacks."""
+    others: dict[str, tuple[Any, Any]]
+    """What of machine and versions is not the same."""
+
+    def document(self) -> str:
+        """Return all of it as JSON text."""
+        results = [asdict(pair) | {"differs": pair.differs, "verdict": pair.verdict} for pair in self.pairs]
+        only = {"before": self.only_before, "after": self.only_after}
+        return json.dumps({"results": results, "only_in": only, "conditions": self.others}, indent=2)
+
+    def show(self, title: str) -> None:
+        """Print a table."""
+        from rich.table import Table
+
+        table = Table(
+            title=title, caption="ratio: how many times better B is; marked where that is more than the spread"
+        )
+        for column in ("", "A", "B", "ratio", "spread", ""):
+            table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+        for pair in self.pairs:
+            values = [f"{shown(value)} {pair.unit}" for value in (pair.before, pair.after)]
+            table.add_row(pair.name, *values, f"{pair.ratio:.3f}", f"{pair.spread:.1%}", pair.verdict)
+        print_table(table)
+        for what, names in (("A", self.only_before), ("B", self.only_after)):
+            if names:
+                print(f"only in {what}: {', '.join(names)}")
+        for key, (before, after) in self.others.items():
+            print(f"{key}: {shorten(str(before))} in A, {shorten(str(after))} in B")
+
+
+def run(arguments: argparse.Namespace) -> Compared:
+    """Read both files and compare them. Raises ConfigError for one that holds no results."""
+    before, after = (_read(Path(path)) for path in (arguments.before, arguments.after))
+    mine, its = (_by_key(document["results"]) for document in (before, after))
+    return Compared(
+        [_pair(key, mine[key], its[key]) for key in mine if key in its],
+        [_title(key) for key in mine if key not in its],
+        [_title(key) for key in its if key not in mine],
+        dict(_others(before, after)),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        results = found["results"]
+        if not all({"name", "value", "unit"} <= result.keys() for result in results):
+            raise KeyError("name, value, unit")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what "
+            "python -m offload.bench NAME --json printed."
+        ) from None
+    return dict(found)
+
+
+def _by_key(results: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    return {(each.get("benchmark", ""), each["name"], str(each.get("threads", ""))): each for each in results}
+
+
+def _pair(key: Key, before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair:
+    if before["unit"] != after["unit"]:
+        raise ConfigError(f"{key[1]} is in {before['unit']} in one file and in {after['unit']} in the other.")
+    mine, its = float(before["value"]), float(after["value"])
+    better, worse = (its, mine) if str(before["unit"]).endswith(_LARGER_IS_BETTER) else (mine, its)
+    ratio = better / worse if worse else math.inf if better else 1.0
+    return Pair(_title(key), before["unit"], mine, its, ratio, max(_spread_of(before), _spread_of(after)))
+
+
+def _spread_of(result: Mapping[str, Any]) -> float:
+    """Return the spread that a result tells, or that of its measurements, as older files have them."""
+    if "spread" in result:
+        return max(LEAST_SPREAD, float(result["spread"]))
+    return max(LEAST_SPREAD, spread(result.get("all") or result.get("blocks") or ()))
+
+
+def _others(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, tuple[Any, Any]]]:
+    return [
+        (key, (mine, its))
+        for part in ("machine", "versions")
+        for key in {**before.get(part, {}), **after.get(part, {})}
+        if (mine := before.get(part, {}).get(key)) != (its := after.get(part, {}).get(key))
+    ]
+
+
+def _title(key: Key) -> str:
+    benchmark, name, threads = key
+    return (f"{benchmark}: " if benchmark else "") + name + (f", {threads} threads" if threads else "")

@@ -1,0 +1,99 @@
+"""Lines over a logarithmic axis as SVG, in a light and in a dark version. Needs leather, of the extra `report`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload.errors import MissingLibraryError
+
+WIDTH, HEIGHT = 900, 500
+_COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
+"""Told apart on either background; after the last one lines are dashed."""
+_FONTS = {f"{part}_font_family": "Helvetica, Arial, sans-serif" for part in ("title", "axis_title", "legend", "tick")}
+_DARK = {
+    "background_color": "#16181d",
+    "title_color": "#e6e6e6",
+    "axis_title_color": "#b8bcc4",
+    "label_color": "#9aa0aa",
+    "legend_color": "#d0d3d9",
+    "tick_color": "#2b2f38",
+    "zero_color": "#4a4f5a",
+}
+_LIGHT = {"background_color": "#ffffff", "label_color": "#666666"}
+Line = Sequence[tuple[float, float]]
+
+
+def check_leather() -> None:
+    """Raise MissingLibraryError where no picture can be drawn."""
+    try:
+        import leather  # noqa: F401
+    except ImportError:
+        raise MissingLibraryError(
+            "a picture is drawn by leather, which is not installed: pip install 'offload[report]', or leave out "
+            "--picture."
+        ) from None
+
+
+def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
+    """Write lines of points (x above 0, y), by name, to PATH.svg and PATH-dark.svg; return both. x doubles from tick to
+    tick. Raises MissingLibraryError.
+    """
+    check_leather()
+    stem = path.with_suffix("") if path.suffix == ".svg" else path
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix, theme in (("", _LIGHT), ("-dark", _DARK)):
+        with _theme({**_FONTS, **theme}):
+            file = stem.with_name(f"{stem.name}{suffix}.svg")
+            file.write_text(_chart(title, lines, x_name, y_name), encoding="utf-8")
+        written.append(file)
+    return written
+
+
+def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> str:
+    import leather
+
+    chart = leather.Chart(title)
+    xs = sorted({x for line in lines.values() for x, _ in line})
+    most = max((y for line in lines.values() for _, y in line), default=1.0) or 1.0
+    for number, (name, line) in enumerate(lines.items()):
+        points = sorted((math.log2(x), y) for x, y in line)
+        color = _COLORS[number % len(_COLORS)]
+        dashes = "6,4" if number >= len(_COLORS) else "none"
+        if len(points) > 1:
+            chart.add_line(points, name=name, stroke_color=color, width=2, stroke_dasharray=dashes)
+        else:
+            chart.add_dots(points, name=name, fill_color=color)
+    low, high = math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1]))
+    chart.add_x_scale(low, max(high, low + 1))
+    chart.add_y_scale(0, most * 1.1)
+    ticks = list(range(low, max(high, low + 1) + 1))
+    chart.add_x_axis(ticks=ticks, tick_formatter=lambda value, *_: _short(2.0 ** float(value)), name=x_name)
+    chart.add_y_axis(tick_formatter=lambda value, *_: _short(float(value)), name=y_name)
+    return str(chart.to_svg(width=WIDTH, height=HEIGHT))
+
+
+def _short(value: float) -> str:
+    """Return a number as an axis shows it."""
+    for size, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if value >= size and value % size == 0:
+            return f"{value / size:g}{unit}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
+
+
+@contextmanager
+def _theme(values: Mapping[str, str]) -> Iterator[None]:
+    """Let leather, whose theme is its module's, draw with these fonts and colors."""
+    import leather.theme as theme
+
+    before = {name: getattr(theme, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(theme, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(theme, name, value)

@@ -1,0 +1,202 @@
+"""Training steps over tokens a step (batch and sequence), placement and ZeRO stage: a scaling study of one machine.
+
+Each point is a short run of `python -m offload.train` in processes of its own, on the model, data and settings given
+after `--`, so that a point that does not fit, or fails, costs no other. The first steps, in which memory that is left
+over is found, do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.benches.blocks import turned
+from offload.benches.picture import check_leather, draw
+from offload.benches.report import Measured, Result, spread
+from offload.config.command_line import say
+from offload.errors import ConfigError, DoesNotFitError
+
+NUM_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
+TIERS = ("device", "cpu", "nvme", "auto")
+RESIDENT = "device"
+"""The placement that the others are compared with."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--batch", type=int, nargs="+", default=[4, 8, 16], help="rows a step (default: 4 8 16)")
+    parser.add_argument("--sequence", type=int, nargs="+", default=[256], help="tokens a row (default: 256)")
+    parser.add_argument(
+        "--placement",
+        nargs="+",
+        default=["device", "cpu"],
+        help=f"{', '.join(TIERS)}, or two of them as PARAMETERS+OPTIMIZER (default: device cpu)",
+    )
+    parser.add_argument("--stage", type=int, nargs="+", choices=range(4), default=[3], help="ZeRO stages (default: 3)")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks (default: 1)")
+    parser.add_argument("--steps", type=int, default=8, help="measured in a run, after four (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each point, in turns (default: %(default)s)")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw tokens a second here, and in FILE-dark.svg")
+    parser.add_argument("settings", nargs="*", metavar="-- SETTINGS", help="any of train: -- --model.preset small ...")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one run trains with."""
+
+    batch: int
+    """Rows of a step, of all ranks."""
+    sequence: int
+    """Tokens of a row."""
+    placement: str
+    """A tier of `TIERS`, or two as PARAMETERS+OPTIMIZER."""
+    stage: int
+    """ZeRO's."""
+    ranks: int
+    """How many."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.sequence
+
+    @property
+    def line(self) -> str:
+        """What the points of one line have in common."""
+        return self.placement + (f", stage {self.stage}, {self.ranks} ranks" if self.ranks > 1 else "")
+
+    @property
+    def name(self) -> str:
+        """What it is called in results."""
+        return f"{self.line}: {self.batch} x {self.sequence}"
+
+    def words(self) -> Iterator[str]:
+        """Yield its settings of `train`."""
+        parameters, _, optimizer = self.placement.partition("+")
+        yield from ("--train.batch_size", str(self.batch), "--data.sequence_length", str(self.sequence))
+        yield from ("--offload.parameters", parameters, "--offload.optimizer", optimizer or parameters)
+        if self.ranks > 1:
+            yield from ("--gpus", str(self.ranks), "--offload.zero_stage", str(self.stage))
+
+
+Steps = list[dict[str, Any]]
+"""The lines of metrics.jsonl of the steps that count."""
+Train = Callable[[Point, Sequence[str], int], Steps]
+"""Trains a point with further settings for so many steps that count. Raises OffloadError."""
+
+
+def run(arguments: argparse.Namespace) -> Measured:
+    """Measure all points; return one result each, against what is resident ("device") at as many tokens a step."""
+    return sweep(points(arguments), arguments, train_in_child)
+
+
+def points(arguments: argparse.Namespace) -> list[Point]:
+    """Return what is asked for. Raises ConfigError."""
+    for key in ("steps", "rounds", "gpus"):
+        if getattr(arguments, key) < 1:
+            raise ConfigError(f"--{key} is {getattr(arguments, key)}; it must be at least 1.")
+    for key in ("batch", "sequence"):
+        if min(getattr(arguments, key)) < 1:
+            raise ConfigError(f"--{key} is {min(getattr(arguments, key))}; it must be at least 1.")
+    for name in arguments.placement:
+        if not 1 <= len(name.split("+")) <= 2 or not set(name.split("+")) <= set(TIERS):
+            raise ConfigError(f"--placement is {name!r}; it must be one of {', '.join(TIERS)}, or two joined by a +.")
+    stages = arguments.stage if arguments.gpus > 1 else arguments.stage[:1]  # with one rank all are the same
+    shapes = sorted(itertools.product(arguments.batch, arguments.sequence), key=lambda shape: shape[0] * shape[1])
+    lines = itertools.product(arguments.placement, stages)
+    return [Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes]
+
+
+def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) -> Measured:
+    """Measure points by `train`, in turns, and draw them."""
+    if arguments.picture:
+        check_leather()
+    runs: dict[Point, list[Steps]] = {point: [] for point in wanted}
+    left_out: dict[Point, str] = {}
+    for number in range(arguments.rounds):
+        for point in turned(wanted, number):
+            if point in left_out:
+                continue
+            try:
+                steps = train(point, arguments.settings, arguments.steps)
+            except (DoesNotFitError, ConfigError) as error:
+                left_out[point] = f"does not fit: {error}" if isinstance(error, DoesNotFitError) else str(error)
+                say(f"{point.name} is left out: {left_out[point]}")
+            else:
+                runs[point].append(steps)
+                say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
+    if len(left_out) == len(wanted):
+        raise ConfigError(f"no point could be measured; the first one: {left_out[wanted[0]]}")
+    measured = {point: found for point, found in runs.items() if point not in left_out}
+    results = [_result(point, measured) for point in measured]
+    files = []
+    if arguments.picture:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for point, result in zip(measured, results, strict=True):
+            lines.setdefault(point.line, []).append((point.tokens, result.value))
+        title = "Tokens a second over tokens a step"
+        files = draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second")
+    return Measured(results, [(point.name, why) for point, why in left_out.items()], files)
+
+
+def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Steps:
+    """Train in a process of its own, and read its metrics."""
+    with tempfile.TemporaryDirectory(prefix="offload-sweep-") as folder:
+        command = [
+            *(sys.executable, "-m", "offload.train", *settings, *point.words()),
+            *("--train.steps", str(NUM_WARM_STEPS + num_steps), "--train.max_seconds", "none"),
+            *("--run.dir", f"{folder}/run", "--data.eval_fraction", "0"),
+            *("--checkpoint.export", "false", "--checkpoint.every", "none", "--checkpoint.resume", "never"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("offload: ")]
+            text = (said or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("offload: ")
+            raise (DoesNotFitError if done.returncode == DoesNotFitError.exit_code else ConfigError)(text)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines][NUM_WARM_STEPS:]
+
+
+def _rate(point: Point, steps: Steps) -> float:
+    """Return the tokens a second of the median step."""
+    return point.tokens / statistics.median(step["step_seconds"] for step in steps)
+
+
+def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
+    steps = list(itertools.chain(*runs[point]))
+    seconds, rates = [step["step_seconds"] for step in steps], [_rate(point, each) for each in runs[point]]
+    exposed = {
+        name: statistics.median(step["lanes"].get(name, {}).get("exposed_seconds", 0.0) for step in steps)
+        for name in sorted({name for step in steps for name in step["lanes"]} - {"compute"})
+    }
+    worst = max(exposed, key=lambda name: exposed[name], default=None)
+    details = {
+        "tokens_per_step": point.tokens,
+        "batch": point.batch,
+        "sequence": point.sequence,
+        "placement": point.placement,
+        "stage": point.stage,
+        "ranks": point.ranks,
+        "step_seconds": statistics.median(seconds),
+        "rounds": [round(rate, 2) for rate in rates],
+        "spread": round(spread(seconds), 4),
+        "best": point.tokens / min(seconds),
+        "waits_for": worst if worst is not None and exposed[worst] > 0 else None,
+        "exposed_seconds": exposed,
+        "peak_device_bytes": max(step["peak_device_bytes"] for step in steps),
+        "peak_host_bytes": max(step["peak_host_bytes"] for step in steps),
+    }
+    rate, resident = statistics.median(rates), replace(point, placement=RESIDENT)
+    if point == resident or resident not in runs:
+        return Result(point.name, rate, "tokens/s", details=details)
+    quotients = [mine / _rate(resident, its) for mine, its in zip(rates, runs[resident], strict=True)]
+    return Result(point.name, rate, "tokens/s", resident.name, statistics.median(quotients), details)

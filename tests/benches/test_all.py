@@ -1,0 +1,98 @@
+"""`offload.bench all`: every benchmark in one document, and one that cannot run costs no other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from offload import bench
+from offload.benches import limits
+from offload.benches.catalogue import BENCHMARKS, module_of
+from offload.benches.report import Result, spread
+from offload.errors import ConfigError
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a benchmark be played by a function from its arguments to results."""
+    module_of("all")  # with the names that it imports from another one
+
+    def play(name: str, run: Callable[[Any], list[Result]], *options: str) -> None:
+        module = ModuleType(f"offload.benches.{name}")
+        module.run = run  # type: ignore[attr-defined]
+        module.add_arguments = lambda parser: [parser.add_argument(option) for option in options]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return play
+
+
+def step(name: str, precision: str, tokens_per_second: float) -> Result:
+    more = {"precision": precision, "parameters": 10**9, "tokens_per_second": tokens_per_second, "spread": 0.01}
+    return Result(name, 10.0, "ms", details=more)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert bench.main(["all", "--json", *words]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_all_are_in_one_document(played: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(_arguments: Any) -> list[Result]:
+        raise RuntimeError("no\ndisk")
+
+    played("limits", lambda _: [Result("matrix product, fp32", 24.0, "TFLOP/s")])
+    played("adam", lambda given: [Result("kernel", float(given.reps), "ms", "roofline", 0.9)], "--n", "--reps")
+    played("nvme", broken, "--size", "--pairs")
+    options = ("--hidden", "--layers", "--vocabulary", "--sequence", "--steps", "--pairs")
+    played("step", lambda _: [step("engine", "fp32", 1000.0), step("engine", "bf16", 500.0)], *options)
+    found = document(capsys)
+    assert set(found) == {"machine", "versions", "results", "left_out"}
+    assert found["left_out"] == [{"name": "nvme", "why": "no disk"}]
+    assert [(each["benchmark"], each["name"], each["value"]) for each in found["results"]] == [
+        ("limits", "matrix product, fp32", 24.0),
+        ("adam", "kernel", 5.0),
+        ("step", "engine", 10.0),
+        ("step", "engine", 10.0),
+        ("step", "useful work of engine", 6.0),
+        ("step", "useful work of engine", 3.0),
+    ]
+    of_fp32, of_bf16 = found["results"][-2:]
+    assert (of_fp32["reference"], of_fp32["ratio"]) == ("matrix product, fp32", 0.25)
+    assert (of_bf16["reference"], of_bf16["ratio"]) == (None, None), "that limit was not measured"
+
+
+def test_some_with_words_of_ones_own(played: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    played("adam", lambda given: [Result(given.n, 1.0, "ms")], "--n")
+    found = document(capsys, "--only", "adam", "--words", "adam --n 'one Mi'")
+    assert [each["name"] for each in found["results"]] == ["one Mi"]
+    assert bench.main(["all", "--only", "adam", "--words", "adam --n 7"]) == 0
+    assert " 7 " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="did you mean adam"):
+        bench.main(["all", "--only", "adma"])
+
+
+def test_the_limits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(limits, "NUM_ELEMENTS", 1 << 16)
+    found = document(capsys, "--only", "limits", "--words", "limits --threads 1")
+    assert [each["unit"] for each in found["results"]][:3] == ["TFLOP/s", "TFLOP/s", "GB/s"]
+    assert all(each["value"] > 0 for each in found["results"])
+
+
+def test_short_words_are_words_of_their_benchmarks() -> None:
+    """Their own parsers take them: an option that is renamed is found here."""
+    for name, benchmark in BENCHMARKS.items():
+        if benchmark.short is not None:
+            parser = argparse.ArgumentParser()
+            module_of(name).add_arguments(parser)
+            parser.parse_args(list(benchmark.short))
+
+
+def test_spread() -> None:
+    assert spread([3.0]) == spread([]) == spread([2.0, 2.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)

@@ -1,0 +1,124 @@
+"""`offload.bench sweep`: its points, what it makes of their steps, and two that are really trained."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import bench
+from offload.benches import sweep
+from offload.benches.sweep import Point, Steps
+from offload.errors import ConfigError, DoesNotFitError
+from tests import forks
+
+
+def arguments(*words: str) -> Namespace:
+    return bench._parser().parse_args(["sweep", *words])
+
+
+class Played:
+    """Trains at once: a token takes a microsecond, and half as long again where it streams; 512 tokens do not fit."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[str], int]] = []
+
+    def __call__(self, point: Point, settings: Sequence[str], num_steps: int) -> Steps:
+        self.asked.append((point.name, list(settings), num_steps))
+        if point.tokens >= 512 and point.placement == "device":
+            raise DoesNotFitError("1 GiB are missing")
+        seconds = point.tokens * 1e-6 * (1.0 if point.placement == "device" else 1.5) * (1 + len(self.asked) % 2)
+        lanes = {"compute": {"exposed_seconds": 0.0}, "h2d": {"exposed_seconds": seconds / 3}, "d2h": {}}
+        line = {"step_seconds": seconds, "lanes": lanes, "peak_device_bytes": 5, "peak_host_bytes": 7}
+        return [line] * num_steps
+
+
+def test_points_are_those_asked_for() -> None:
+    found = sweep.points(arguments("--batch", "8", "4", "--sequence", "64", "--placement", "cpu", "cpu+nvme"))
+    assert [point.name for point in found] == ["cpu: 4 x 64", "cpu: 8 x 64", "cpu+nvme: 4 x 64", "cpu+nvme: 8 x 64"]
+    assert list(found[2].words())[4:] == ["--offload.parameters", "cpu", "--offload.optimizer", "nvme"]
+    ranks = sweep.points(arguments("--batch", "4", "--placement", "cpu", "--stage", "0", "3", "--gpus", "2"))
+    assert [point.line for point in ranks] == ["cpu, stage 0, 2 ranks", "cpu, stage 3, 2 ranks"]
+    assert list(ranks[0].words())[-4:] == ["--gpus", "2", "--offload.zero_stage", "0"]
+    assert len(sweep.points(arguments("--batch", "4", "--placement", "cpu", "--stage", "0", "3"))) == 1
+    assert arguments("--batch", "4", "--", "--model.preset", "small").settings == ["--model.preset", "small"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--batch", "0"], ["--steps", "0"], ["--placement", "disk"], ["--placement", "a+b+c"]]
+)
+def test_wrong_points_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{words[0]} is"):
+        sweep.points(arguments(*words))
+
+
+def test_each_point_has_its_result_and_the_lines_are_drawn(tmp_path: Path) -> None:
+    given = arguments(
+        *("--batch", "1", "4", "8", "--sequence", "64", "--placement", "device", "cpu", "--rounds", "3"),
+        *("--steps", "2", "--picture", str(tmp_path / "more" / "sweep.svg"), "--", "--train.precision", "bf16"),
+    )
+    played = Played()
+    found = sweep.sweep(sweep.points(given), given, played)
+    assert all(asked[1:] == (["--train.precision", "bf16"], 2) for asked in played.asked)
+    assert [result.name for result in found.results] == [
+        *("device: 1 x 64", "device: 4 x 64", "cpu: 1 x 64", "cpu: 4 x 64", "cpu: 8 x 64")
+    ]
+    assert found.left_out == [("device: 8 x 64", "does not fit: 1 GiB are missing")]
+    by_name = {result.name: result for result in found.results}
+    assert by_name["device: 1 x 64"].ratio is None
+    assert by_name["cpu: 1 x 64"].reference == "device: 1 x 64"
+    assert by_name["cpu: 8 x 64"].ratio is None, "nothing to compare with"
+    assert by_name["cpu: 4 x 64"].details["waits_for"] == "h2d"
+    assert by_name["cpu: 4 x 64"].details["tokens_per_step"] == 256
+    assert json.loads(found.document())["left_out"][0]["name"] == "device: 8 x 64"
+    light, dark = (file.read_text() for file in found.files)
+    assert [file.name for file in found.files] == ["sweep.svg", "sweep-dark.svg"]
+    for text in (light, dark):
+        texts = {each.text for each in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
+        assert {"device", "cpu", "64", "512", "tokens a step", "tokens a second"} <= texts
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
+    assert light != dark
+
+
+def test_a_ratio_is_that_of_runs_a_moment_apart() -> None:
+    """The machine becomes twice as slow from round to round, for all alike."""
+    given = arguments("--batch", "1", "--placement", "device", "cpu", "--rounds", "3", "--steps", "1")
+    runs: dict[str, int] = {}
+
+    def train(point: Point, _settings: Sequence[str], _num_steps: int) -> Steps:
+        runs[point.name] = runs.get(point.name, 0) + 1
+        seconds = 2.0 ** runs[point.name] * (1.0 if point.placement == "device" else 1.25)
+        return [{"step_seconds": seconds, "lanes": {}, "peak_device_bytes": 0, "peak_host_bytes": 0}]
+
+    _, streamed = sweep.sweep(sweep.points(given), given, train).results
+    assert streamed.ratio == pytest.approx(0.8)
+
+
+def test_where_no_point_can_be_measured_it_says_why() -> None:
+    given = arguments("--batch", "8", "16", "--sequence", "64", "--placement", "device")
+    with pytest.raises(ConfigError, match="no point could be measured.*1 GiB are missing"):
+        sweep.sweep(sweep.points(given), given, Played())
+
+
+def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """One of them does not fit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(300)))
+    monkeypatch.setattr(sweep.subprocess, "run", lambda command, **_: forks.run(command[1:], cwd=tmp_path))
+    words = ["--data.source", "text.txt", "--offload.device_memory", "4MiB", "--train.precision", "fp32"]
+    points = ["--batch", "2", "--sequence", "16", "--placement", "device", "cpu", "--steps", "2", "--rounds", "1"]
+    assert bench.main(["sweep", "--json", *points, "--", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (streamed,) = found["results"]
+    assert (streamed["name"], streamed["unit"], streamed["tokens_per_step"]) == ("cpu: 2 x 16", "tokens/s", 32)
+    assert streamed["value"] > 0
+    assert streamed["peak_device_bytes"] <= 4 << 20
+    ((name, why),) = [each.values() for each in found["left_out"]]
+    assert name == "device: 2 x 16"
+    assert why.startswith("does not fit: ")
