@@ -11,8 +11,9 @@ from offload.reporting.recorded import KeptStep, Recorded, number
 from offload.telemetry.trace import FIRST_STEPS
 
 SERIES = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
-OF_STEADY = ("tokens_per_second", "step_seconds")  # curves that begin once a run is warm
 COMPUTE = "compute"
+_OF_WARM = ("tokens_per_second", "step_seconds")  # curves that begin once a run is warm
+_PLANNED = ("step_seconds", "lane_seconds", "bound_by", "tokens_per_second", "mfu", "alternatives")
 _ON_THE_THREAD = 0.999  # of a lane's time is exposed, where compute's own thread does its work
 _PEAKS = {"device": "peak_device_bytes", "cpu": "peak_host_bytes", "pinned": "peak_pinned_bytes"}
 
@@ -28,6 +29,7 @@ class LaneShare:
 
     @property
     def hidden_s(self) -> float:
+        """It worked so long while compute did not wait for it."""
         return max(0.0, self.busy_s - self.exposed_s)
 
 
@@ -66,7 +68,7 @@ class Binding:
     step_s: float
     lanes: tuple[LaneShare, ...]
     outside_s: float
-    """Of a step, outside the engine: batches, records, evaluations' begin."""
+    """Of a step, outside the engine: batches, records."""
     is_serial: bool
     """Compute's own thread did the work of the lanes, one after the other."""
 
@@ -102,7 +104,7 @@ class Figures:
     def of(cls, run: Recorded) -> Figures:
         """Work them out."""
         warm = warm_steps(run.steps)
-        timed = [fields for fields in warm if number(fields, "step_seconds") is not None]
+        timed = [fields for fields in warm if (number(fields, "step_seconds") or 0) > 0]
         by_seconds = sorted(timed, key=lambda fields: float(fields["step_seconds"]))
         asked = number(run.config, "train", "steps")
         first_warm = warm[0]["step"] if warm else 1
@@ -122,9 +124,6 @@ class Figures:
         )
 
 
-_PLANNED = ("step_seconds", "lane_seconds", "bound_by", "tokens_per_second", "mfu", "alternatives")
-
-
 def warm_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the steps after the first three (recording pass; fetches on demand; memory given out), or as many of the
     last as there are of such.
@@ -133,7 +132,7 @@ def warm_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
 
 
 def _series(name: str, steps: Sequence[Mapping[str, Any]], first_warm: int) -> tuple[tuple[int, float | None], ...]:
-    begin = first_warm if name in OF_STEADY else 0
+    begin = first_warm if name in _OF_WARM else 0
     return tuple(
         (fields["step"], number(fields, name)) for fields in steps if name in fields and fields["step"] >= begin
     )

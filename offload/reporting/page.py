@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from offload.reporting.recorded import Recorded, number
 from offload.reporting.timeline import Row, rows
 from offload.reporting.words import count_text, seconds_text
 
-MOST_RUNS = 8  # colours that can be told apart
+MOST_RUNS = 6  # by three colours, and three more that are dashed, so that no eye needs the colour alone
 _TITLES = {
     "loss": "Loss",
     "eval_loss": "Evaluation loss",
@@ -63,8 +63,7 @@ class RunView:
         """How far it came."""
         done, asked = self.figures.num_steps, self.figures.num_asked
         of = f" of {asked:,}" if asked is not None and asked != done else ""
-        ends = {True: "; still going", False: ""}[self.run.is_running]
-        return f"{done:,}{of} steps{ends}"
+        return f"{done:,}{of} steps" + ("; still going" if self.run.is_running else "")
 
     @property
     def median(self) -> StepView | None:
@@ -111,9 +110,9 @@ def render(views: Sequence[RunView]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"bytes": format_bytes, "seconds": seconds_text, "number": count_text}
+    environment.filters |= {"bytes": format_bytes, "seconds": seconds_text}
     return environment.get_template("page.html.j2").render(
-        views=views, charts=list(_charts(views)), tier_names=_TIERS, percent=_percent, tiles=_tiles
+        views=views, charts=list(_charts(views)), tier_names=_TIERS, percent=_percent, tiles=_tiles, most_runs=MOST_RUNS
     )
 
 
@@ -134,7 +133,8 @@ def as_json(views: Sequence[RunView]) -> dict[str, Any]:
     return {"runs": found}
 
 
-def _charts(views: Sequence[RunView]) -> Any:
+def _charts(views: Sequence[RunView]) -> Iterator[tuple[str, Markup, list[str]]]:
+    """Yield the charts that have a curve: title, picture, and each run's last value."""
     for name in SERIES:
         svg = curves([view.figures.series[name] for view in views], with_dots=name == "eval_loss")
         if svg is not None:
@@ -182,7 +182,7 @@ def _about(run: Recorded) -> list[str]:
     if precision := run.setting("train.precision"):
         found.append(str(precision))
     ranks, gpus = number(run.env, "world_size"), run.env.get("gpus")
-    if isinstance(gpus, list) and gpus:
+    if isinstance(gpus, list) and gpus and isinstance(gpus[0], Mapping):
         found.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
     elif isinstance(cpu := run.env.get("cpu"), Mapping):
         found.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")

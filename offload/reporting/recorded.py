@@ -157,7 +157,7 @@ def _kept(path: Path, notes: list[str]) -> dict[int, KeptStep]:
     kept: dict[int, KeptStep] = {}
     for step in work:
         what, _, which = step.name.partition(" ")
-        if step.lane == _STEPS and what == "step" and which.isdigit():
+        if step.lane == _STEPS and what == "step" and which.isdigit() and step.end > step.begin:
             kept[int(which)] = KeptStep(int(which), step.end - step.begin, _within(step, work))
     return kept
 

@@ -1,5 +1,5 @@
-"""A step's lanes as rows of bars, in percent of the step, so that they fit any width: what was hidden behind compute,
-and what compute waited beside.
+"""A step's lanes as rows of bars, in percent of the step, so that they fit any width: what ran while a unit computed,
+and what while none did.
 """
 
 from __future__ import annotations

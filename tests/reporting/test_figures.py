@@ -202,6 +202,14 @@ def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path:
     assert [each.allocations for each in figures_of(path).tiers] == [(), (("None", 2),)]
 
 
+def test_a_step_of_no_time_counts_for_nothing(tmp_path: Path) -> None:
+    lines = [{**line(step, 0.5, lanes={"h2d": (0.1, 0.1)}), "step_seconds": 0.0} for step in range(1, 6)]
+    path = write_run(tmp_path, lines)
+    figures = figures_of(path)
+    assert figures.median is figures.binding is None
+    assert not Recorded.read(path).kept
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": [{}]}')],

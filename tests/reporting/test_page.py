@@ -167,6 +167,14 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
     assert "optimizer.lr" in text
 
 
+def test_a_run_has_its_colour_where_another_has_no_curve(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one", usual(5)), write_run(tmp_path / "two", usual(12))
+    text = render(read_views([one, two]))
+    _, _, chart = text.partition("Evaluation loss")
+    chart = chart[: chart.index("</figure>")]
+    assert set(re.findall(r'class="(c\d)"', chart)) == {"c1"}
+
+
 def test_the_file_names_nothing_that_is_fetched(pages: dict[str, Path]) -> None:
     for path in pages.values():
         text = path.read_text()
@@ -235,8 +243,8 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not list(tmp_path.rglob("*.partial"))
     with pytest.raises(ConfigError, match="which is a folder"):
         report.main([str(one), "--out", str(tmp_path)])
-    with pytest.raises(ConfigError, match="9 runs are given"):
-        report.main([str(one)] * 9)
+    with pytest.raises(ConfigError, match="7 runs are given"):
+        report.main([str(one)] * 7)
     with pytest.raises(OSError, match="cannot be written"):
         report.main([str(one), "--out", str(tmp_path / "missing" / "x.html")])
 
