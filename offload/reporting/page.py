@@ -199,8 +199,8 @@ def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = 
         said.append("The trace has no step to show.")
     elif step.shown.number != step.step:
         said.append(
-            f"The trace keeps the first and the last steps, and not step {step.step}: the lanes are those of step "
-            f"{step.shown.number} ({seconds_text(step.shown.seconds)}), of the kept ones the nearest in time."
+            f"The trace keeps the first, the last and the slowest steps, and not step {step.step}: the lanes are "
+            f"those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept one nearest in time."
         )
     return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(said))
 

@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from offload.telemetry.timeline import Span
 
 FIRST_STEPS = 3  # with the pass that fetches on demand, and the one in which the memory left over is given out
 LAST_STEPS = 10
-"""How many steps a trace keeps, so that a long run leaves a small file."""
+"""How many steps a trace keeps, beside the slowest between them, so that a long run leaves a small file."""
 
 _STEPS = "steps"
 _GAP = 0.1  # of a step, in the place of the steps that are left out
@@ -36,9 +37,13 @@ class _Step:
     def all(self) -> tuple[Span, ...]:
         return (*self.marks, *self.spans)
 
+    @property
+    def seconds(self) -> float:
+        return self.marks[-1].end - self.marks[-1].begin
+
 
 class Trace:
-    """Keeps the first and the last steps of a run, and writes them down.
+    """Keeps the first and the last steps of a run and the slowest of the others, and writes them down.
 
     lanes: their names, in the order in which they are shown. is_serial: all of them work on the thread of compute, so
     that what compute gives them to do is no work of its own.
@@ -47,7 +52,8 @@ class Trace:
     def __init__(self, path: Path, lanes: Iterable[str], *, is_serial: bool) -> None:
         self._path, self._lanes, self._is_serial = path, tuple(lanes), is_serial
         self._first: list[_Step] = []
-        self._last: deque[_Step] = deque(maxlen=LAST_STEPS)
+        self._slowest: list[_Step] = []  # one at most
+        self._last: deque[_Step] = deque()
         self._marks: list[Span] = []
 
     def mark(self, name: str, begin: float, end: float) -> None:
@@ -61,8 +67,10 @@ class Trace:
         self._marks.clear()
         if len(self._first) < FIRST_STEPS:
             self._first.append(found)
-        else:
-            self._last.append(found)
+            return
+        self._last.append(found)
+        if len(self._last) > LAST_STEPS:
+            self._slowest = [max([*self._slowest, self._last.popleft()], key=lambda step: step.seconds)]
 
     def write(self) -> None:
         """Write the file, whole or not at all. Raises OSError."""
@@ -88,28 +96,28 @@ class Trace:
     def _spans(self) -> list[Span]:
         """Return all spans, those of one track apart from each other."""
         tracks: dict[str, list[Span]] = {}
-        for span in (*(span for step in self._first for span in step.all), *self._moved_up()):
+        for span in _moved_up([*self._first, *self._slowest, *self._last]):
             track = "compute" if self._is_serial and span.lane != _STEPS else span.lane
             tracks.setdefault(track, []).append(span)
         return [span for track in tracks.values() for span in _apart(track)]
 
-    def _moved_up(self) -> list[Span]:
-        """Return the spans of the last steps, moved up to the first ones where steps between them are left out."""
-        spans = [span for step in self._last for span in step.all]
-        if not self._last or self._last[0].number == self._first[-1].number + 1:
-            return spans
-        before, after = self._first[-1], self._last[0]
-        missing = Span(_STEPS, "", before.marks[-1].end, after.marks[0].begin)
-        first, last = before.number + 1, after.number - 1
-        which = f"step {first}" if first == last else f"steps {first} to {last}"
-        name = f"{which} left out ({missing.end - missing.begin:.3f} s)"
-        step = after.marks[-1]
-        gap = _GAP * (step.end - step.begin)
-        away = max(0.0, min(span.begin for span in spans) - max(span.end for span in before.all) - gap)
-        return [
-            missing._replace(name=name, end=missing.end - away),
-            *(span._replace(begin=span.begin - away, end=span.end - away) for span in spans),
-        ]
+
+def _moved_up(steps: Sequence[_Step]) -> list[Span]:
+    """Return the spans of steps, moved up to those before them where steps between them are left out."""
+    found: list[Span] = list(steps[0].all) if steps else []
+    away = 0.0
+    for before, after in pairwise(steps):
+        if after.number > before.number + 1:
+            begin, end = before.marks[-1].end, after.marks[0].begin
+            first, last = before.number + 1, after.number - 1
+            which = f"step {first}" if first == last else f"steps {first} to {last}"
+            room = min(span.begin for span in after.all) - max(span.end for span in before.all)
+            further = max(0.0, room - _GAP * after.seconds)
+            name = f"{which} left out ({end - begin:.3f} s)"
+            found.append(Span(_STEPS, name, begin - away, end - away - further))
+            away += further
+        found += [span._replace(begin=span.begin - away, end=span.end - away) for span in after.all]
+    return found
 
 
 def _apart(spans: Iterable[Span]) -> list[Span]:

@@ -78,7 +78,7 @@ def write_run(
     plan: Mapping[str, Any] = PLAN,
     with_trace: bool = True,
 ) -> Path:
-    """Write a folder as train leaves it; its trace keeps the first three and the last ten of the steps."""
+    """Write a folder as train leaves it; its trace keeps the first three, the last ten and the slowest."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(yaml.safe_dump(dict(config)))
     (path / "plan.json").write_text(json.dumps(plan))

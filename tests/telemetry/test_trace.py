@@ -87,8 +87,8 @@ def test_any_spans_come_out_apart_with_all_their_time(spans: list[Any], is_seria
         assert sum(work.end - work.begin for work in works) / 1e9 == pytest.approx(union, abs=1e-6)
 
 
-def run_of(num_steps: int, seconds: float = 1.0) -> Trace:
-    """Steps with a fetch that begins before its step does, and an update that ends in the next."""
+def run_of(num_steps: int, seconds: float = 1.0, slowest: int = 0) -> Trace:
+    """Steps with a fetch that begins before its step does, and an update that ends in the next; one takes longer."""
     trace = Trace(Path("unused"), LANES, is_serial=False)
     for step in range(num_steps):
         begin = START + 1.5 * seconds * step
@@ -96,7 +96,7 @@ def run_of(num_steps: int, seconds: float = 1.0) -> Trace:
             trace.mark("evaluation", begin - 0.5 * seconds, begin - 0.3 * seconds)
         spans = [("h2d", -0.2, 0.1), ("compute", 0.1, 0.9), ("update", -0.1, 0.2)]
         moved = [Span(lane, f"{lane} {step + 1}", begin + a * seconds, begin + b * seconds) for lane, a, b in spans]
-        trace.step(step + 1, begin, begin + seconds, moved)
+        trace.step(step + 1, begin, begin + seconds * (1.1 if step + 1 == slowest else 1.0), moved)
     return trace
 
 
@@ -115,12 +115,15 @@ def test_a_short_run_is_kept_whole_and_as_it_was(num_steps: int) -> None:
 
 
 def test_a_long_run_keeps_its_first_and_last_steps_close_together() -> None:
-    shown = tracks(run_of(1000))
-    assert steps_of(shown) == [1, 2, 3, *range(991, 1001)]
-    (gap,) = (work for work in shown["steps"] if "left out" in work.name)
-    assert gap.name == "steps 4 to 990 left out (1480.500 s)"  # up to the evaluation before step 991
-    assert 0 < gap.end - gap.begin < 0.5e9
-    assert shown["steps"][-1].end < (FIRST_STEPS + LAST_STEPS + 1) * 1.5e9
+    shown = tracks(run_of(1000, slowest=500))
+    assert steps_of(shown) == [1, 2, 3, 500, *range(991, 1001)], "and the slowest of the others"
+    gaps = [work for work in shown["steps"] if "left out" in work.name]
+    assert [gap.name for gap in gaps] == [  # up to the evaluations before steps 500 and 991
+        "steps 4 to 499 left out (744.000 s)",
+        "steps 501 to 990 left out (734.900 s)",
+    ]
+    assert all(0 < gap.end - gap.begin < 0.5e9 for gap in gaps)
+    assert shown["steps"][-1].end < (FIRST_STEPS + LAST_STEPS + 2) * 1.5e9
     # what belongs together moved together: the fetch of a step still begins 0.2 seconds before it
     for step, fetch in zip(steps_of(shown), shown["h2d"], strict=True):
         (mark,) = (work for work in shown["steps"] if work.name == f"step {step}")
@@ -131,9 +134,9 @@ def test_a_long_run_keeps_its_first_and_last_steps_close_together() -> None:
 
 
 def test_one_step_left_out_takes_nothing_away_that_is_shown() -> None:
-    shown = tracks(run_of(FIRST_STEPS + LAST_STEPS + 1))
-    assert steps_of(shown) == [1, 2, 3, *range(5, 15)]
-    assert [work.name for work in shown["steps"] if "left out" in work.name] == ["step 4 left out (1.500 s)"]
+    shown = tracks(run_of(FIRST_STEPS + LAST_STEPS + 2, slowest=FIRST_STEPS + 1))
+    assert steps_of(shown) == [1, 2, 3, 4, *range(6, 16)]
+    assert [work.name for work in shown["steps"] if "left out" in work.name] == ["step 5 left out (1.400 s)"]
 
 
 def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
