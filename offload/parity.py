@@ -116,7 +116,7 @@ def show(verdict: Verdict) -> None:
             "compared after each step nothing differs: it depends on what goes on between steps. Please report this, "
             "with the command."
         )
-    if not verdict.is_equal and verdict.tolerance is None:
+    if not verdict.is_equal and not verdict.in_same_order:
         print("where a layer uses an input in several places, --same-order sums as the engine does.")
     print(f"parity: {_summary(verdict)}")
 

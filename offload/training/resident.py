@@ -63,9 +63,9 @@ class Resident:
         if sums_by_unit:
             for unit in find_units(model, self._infos):
                 unit.module.register_forward_pre_hook(_one_node_for_each_input, with_kwargs=True)
+        bring(model, device)
         by_name = dict(model.named_parameters())
         self._places = separate_ties(model) if precision == "bf16" else {name: [p] for name, p in by_name.items()}
-        model.to(device)
         self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
         self._steps, self._sums = [0] * len(self._infos), dict[int, torch.Tensor]()
         for index in range(len(self._infos)):
@@ -176,6 +176,22 @@ def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[
             found["moments"] += sum(plane.numel(info.numel) * plane.dtype.itemsize for plane in part.moments)
             found["moments"] += sum(4 * factor.numel(info.shape) for factor in part.factors)
     return found
+
+
+def bring(model: nn.Module, device: torch.device) -> None:
+    """Move a model; what is tied stays tied, also on devices for which `Module.to` makes new parameters."""
+    brought: dict[int, nn.Parameter] = {}
+    before = list(model.parameters())  # so that ids stay theirs
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in brought:
+                values = parameter.detach().to(device)
+                brought[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            if parameter is not None:
+                module._parameters[key] = brought[id(parameter)]
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+    del before
 
 
 def separate_ties(model: nn.Module) -> dict[str, list[nn.Parameter]]:

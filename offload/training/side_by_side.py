@@ -40,6 +40,8 @@ TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e
 their distance as a share of the way that they have gone. A rule that divides by the root of a second moment turns a
 gradient that is nothing but rounding into a step of full length, so that single elements have no tolerance.
 """
+NORM_ON_DEVICE = 1e-7
+"""How far norms may be apart where the engine sums them on an accelerator, as a share (docs/design.md)."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,19 @@ class Numbers:
     """What a step gave on either side, by name: "loss" and "grad_norm"."""
 
     step: int
+    """Counted from 1."""
     offloaded: dict[str, float]
+    """The engine's."""
     resident: dict[str, float]
+    """The resident side's."""
+    norm_within: float = 0.0
+    """How far the norms may be apart and be called equal, as a share."""
 
     def first_apart(self) -> Apart | None:
-        """Return the first number that differs in a bit."""
+        """Return the first number that differs in a bit; of norms, by more than they may."""
         for what in NUMBERS:
-            one, other = self.offloaded[what], self.resident[what]
-            if one != other and not (math.isnan(one) and math.isnan(other)):
-                return Apart(self.step, what, (), one, other)
+            if self.distance(what) > (self.norm_within if what == "grad_norm" else 0.0):
+                return Apart(self.step, what, (), self.offloaded[what], self.resident[what])
         return None
 
     def distance(self, what: str) -> float:
@@ -97,19 +103,18 @@ class Findings:
 class Verdict:
     """Whether offloaded training is resident training."""
 
+    is_equal: bool
+    """Whether nothing differs that must not; the same on all ranks."""
     findings: Findings
-    """Of the undisturbed pass."""
+    """Of the undisturbed pass; rank 0's."""
     tolerance: dict[str, float] | None
     """One of `TOLERANCES`; None where every bit has to be the same."""
     first: Apart | None
     """Where it first differs; None where it does not, or where nothing differs once both are compared at each step."""
     notes: tuple[str, ...]
     """What is approximate by design, on both sides alike."""
-
-    @property
-    def is_equal(self) -> bool:
-        """True where nothing differs that must not."""
-        return self.findings.is_bit_equal if self.tolerance is None else self.findings.is_within(self.tolerance)
+    in_same_order: bool
+    """True where the resident side summed in the engine's order as far as it can."""
 
     def fields(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -118,6 +123,7 @@ class Verdict:
             "equal": self.is_equal,
             "bit_equal": found.is_bit_equal,
             "tolerance": self.tolerance,
+            "norm_within": max((step.norm_within for step in found.steps), default=0.0),
             "order_differs": found.reasons,
             "notes": list(self.notes),
             "ranks": found.num_ranks,
@@ -157,11 +163,13 @@ class SideBySide:
             check_settings(self._config, self._comm.size)
         found = self._pass(self._say)
         tolerance = TOLERANCES[self._precision] if found.reasons else None
+        is_equal = found.is_bit_equal if tolerance is None else found.is_within(tolerance)
+        is_equal = not self._comm.any(not is_equal, "whether both sides are equal")
         first = found.first
-        if self._comm.any(tolerance is None and not found.is_bit_equal, "whether to look again"):
+        if not is_equal and tolerance is None:
             self._say("something differs: both sides train once more, to be compared after each step.")
             first = self._pass(lambda _text: None, looks=True).first
-        return Verdict(found, tolerance, first, tuple(self._notes()))
+        return Verdict(is_equal, found, tolerance, first, tuple(self._notes()), self._same_order)
 
     def _pass(self, say: Say, *, looks: bool = False) -> Findings:
         """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
@@ -236,7 +244,8 @@ class _Sides:
                 torch.manual_seed(seed)
                 offloaded = {"loss": float(result.loss), "grad_norm": result.grad_norm}
                 loss, norm = self._train_resident(batches)
-                found.steps.append(Numbers(step + 1, offloaded, {"loss": loss, "grad_norm": norm}))
+                norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
+                found.steps.append(Numbers(step + 1, offloaded, {"loss": loss, "grad_norm": norm}, norm_within))
                 found.first = found.first or found.steps[-1].first_apart()
         return True
 

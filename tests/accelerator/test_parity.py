@@ -1,0 +1,46 @@
+"""`offload.parity` with both sides on the simulated accelerator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from offload import parity
+from tests.training.conftest import SHAPES
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
+
+HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.device_memory", "16MiB")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_judged_by_bits"),
+    [
+        (("--train.max_grad_norm", "none", "--offload.update", "cpu", *HOST), True),
+        (("--train.max_grad_norm", "none", "--offload.update", "device", *HOST), True),
+        (("--train.max_grad_norm", "none", "--train.precision", "fp32"), True),
+        (("--offload.update", "cpu", *HOST), False),
+    ],
+    ids=str,
+)
+def test_an_accelerator_has_the_bits_of_plain_pytorch_on_it(
+    settings: tuple[str, ...],
+    is_judged_by_bits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
+    AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]).save_pretrained("shape")
+    words = ["--model.path", "shape/config.json", "--data.source", "text.txt", "--data.sequence_length", "32", "--json"]
+    assert parity.main([*words, "--train.batch_size", "4", "--optimizer.warmup_steps", "0", *settings]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tolerance"] is None) is is_judged_by_bits
+    assert found["weights"]["differing_elements"] == 0
+    assert [step["loss"]["offloaded"] == step["loss"]["resident"] for step in found["steps"]] == [True] * 3
+    assert found["norm_within"] == 1e-7
