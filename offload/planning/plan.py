@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from offload.accelerators import Accelerator, own_accelerator
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
-from offload.machine.environment import memory
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
@@ -74,39 +73,18 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     return next(found, Allocation(tier, name, 0))
 
 
-@dataclass(frozen=True)
-class Free:
-    """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's. The least of all
-    ranks, as their plans have to be the same.
-    """
-
-    device_bytes: int | None
-    host_bytes: int
-
-
-def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
-    """Look what is free now, on all ranks."""
-    device = -1 if accelerator is None else accelerator.free_bytes
-    host = memory()["available_bytes"] // comm.local_size
-    found = comm.gather_objects((device, host), "free memory")
-    device, host = (min(values) for values in zip(*found, strict=True))
-    return Free(None if device < 0 else device, host)
-
-
 def make_plan(
-    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
+    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm, machine: Machine
 ) -> Plan:
     """Choose the tiers, where to update and how far to look ahead; refuse what the budgets cannot hold. Collective."""
-    comm = comm or Comm()
-    accelerator = own_accelerator(settings.device)
-    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
-    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), machine.free(comm)
+    plan_with = partial(_make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size)
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
-    if accelerator is None or settings.host_bound or on_host.tiers[1] == "device":
+    if not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
-    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, accelerator)
+    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, machine.speeds)
     if comm.any(not is_faster, "choice of offload.update"):  # each rank has measured for itself
         return on_host
     try:
@@ -119,7 +97,7 @@ def _make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],
     regions: Sequence[Region],
-    accelerator: Accelerator | None,
+    has_accelerator: bool,
     sharding: Sharding,
     free: Free,
     num_sharing: int,
@@ -131,7 +109,7 @@ def _make_plan(
         default=0,
     )
     # Whoever reads from a disk has to wait, and does it beside compute.
-    overlap = overlaps(accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
+    overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
 
     def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
@@ -179,7 +157,7 @@ def _make_plan(
             "0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
         )
     if not rings:
-        overlap = overlaps(accelerator, settings.throttles, settings.delay_seed)
+        overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
     limited = placement.device_memory is not None or free.device_bytes is not None
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
