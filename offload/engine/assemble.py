@@ -47,7 +47,9 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
-    plan = make_plan(settings, units, regions, comm)
+    # Weights that are there go as the engine takes them; those to be filled take no memory yet.
+    given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
+    plan = make_plan(settings, units, regions, comm, sum(given.values()))
     comm.agree(
         "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
-from offload.machine.environment import memory
+from offload.machine.limits import least, memory_limits
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.host import check_host
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
@@ -76,31 +77,39 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's. The least of all
-    ranks, as their plans have to be the same.
+    """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
+    these. The least of all ranks, as their plans have to be the same.
     """
 
     device_bytes: int | None
     host_bytes: int
+    host_bound: str = ""
 
 
 def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
     """Look what is free now, on all ranks."""
     device = -1 if accelerator is None else accelerator.free_bytes
-    host = memory()["available_bytes"] // comm.local_size
-    found = comm.gather_objects((device, host), "free memory")
-    device, host = (min(values) for values in zip(*found, strict=True))
-    return Free(None if device < 0 else device, host)
+    bound = least(memory_limits(), comm.local_size)
+    found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
+    device = min(each[0] for each in found)
+    host, said = min(each[1:] for each in found)
+    return Free(None if device < 0 else device, host, said)
 
 
 def make_plan(
-    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
+    settings: Settings,
+    units: Sequence[UnitPlan],
+    regions: Sequence[Region],
+    comm: Comm | None = None,
+    given_bytes: int = 0,
 ) -> Plan:
-    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets cannot hold. Collective."""
+    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets, or the host, cannot hold.
+    Collective. `given_bytes`: of the host's memory, what the model gives back once its weights are taken over.
+    """
     comm = comm or Comm()
     accelerator = own_accelerator(settings.device)
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
-    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
+    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size, given_bytes)
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
@@ -121,11 +130,12 @@ def _make_plan(
     regions: Sequence[Region],
     accelerator: Accelerator | None,
     sharding: Sharding,
-    free: Free,
+    there: Free,
     num_sharing: int,
+    given_bytes: int,
     update: str,
 ) -> Plan:
-    placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
+    placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
         default=0,
@@ -156,6 +166,10 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
+        if accelerator is None:  # what the device has is of the host's memory, and leaves less to states
+            widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
+            beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
+            free = replace(free, host_bytes=max(0, free.host_bytes - beside))
         if update == "device":
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
@@ -204,6 +218,14 @@ def _make_plan(
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     check_budgets(allocations, limits, floor, num_sharing=num_sharing)
+    check_host(
+        allocations,
+        there.host_bytes,
+        there.host_bound,
+        given_bytes=given_bytes,
+        is_device=accelerator is None,
+        num_sharing=num_sharing,
+    )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
 
 
@@ -270,6 +292,8 @@ def _choose_tiers(
     if "auto" not in wants:
         return wants[0], wants[1]
     budget = _device_bytes(placement, free)
+    if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
+        budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]
