@@ -53,9 +53,7 @@ def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine |
         # Units recompute already; the second name is what transformers called it before 5.23.
         disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()
-    if machine is None:
-        device = str(engine_device(settings, comm))
-        machine = ThisMachine(own_accelerator(device))
+    machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
     settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
@@ -82,7 +80,10 @@ def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine |
 
 def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
     """Prepare, and only then allocate. Collective."""
-    prepared = prepare(model, settings, comm)
+    # Weights that are there go as the engine takes them; those to be filled take no memory yet.
+    given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
+    machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
+    prepared = prepare(model, settings, comm, machine)
     share_buffers(model, comm)
     state = EngineState(
         model,

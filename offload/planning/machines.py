@@ -11,19 +11,24 @@ import torch
 
 from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
+from offload.errors import format_bytes
 from offload.layout.planes import Plane
-from offload.machine.environment import memory
 from offload.machine.hardware import Hardware
+from offload.machine.limits import least, memory_limits
 from offload.machine.rates import link_bytes_per_second, update_bytes_per_second
 from offload.optim.rule import UpdateRule, UpdateStep
 
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that one rank may take: of an accelerator's memory (None without one), and of the host's."""
+    """Bytes that one rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
+    these. `given_bytes`: of the host's, what the model gives back once its weights are taken over.
+    """
 
     device_bytes: int | None
     host_bytes: int
+    host_bound: str
+    given_bytes: int = 0
 
 
 class Speeds(Protocol):
@@ -72,9 +77,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The machine on which the plan is made, as it is now; `accelerator`: this rank's, None for the CPU."""
+    """The machine on which the plan is made, as it is now. `accelerator`: this rank's, None for the CPU. `given_bytes`:
+    of the host's memory, what the model has until the engine has its weights.
+    """
 
     accelerator: Accelerator | None
+    given_bytes: int = 0
 
     @property
     def device(self) -> str:
@@ -91,10 +99,11 @@ class ThisMachine:
     def free(self, comm: Comm) -> Free:
         """Return the least that any rank has, as their plans have to be the same."""
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
-        host = memory()["available_bytes"] // comm.local_size
-        found = comm.gather_objects((device, host), "free memory")
-        device, host = (min(values) for values in zip(*found, strict=True))
-        return Free(None if device < 0 else device, host)
+        bound = least(memory_limits(), comm.local_size)
+        found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
+        device = min(each[0] for each in found)
+        host, said = min(each[1:] for each in found)
+        return Free(None if device < 0 else device, host, said, self.given_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,4 +144,5 @@ class DescribedMachine:
 
     def free(self, comm: Comm) -> Free:
         device_bytes = self.hardware.device_bytes if self.has_accelerator else None
-        return Free(device_bytes, self.hardware.host_bytes // comm.local_size)
+        bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
+        return Free(device_bytes, self.hardware.host_bytes // comm.local_size, bound)

@@ -174,15 +174,19 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         total = sum(allocation.num_bytes for allocation in wanted)
         if budget is None or total <= budget:
             continue
-        table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
         ranks = num_sharing if tier != "device" else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         raise DoesNotFitError(
             f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
-            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
+            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
             f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}, "
             f"{_fix(tier, plan)}."
         )
+
+
+def name_all(allocations: Sequence[Allocation]) -> str:
+    """Return allocations and their bytes as messages list them."""
+    return ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
 
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
@@ -195,6 +199,11 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         higher = "or keep states higher with --offload.parameters cpu"
         is_split = any(allocation.name == "low" for allocation in plan)
         return higher if is_split else f"{higher}, or train with --train.precision bf16"
+    return without_host_memory(plan)
+
+
+def without_host_memory(plan: Sequence[Allocation]) -> str:
+    """Say what takes less of the host's memory."""
     if any(allocation.tier == "nvme" for allocation in plan):
         rings = all(allocation.name.startswith("nvme") for allocation in plan if allocation.tier == "cpu")
         if rings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.host import check_host
 from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
@@ -76,7 +77,9 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 def make_plan(
     settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm, machine: Machine
 ) -> Plan:
-    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets cannot hold. Collective."""
+    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets, or the host, cannot hold.
+    Collective.
+    """
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), machine.free(comm)
     plan_with = partial(_make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size)
     if settings.update != "auto":
@@ -99,11 +102,11 @@ def _make_plan(
     regions: Sequence[Region],
     has_accelerator: bool,
     sharding: Sharding,
-    free: Free,
+    there: Free,
     num_sharing: int,
     update: str,
 ) -> Plan:
-    placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
+    placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
         default=0,
@@ -134,6 +137,10 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
+        if not has_accelerator:  # what the device has is of the host's memory, and leaves less to states
+            widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
+            beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
+            free = replace(free, host_bytes=max(0, free.host_bytes - beside))
         if update == "device":
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
@@ -182,6 +189,14 @@ def _make_plan(
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     check_budgets(allocations, limits, floor, num_sharing=num_sharing)
+    check_host(
+        allocations,
+        there.host_bytes,
+        there.host_bound,
+        given_bytes=there.given_bytes,
+        is_device=not has_accelerator,
+        num_sharing=num_sharing,
+    )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
 
 
@@ -248,6 +263,8 @@ def _choose_tiers(
     if "auto" not in wants:
         return wants[0], wants[1]
     budget = _device_bytes(placement, free)
+    if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
+        budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]
