@@ -58,6 +58,13 @@ class Plan:
         """False where a correction is a second pass over states on disk, which costs more than the first one hides."""
         return not self.layout.planes
 
+    def lookahead(self, prefetch: str | int, num_regions: int) -> tuple[int, int | None]:
+        """Return how many cargoes may come early, and at most how many are held at once (None for as many as fit).
+        Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        """
+        ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
+        return ahead, None if self.tiers[0] == "device" or self.limited else 1 + self.ahead
+
     def of(self, tier: str, name: str) -> Allocation:
         """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
         return _find(self.allocations, tier, name)
