@@ -10,6 +10,7 @@ from offload.errors import ConfigError, nearest, shorten
 
 COMMANDS = {
     "train": "train a model whose states do not fit the device",
+    "plan": "what a run would hold and take, on this machine or a described one",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "whether checkpoints and Hugging Face folders are whole",

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +51,7 @@ _BESIDE_SECTIONS = {
     "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
 }
 """Options by name: the value and the default as the help shows them, and the help."""
+Beside = Mapping[str, tuple[str, str, str]]
 _UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
 
 
@@ -203,26 +204,46 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
     return int(given[-1]), rest
 
 
-def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config:
-    """Return the checked configuration of `train` and `plan` from their command line.
+def take_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the value of --name, the last where it is given several times, and the other words. Raises ConfigError."""
+    value, rest, remaining = None, [], iter(words)
+    for word in remaining:
+        option, equals, given = word.partition("=")
+        if option != f"--{name}":
+            rest.append(word)
+            continue
+        value = given if equals else next(remaining, "")
+        if not value or value.startswith("--"):
+            raise ConfigError(f"--{name} is given without a value; write --{name} VALUE.")
+    return value, rest
+
+
+def parse_config(words: Sequence[str], *, prog: str, description: str, beside: Beside | None = None) -> Config:
+    """Return the checked configuration of `train` and `plan` from their command line. `beside`: for the help, options
+    of the command's own, which it has taken from the words already.
 
     Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
     try:
-        return _parse_config(words, prog, description)
+        return _parse_config(words, prog, description, _BESIDE_SECTIONS | dict(beside or {}))
     except ConfigError as error:
         _leave_to_first_here(error)
         raise
 
 
-def _parse_config(words: Sequence[str], prog: str, description: str) -> Config:
+def _parse_config(words: Sequence[str], prog: str, description: str, beside: Beside) -> Config:
     words = _normalise(words)
     parsed: Any
     parsed, unknown = tyro.cli(
-        _command_line(), args=words, prog=prog, description=description, return_unknown_args=True, use_underscores=True
+        _command_line(beside),
+        args=words,
+        prog=prog,
+        description=description,
+        return_unknown_args=True,
+        use_underscores=True,
     )
     if unknown:
-        raise ConfigError(_unknown_word(unknown))
+        raise ConfigError(_unknown_word(unknown, beside))
     overrides = {}
     for key in all_keys():
         value = attrgetter(key)(parsed)
@@ -255,11 +276,11 @@ def _normalise(words: Sequence[str]) -> list[str]:
     return result
 
 
-def _unknown_word(unknown: Sequence[str]) -> str:
+def _unknown_word(unknown: Sequence[str], beside: Beside) -> str:
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = nearest(key, ["config", "debug", "gpus", "help"]) if "." not in key and not familiar(key) else ""
+            close = nearest(key, [*beside, "help"]) if "." not in key and not familiar(key) else ""
             return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
     return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
 
@@ -307,10 +328,10 @@ def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 
 
-def _command_line() -> type:
+def _command_line(beside: Beside) -> type:
     """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
     options: list[tuple[str, Any, Any]] = []
-    for name, (metavar, default, about) in _BESIDE_SECTIONS.items():
+    for name, (metavar, default, about) in beside.items():
         shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default)
         options.append((name, Annotated[str, shown], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():

@@ -45,9 +45,11 @@ class Prepared:
     plan: Plan
 
 
-def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None) -> Prepared:
-    """Find the units, plan for a machine (None: this one), check the budgets. Nothing is allocated: the model may
-    be on `meta`. Collective. Raises ConfigError and DoesNotFitError.
+def prepare(
+    model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None, *, checks: bool = True
+) -> Prepared:
+    """Find the units, plan for a machine (None: this one), and check the budgets, unless it `checks` nothing. Nothing
+    is allocated: the model may be on `meta`. Collective. Raises ConfigError and DoesNotFitError.
     """
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # Units recompute already; the second name is what transformers called it before 5.23.
@@ -71,7 +73,7 @@ def prepare(model: nn.Module, settings: Settings, comm: Comm, machine: Machine |
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
-    plan = make_plan(settings, units, regions, comm, machine)
+    plan = make_plan(settings, units, regions, comm, machine, checks=checks)
     comm.agree(
         "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
     )

@@ -136,7 +136,7 @@ class _Probe:
         self._chunk: list[_Entry] = []
         self._seen: dict[Hashable, _Seen] = {}
         self._held: dict[int, int] = {}
-        self._saved: list[Any] = []  # so that what waits is not freed, and its place told for another's
+        self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
         self._mark, self._is_inside = NO_COST, False
 
     # -- the model -------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class _Probe:
         self.watch.begin()
 
     def _forget(self) -> None:
-        self._entries, self._held, self._saved = [], {}, []
+        self._entries, self._held, self._movable = [], {}, {}
         self._mark = self.watch.cost
         self.watch.begin()
 
@@ -295,14 +295,11 @@ class _Probe:
             seen = self._seen.get(key) or self._seen.setdefault(key, self._look(unit, forward, arguments))
         finally:
             self._is_inside = False
-        fresh = 0
-        for tensor in arguments.tensors:
-            storage = self.watch.storage_of(tensor)
-            if self.watch.is_own(storage) and storage not in self._held:
-                self._held[storage] = num_bytes = tensor.untyped_storage().nbytes()
-                fresh += num_bytes
-        work = replace(seen.work, name=unit.name, input_bytes=fresh)
-        self._entries.append(_Entry(work, sum(self._held.values())))
+        entry = _Entry(replace(seen.work, name=unit.name))
+        self._wait(entry, arguments.tensors)
+        entry.held_bytes = sum(self._held.values())
+        self._entries.append(entry)
+        work = entry.work
         self.last_result_bytes = work.result_bytes
         number = len(self._entries) - 1
         anchor = torch.empty((), device="meta", requires_grad=any(p.requires_grad for p in unit.module.parameters()))
@@ -310,6 +307,23 @@ class _Probe:
         outputs = _Border.apply(self, number, seen, anchor, *arguments.tensors)
         self.watch.begin()
         return deliver(seen.result.fill(outputs), args, kwargs)
+
+    def _wait(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the inputs of a use, which wait for its backward, each once."""
+        fresh = staying = 0
+        for storage, tensor in {self.watch.storage_of(tensor): tensor for tensor in tensors}.items():
+            num_bytes = tensor.untyped_storage().nbytes()
+            if storage in self._movable:  # it is not put away if another unit gets it too
+                first = self._movable.pop(storage)
+                first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
+            elif self.watch.is_own(storage) and storage not in self._held:
+                self._held[storage] = num_bytes
+                fresh += num_bytes
+                if tensor.requires_grad:
+                    self._movable[storage] = entry
+                else:
+                    staying += num_bytes
+        entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
 
     def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> _Seen:
         """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""

@@ -41,7 +41,9 @@ class UnitWork:
         gradients of parameters, but for the one that was made last. For a stretch results of the unit before it, too.
     result_bytes: what it hands on.
     gradient_bytes: the gradients that its backward hands on.
-    shared_bytes: of its input, what does not grow with the rows, and is there once for all micro-batches.
+    staying_bytes: of its input, what stays on the device wherever activations go: what takes no gradient, or goes to
+        other units too.
+    shared_bytes: of that, what does not grow with the rows, and is there once for all micro-batches.
     keeps_graph: its graph saves nothing but inputs and weights, so that it is kept always, and nothing recomputed.
     is_cut: False where it runs once, over all micro-batches (stretches, the head in chunks).
     """
@@ -55,6 +57,7 @@ class UnitWork:
     backward_temporary_bytes: int
     result_bytes: int = 0
     gradient_bytes: int = 0
+    staying_bytes: int = 0
     shared_bytes: int = 0
     keeps_graph: bool = False
     is_cut: bool = True

@@ -82,17 +82,25 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 
 
 def make_plan(
-    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm, machine: Machine
+    settings: Settings,
+    units: Sequence[UnitPlan],
+    regions: Sequence[Region],
+    comm: Comm,
+    machine: Machine,
+    *,
+    checks: bool = True,
 ) -> Plan:
-    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets, or the host, cannot hold.
-    Collective.
+    """Choose the tiers, where to update and how far to look ahead; unless it `checks` nothing, refuse what the budgets,
+    or the host, cannot hold. Collective.
     """
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), machine.free(comm)
-    plan_with = partial(_make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size)
+    plan_with = partial(
+        _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
+    )
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
-    if not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
+    if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
     is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, machine.speeds)
     if comm.any(not is_faster, "choice of offload.update"):  # each rank has measured for itself
@@ -111,6 +119,7 @@ def _make_plan(
     sharding: Sharding,
     there: Free,
     num_sharing: int,
+    checks: bool,
     update: str,
 ) -> Plan:
     placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
@@ -195,15 +204,16 @@ def _make_plan(
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
-    check_budgets(allocations, limits, floor, num_sharing=num_sharing)
-    check_host(
-        allocations,
-        there.host_bytes,
-        there.host_bound,
-        given_bytes=there.given_bytes,
-        is_device=not has_accelerator,
-        num_sharing=num_sharing,
-    )
+    if checks:
+        check_budgets(allocations, limits, floor, num_sharing=num_sharing)
+        check_host(
+            allocations,
+            there.host_bytes,
+            there.host_bound,
+            given_bytes=there.given_bytes,
+            is_device=not has_accelerator,
+            num_sharing=num_sharing,
+        )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
 
 

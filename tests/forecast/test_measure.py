@@ -18,6 +18,8 @@ from offload.distributed.comm import Comm
 from offload.engine.assemble import Prepared, prepare
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.workload import Workload
+from offload.machine.hardware import Hardware
+from offload.planning.machines import DescribedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
 from tests.engine.families import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, mixtral, opt, t5
@@ -165,7 +167,8 @@ def test_a_model_of_70_g_parameters_takes_a_second() -> None:
     with torch.device("meta"):
         model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(shape.pop("model_type"), **shape))
     begin = time.perf_counter()
-    prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm())
+    machine = DescribedMachine(Hardware.read("h100").with_(host_bytes=1 << 41))
+    prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm(), machine)
     work = measure(model, BatchSpec("causal", 8, 4096), prepared)
     assert time.perf_counter() - begin < 3
     flops = sum(call.forward.flops for call in work.calls) * work.num_micro_batches
