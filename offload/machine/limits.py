@@ -84,6 +84,14 @@ def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
     return min(limits, key=lambda limit: limit.share(num_sharing))
 
 
+def integrated_note(name: str) -> str:
+    """Return what to know of a device that computes in the host's memory."""
+    return (
+        f"{name} computes in the host's memory: what is offloaded to the cpu tier takes the same bytes, and copies on "
+        "top. --offload.parameters device --offload.optimizer device is faster; nvme is what makes more room."
+    )
+
+
 def lockable_bytes() -> int | None:
     """Return how much memory this user may lock, as buffers of io_uring are; None without end. (What a GPU's driver
     pins is not counted there, but in control groups.)

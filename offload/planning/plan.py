@@ -140,6 +140,7 @@ def _make_plan(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
         default=0,
     )
+    in_host = accelerator is None or accelerator.is_integrated
     # Whoever reads from a disk has to wait, and does it beside compute.
     overlap = overlaps(accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
 
@@ -166,7 +167,7 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
-        if accelerator is None:  # what the device has is of the host's memory, and leaves less to states
+        if in_host:  # what the device has is of the host's memory, and leaves less to states
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
@@ -223,7 +224,7 @@ def _make_plan(
         there.host_bytes,
         there.host_bound,
         given_bytes=given_bytes,
-        is_device=accelerator is None,
+        is_device=in_host,
         num_sharing=num_sharing,
     )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
