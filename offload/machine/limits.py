@@ -145,16 +145,16 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield version and folder of each control group that may bound memory, from this process's own up."""
     own: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if path and (not controllers or "memory" in controllers.split(",")):
             own["cgroup" if controllers else "cgroup2"] = path
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = (part.split() for part in line.partition(" - "))
-        kind = system[0]
+        kind = system[0] if len(system) > 2 and len(mount) > 4 else ""
         if kind not in own or (kind == "cgroup" and "memory" not in system[2].split(",")):
             continue
-        shown, point = mount[3], root / mount[4].replace("\\040", " ").lstrip("/")
-        below = os.path.relpath(own[kind], shown)
+        point = root / mount[4].replace("\\040", " ").lstrip("/")
+        below = os.path.relpath(own[kind], mount[3])
         if below.startswith(".."):  # a namespace, or a container's mount, that does not show where it is
             below = "."
         folder = point / below
