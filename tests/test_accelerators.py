@@ -224,6 +224,9 @@ def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:
         found = SimpleNamespace(**properties)
         module = SimpleNamespace(get_device_properties=lambda device, found=found: found)
         described.append(CudaAccelerator(torch.device("cuda", 0), module).describe())
+        assert not CudaAccelerator(torch.device("cuda", 0), module).is_integrated
+        found.is_integrated = 1
+        assert CudaAccelerator(torch.device("cuda", 0), module).is_integrated
     least = {"name": "one", "memory_bytes": 80, "runtime": f"CUDA {torch.version.cuda}"}
     assert described == [
         least | {"capability": "9.0", "pci": "0000:3b:00.0"},

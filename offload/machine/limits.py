@@ -84,6 +84,14 @@ def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
     return min(limits, key=lambda limit: limit.share(num_sharing))
 
 
+def integrated_note(name: str) -> str:
+    """Return what to know of a device that computes in the host's memory."""
+    return (
+        f"{name} computes in the host's memory: what is offloaded to the cpu tier takes the same bytes, and copies on "
+        "top. --offload.parameters device --offload.optimizer device is faster; nvme is what makes more room."
+    )
+
+
 def lockable_bytes() -> int | None:
     """Return how much memory this user may lock, as buffers of io_uring are; None without end. (What a GPU's driver
     pins is not counted there, but in control groups.)
@@ -137,16 +145,16 @@ def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield version and folder of each control group that may bound memory, from this process's own up."""
     own: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if path and (not controllers or "memory" in controllers.split(",")):
             own["cgroup" if controllers else "cgroup2"] = path
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = (part.split() for part in line.partition(" - "))
-        kind = system[0]
+        kind = system[0] if len(system) > 2 and len(mount) > 4 else ""
         if kind not in own or (kind == "cgroup" and "memory" not in system[2].split(",")):
             continue
-        shown, point = mount[3], root / mount[4].replace("\\040", " ").lstrip("/")
-        below = os.path.relpath(own[kind], shown)
+        point = root / mount[4].replace("\\040", " ").lstrip("/")
+        below = os.path.relpath(own[kind], mount[3])
         if below.startswith(".."):  # a namespace, or a container's mount, that does not show where it is
             below = "."
         folder = point / below

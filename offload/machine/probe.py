@@ -190,7 +190,9 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
 
 def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
     """Return what the disks of folders read and write in a second, all at once, past the page cache."""
-    num_bytes = -(-sizes.disk_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    least_bytes = 4 << 20
+    room = min(free_bytes(place) for place in places) // (8 * len(places))
+    num_bytes = max(least_bytes, min(room, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES)
     check_space(places, num_bytes * len(places))
     arena = Arena(num_bytes)
     block = arena.take(num_bytes // 8, torch.int64).random_()  # disks and file systems are quick with zeros
@@ -205,7 +207,6 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
                 file.sync()
             return time.perf_counter() - begin
 
-        least_bytes = min(num_bytes, 4 << 20)
         for_a_piece = max(seconds(True, least_bytes), 1e-6)
         most = int(least_bytes * sizes.disk_s / for_a_piece) // _PAGE_BYTES * _PAGE_BYTES
         most = min(num_bytes, max(least_bytes, most))

@@ -22,12 +22,14 @@ from offload.optim.rule import UpdateRule, UpdateStep
 @dataclass(frozen=True)
 class Free:
     """Bytes that one rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
-    these. `given_bytes`: of the host's, what the model gives back once its weights are taken over.
+    these. `given_bytes`: of the host's, what the model gives back once its weights are taken over. `in_host`: the
+    device's memory is of the host's.
     """
 
     device_bytes: int | None
     host_bytes: int
     host_bound: str
+    in_host: bool
     given_bytes: int = 0
 
 
@@ -103,7 +105,8 @@ class ThisMachine:
         found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
         device = min(each[0] for each in found)
         host, said = min(each[1:] for each in found)
-        return Free(None if device < 0 else device, host, said, self.given_bytes)
+        in_host = self.accelerator is None or self.accelerator.is_integrated
+        return Free(None if device < 0 else device, host, said, in_host, self.given_bytes)
 
 
 @dataclass(frozen=True)
@@ -145,4 +148,5 @@ class DescribedMachine:
     def free(self, comm: Comm) -> Free:
         device_bytes = self.hardware.device_bytes if self.has_accelerator else None
         bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
-        return Free(device_bytes, self.hardware.host_bytes // comm.local_size, bound)
+        in_host = not self.has_accelerator or self.hardware.shares_memory
+        return Free(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)

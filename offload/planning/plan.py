@@ -153,7 +153,7 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
-        if not has_accelerator:  # what the device has is of the host's memory, and leaves less to states
+        if there.in_host:  # what the device has is of the host's memory, and leaves less to states
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
@@ -211,7 +211,7 @@ def _make_plan(
             there.host_bytes,
             there.host_bound,
             given_bytes=there.given_bytes,
-            is_device=not has_accelerator,
+            is_device=there.in_host,
             num_sharing=num_sharing,
         )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)

@@ -7,9 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload import Engine, Placement
+from offload.accelerators import Accelerator
+from offload.errors import DoesNotFitError
+from offload.machine import limits
 from offload.machine.probe import Sizes, probe
 from tests.accelerator.control import Control, Cost
+from tests.machine.groups import second_version
 
 pytestmark = pytest.mark.accelerator
 
@@ -44,3 +50,21 @@ def test_a_device_s_rates_are_found(sim: Control, tmp_path: Path) -> None:
     assert rates.flops_per_s["fp32"] <= 1.05 * SLOW.single_flops_per_s
     assert rates.flops_per_s["bf16"] <= 1.05 * SLOW.half_flops_per_s
     assert rates.both_ways_bytes_per_s >= max(rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
+
+
+def test_an_integrated_device_s_memory_is_the_host_s(
+    sim: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_engine() -> Engine:
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **shape))
+        return Engine(model, placement=Placement("cpu", "cpu"), device="sim", update="cpu")
+
+    with open_engine() as engine:
+        on_host = sum(num_bytes for tier, _, num_bytes in engine.allocations if tier == "cpu")
+    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
+    open_engine().close()
+    monkeypatch.setattr(Accelerator, "is_integrated", True)
+    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # what the model gives back makes up for that alone
+    with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
+        open_engine()

@@ -70,7 +70,9 @@ def test_the_first_version_as_a_machine_and_as_a_container_shows_it(tmp_path: Pa
 
 @pytest.mark.parametrize("own", ["/../../elsewhere", "/elsewhere"])
 def test_a_namespace_that_does_not_show_where_it_is_has_the_limits_of_its_top(tmp_path: Path, own: str) -> None:
-    tree = second_version(tmp_path, {"/": (1000, 300, 100)})
+    tree = second_version(tmp_path / "tree", {"/": (1000, 300, 100)})
+    for other in (tmp_path / "elsewhere", tree / "sys/elsewhere"):  # where that path would lead from the mount
+        write(other, {"memory.max": 5, "memory.current": 5})
     (tree / "proc/self/cgroup").write_text(f"0::{own}\n")
     line = (tree / "proc/self/mountinfo").read_text().replace(" / /sys", " /kubepods/x /sys")
     (tree / "proc/self/mountinfo").write_text(line)
@@ -78,6 +80,11 @@ def test_a_namespace_that_does_not_show_where_it_is_has_the_limits_of_its_top(tm
 
 
 def test_nothing_that_can_be_read_is_no_limit(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+    write(
+        tmp_path,
+        {"proc/self/cgroup": "1:memory:/x\n0::/x\n:\n0", "proc/self/mountinfo": "31 23\n - \n - cgroup2 a b\n"},
+    )
     assert found(tmp_path) == []
     tree = second_version(tmp_path, {"/": ("?", 1, 0), "/x": (100, 1, 0)})
     (tree / "sys/fs/cgroup/x/memory.current").unlink()
