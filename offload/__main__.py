@@ -11,6 +11,7 @@ from offload.errors import ConfigError, nearest, shorten
 COMMANDS = {
     "train": "train a model whose states do not fit the device",
     "report": "a page about a run: curves, where a step's time goes, memory, what to change",
+    "plan": "what a run would hold and take, on this machine or a described one",
     "export": "a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "whether checkpoints and Hugging Face folders are whole",

@@ -91,6 +91,11 @@ class Accelerator:
         return told
 
     @property
+    def is_integrated(self) -> bool:
+        """True where it computes in the host's memory, so that what is offloaded goes nowhere."""
+        return bool(getattr(self.module.get_device_properties(self.device), "is_integrated", False))
+
+    @property
     def backend(self) -> str | None:
         """What its ranks exchange tensors by; None where torch knows nothing but gloo."""
         return dist.Backend.default_device_backend_map.get(self.device.type)

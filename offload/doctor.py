@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
     from offload.machine.diagnosis import diagnose  # imports torch
 
-    found = diagnose(arguments.nvme_dir)
+    found = diagnose(arguments.nvme_dir, probes=arguments.probe or arguments.refresh, refresh=arguments.refresh)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -37,6 +37,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directories to examine, as for --offload.nvme_dir of train; a small file without a name is written there",
     )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure links, memory, compute and the directories' disks in a few seconds, and tell what limits a step; "
+        "what was measured before is told at once",
+    )
+    parser.add_argument("--refresh", action="store_true", help="the same, and measure again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -56,6 +63,10 @@ def _show(found: dict[str, Any]) -> None:
     for each in found["nvme"]:
         table.add_row()
         for name, text in _directory(each):
+            table.add_row(name, text)
+    if "probe" in found:
+        table.add_row()
+        for name, text in (*_rates(found["probe"]), *_limits(found["probe"])):
             table.add_row(name, text)
     Console(highlight=False, markup=False).print(table)
 
@@ -97,6 +108,47 @@ def _directory(about: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         rows.append(("", f"cannot be used: {about['refusal']}"))
     return rows
+
+
+def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
+    machine = about["hardware"]
+    rates = machine["rates"]
+    is_cpu = machine["device"] == "cpu"
+    moved = {name: f"{rate / 1e9:.3g} GB/s" for name, rate in rates.items() if name.endswith("bytes_per_s") and rate}
+    flops = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in rates["flops_per_s"].items())
+    rows = [
+        (
+            "links",
+            f"up {moved['h2d_bytes_per_s']}, down {moved['d2h_bytes_per_s']}, both at once "
+            f"{moved['both_ways_bytes_per_s']}" + (" (copies within memory)" if is_cpu else ""),
+        ),
+        ("memory", f"{moved['host_bytes_per_s']} read and written in place by all cores"),
+        ("products", f"{flops}; {rates['launch_s'] * 1e6:.3g} us to begin an operation"),
+    ]
+    if not is_cpu:
+        rows.insert(2, ("device", f"{format_bytes(machine['device_bytes'])} free, {moved['device_bytes_per_s']}"))
+    if "nvme_read_bytes_per_s" in moved:
+        reads, writes = (moved[f"nvme_{way}_bytes_per_s"] for way in ("read", "write"))
+        rows.append(("disks", f"read {reads}, write {writes}, past the page cache"))
+    return [*rows, ("", next(iter(machine["sources"].values())))]
+
+
+def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
+    bounds = about["bounds"]
+    names = {"update": "AdamW on the host", "h2d": "weights up", "d2h": "gradients down"}
+    names |= {"nvme_read": "reading from disk", "nvme_write": "writing to disk"}
+    parts = ", ".join(f"{names[lane]} {seconds:.3g} s" for lane, seconds in bounds["seconds"].items())
+    hides = (
+        f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more"
+        if about["hardware"]["device"] != "cpu" or bounds["lane"].startswith("nvme")
+        else "nothing hides it, since the same cores compute"
+    )
+    return [
+        ("host bound", about["bound_by"]),
+        ("a step", f"of 1e9 parameters in {bounds['precision']}, offloaded: {parts}"),
+        ("limit", f"{names[bounds['lane']]}; {hides}"),
+        *(("note", note) for note in about["notes"]),
+    ]
 
 
 if __name__ == "__main__":

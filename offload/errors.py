@@ -148,6 +148,6 @@ def format_bytes(num_bytes: float) -> str:
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload import __version__
-from offload.config.command_line import OwnOption, importing, parse_command, run_command, say, take_gpus
+from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.distributed.launch import end_with_launcher, launch
 from offload.errors import ConfigError
 
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.parity", description=DESCRIPTION, own=OPTIONS)
-    num_steps, same_order, as_json = _steps(own["steps"]), _flag(own, "same-order"), _flag(own, "json")
+    num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
     if num_ranks > 1:
         config.check_ranks(num_ranks)
         with importing():
@@ -136,13 +136,6 @@ def _steps(text: str | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--steps is {text!r}; it should be a whole number of steps, at least 1.")
     return int(text)
-
-
-def _flag(own: dict[str, Any], name: str) -> bool:
-    text = own[name]
-    if text not in (None, "true", "false"):
-        raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")
-    return text == "true"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import engine_device
 from offload.errors import ConfigError
-from offload.planning.plan import find_free
+from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings
 from offload.tiers.device import AcceleratorDevice, CpuDevice, open_device
 from offload.tiers.ledger import Ledger
@@ -212,7 +212,7 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
     device.set_random_state(device.random_state())
     assert states == [(5, own)]
-    assert find_free(Comm(), accelerator).device_bytes == 70
+    assert ThisMachine(accelerator).free(Comm()).device_bytes == 70
     assert set(asked) == {own}
 
 
@@ -224,6 +224,9 @@ def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:
         found = SimpleNamespace(**properties)
         module = SimpleNamespace(get_device_properties=lambda device, found=found: found)
         described.append(CudaAccelerator(torch.device("cuda", 0), module).describe())
+        assert not CudaAccelerator(torch.device("cuda", 0), module).is_integrated
+        found.is_integrated = 1
+        assert CudaAccelerator(torch.device("cuda", 0), module).is_integrated
     least = {"name": "one", "memory_bytes": 80, "runtime": f"CUDA {torch.version.cuda}"}
     assert described == [
         least | {"capability": "9.0", "pci": "0000:3b:00.0"},

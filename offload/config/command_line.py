@@ -236,6 +236,14 @@ def parse_command(
         raise
 
 
+def is_on(own: Mapping[str, str | None], name: str) -> bool:
+    """Read an option of `parse_command` that may be given alone. Raises ConfigError."""
+    text = own[name]
+    if text not in (None, "true", "false"):
+        raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")
+    return text == "true"
+
+
 def _parse_command(
     words: Sequence[str], prog: str, description: str, own: Mapping[str, OwnOption]
 ) -> tuple[Config, dict[str, str | None]]:

@@ -16,12 +16,6 @@ from offload.native.io import sync_path
 T = TypeVar("T")
 
 
-def default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/offload`, by default `~/.cache/offload`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "offload"
-
-
 def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Return `load(root / name)`, after `build` has filled that folder if it was absent or `load` could not read it.
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.data.cache import default_cache_dir
 from offload.data.order import rows_at, shuffled
 from offload.data.packing import IGNORE, Rows
 from offload.data.prepare import Preparation, Prepared
 from offload.data.sources import STDLIB_CHAT, hash_text
 from offload.data.tokenizer import UNKNOWN
 from offload.errors import ConfigError, too_few_rows
+from offload.files.user_cache import default_cache_dir
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,24 +13,50 @@ from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
-from offload.engine.units.find import describe_parameters, find_units
+from offload.engine.units.find import Candidate, describe_parameters, find_units
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
-from offload.layout.regions import build_regions
+from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import make_plan
+from offload.planning.plan import Plan, make_plan
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
 
-def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
-    """Find the units, plan, check the budgets, and only then allocate. Collective."""
+@dataclass(frozen=True)
+class Prepared:
+    """An engine before anything is allocated.
+
+    settings: with the device that computes, and this rank's part of the budgets.
+    infos: the parameters.
+    candidates: the units, in module order.
+    regions: how the parameters lie.
+    units: what the plan knows of each unit.
+    plan: the list of allocations, and what was decided on the way to it.
+    """
+
+    settings: Settings
+    infos: list[ParameterInfo]
+    candidates: list[Candidate]
+    regions: Sequence[Region]
+    units: list[UnitPlan]
+    plan: Plan
+
+
+def prepare(
+    model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None, *, checks: bool = True
+) -> Prepared:
+    """Find the units, plan for a machine (None: this one), and check the budgets, unless it `checks` nothing. Nothing
+    is allocated: the model may be on `meta`. Collective. Raises ConfigError and DoesNotFitError.
+    """
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # Units recompute already; the second name is what transformers called it before 5.23.
         disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()
-    settings = replace(settings, device=str(engine_device(settings, comm)))
+    machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
+    settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     parameters = {unit.name: unit.parameters for unit in candidates}
@@ -47,12 +73,30 @@ def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fil
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
     comm.agree("the model", {info.name: _shown(info) for info in infos} | {u.name: _shown(u) for u in units})
-    plan = make_plan(settings, units, regions, comm)
+    plan = make_plan(settings, units, regions, comm, machine, checks=checks)
     comm.agree(
         "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
     )
+    return Prepared(settings, infos, candidates, regions, units, plan)
+
+
+def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:
+    """Prepare, and only then allocate. Collective."""
+    # Weights that are there go as the engine takes them; those to be filled take no memory yet.
+    given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
+    machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
+    prepared = prepare(model, settings, comm, machine)
     share_buffers(model, comm)
-    state = EngineState(model, settings, infos, candidates, regions, plan, counters, comm)
+    state = EngineState(
+        model,
+        prepared.settings,
+        prepared.infos,
+        prepared.candidates,
+        prepared.regions,
+        prepared.plan,
+        counters,
+        comm,
+    )
     take_over(state, fill)
     return state
 

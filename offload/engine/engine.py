@@ -79,7 +79,6 @@ class Engine:
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_size)
-        settings = replace(settings, placement=settings.placement.share(self.comm.local_size))
         self.comm.claim(self)
         try:
             self._state = assemble(model, settings, self.counters, fill, self.comm)

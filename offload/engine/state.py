@@ -112,14 +112,8 @@ class EngineState:
         self.gradients = GradientFlow(
             self.store, infos, self.device, self.lanes, counters, plan, settings, self._stage(self._staged)
         )
-        # Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
-        stays = plan.tiers[0] == "device" or plan.limited
-        self.executor = Executor(
-            self.slots,
-            len(regions) if settings.prefetch == "auto" and self.lanes.overlap else plan.ahead,
-            None if stays else 1 + plan.ahead,
-            lands_late=self.gradients.lasts,
-        )
+        lookahead = plan.lookahead(settings.prefetch, len(regions))
+        self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)
         workspace = self._open_workspace()
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, place, workspace)

@@ -25,6 +25,7 @@ from offload.engine.units.traits import DepartedError
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout.regions import Region
 from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
+from offload.planning.machines import Measured
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import LaneTime, Span
@@ -234,10 +235,9 @@ class Steps:
 
     def _update_seconds(self) -> float:
         state = self._state
-        among = self._rule, state.regions, state.plan.layout.sharding, state.throttles
-        if state.plan.update == "cpu":
-            return update_seconds(*among)
-        return streamed_update_seconds(*among, own_accelerator(str(state.device.torch_device)))
+        speeds = Measured(own_accelerator(str(state.device.torch_device)))
+        estimate = update_seconds if state.plan.update == "cpu" else streamed_update_seconds
+        return estimate(self._rule, state.regions, state.plan.layout.sharding, state.throttles, speeds)
 
     @property
     def decided(self) -> dict[str, Any]:

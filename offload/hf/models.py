@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -252,6 +253,19 @@ def build_model(
         raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
     _check_position_table(built.model, sequence_length)
     return built
+
+
+def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
+    """Return the model of an architecture on `meta`, fp32, in train mode: its shapes alone. Raises ConfigError."""
+    try:
+        with torch.device("meta"):
+            model = model_kind(config).auto.from_config(config, dtype=torch.float32, **attention_options(section))
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever a constructor asks of values
+        where = section.path or f"preset {section.preset or 'tiny'}"
+        raise ConfigError(f"the model {where} cannot be built without memory: {_brief(error)}") from error
+    return typing.cast(nn.Module, model.train())
 
 
 def attention_options(section: ModelSection) -> dict[str, Any]:

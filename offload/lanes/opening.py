@@ -10,9 +10,9 @@ from offload.lanes.streams import StreamLanes
 from offload.lanes.throttle import Throttle
 
 
-def overlaps(accelerator: Accelerator | None, throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
+def overlaps(has_accelerator: bool, throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:
     """True where copies and updates run beside compute: on an accelerator, and where a link is played or delayed."""
-    return accelerator is not None or bool(throttle) or delay_seed is not None
+    return has_accelerator or bool(throttle) or delay_seed is not None
 
 
 def open_lanes(

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offload.errors import DiskError, OffloadError
+from offload.errors import DiskError, OffloadError, format_bytes
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes
 from offload.files.scratch import open_nameless
+from offload.machine.bounds import find_bounds
 from offload.machine.environment import describe_environment
+from offload.machine.hardware import Hardware
+from offload.machine.limits import integrated_note, least, lockable_bytes, memory_limits, node_bytes
+from offload.machine.nvml import nvml_gpus
+from offload.machine.probe import probe
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
 from offload.tiers.host import Arena
 
 
-def diagnose(nvme_dirs: Sequence[str]) -> dict[str, Any]:
-    """Return plain data on the machine and on each of the directories.
+def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = False) -> dict[str, Any]:
+    """Return plain data on the machine and on each of the directories. `probes`: with its rates, measured, or as they
+    were before without `refresh`, and what limits it.
 
     Raises ConfigError where two of the directories are the same.
     """
@@ -33,6 +40,34 @@ def diagnose(nvme_dirs: Sequence[str]) -> dict[str, Any]:
     usable = [each["dir"] for each in found["nvme"] if each["usable"]]
     if usable:
         check_dirs(usable)  # each is sound: this is about all of them together
+    if probes:
+        found["probe"] = _describe_machine(probe(None, usable, refresh=refresh))
+    return found
+
+
+def _describe_machine(machine: Hardware) -> dict[str, Any]:
+    """Return a machine's figures and what limits it as plain data."""
+    limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
+    found: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
+    found["limits"] = [asdict(limit) for limit in limits]
+    found["bound_by"] = str(least(limits))
+    found |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
+    if machine.shares_memory:
+        found["notes"].append(integrated_note(machine.name))
+    if lockable is not None:
+        found["notes"].append(
+            f"this user may lock {format_bytes(lockable)} of memory (`ulimit -l`): buffers of io_uring beyond that are "
+            "not registered, which costs some CPU time"
+        )
+    if len(found["node_bytes"]) > 1:
+        found["notes"].append(
+            f"{len(found['node_bytes'])} NUMA nodes: ranks keep to the one near their GPU; a single one uses all, and "
+            "half of its copies cross over"
+        )
+    for gpu in gpus:
+        if gpu.get("pcie_lanes", 0) < gpu.get("pcie_most_lanes", 0):
+            lanes, most = gpu["pcie_lanes"], gpu["pcie_most_lanes"]
+            found["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: another slot gives it all")
     return found
 
 

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from offload.machine.limits import least, memory_limits
+
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 """The oldest and the newest release that the tests ran with: pyproject.toml wants the one, constraints.txt names the
 other."""
@@ -51,25 +53,13 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def memory() -> dict[str, int]:
-    """Return the bytes of CPU memory this process may hope for: of the machine, and of its control group where one is
-    set.
+    """Return the bytes of CPU memory of this machine, those that this process may hope for, and where control groups
+    set one, the least limit of these.
     """
-    found: dict[str, int] = {}
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-        found = {"total_bytes": table["MemTotal"], "available_bytes": table["MemAvailable"]}
-    except (OSError, KeyError, ValueError):
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            found["total_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))  # "max" where there is no limit
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        found["cgroup_bytes"] = limit
-        found["available_bytes"] = min(found.get("available_bytes", limit), limit - used)
-    except (OSError, ValueError):
-        pass
-    return found
+    limits = memory_limits()
+    found = {"total_bytes": limits[0].most_bytes, "available_bytes": least(limits).free_bytes}
+    groups = [limit.most_bytes for limit in limits if limit.is_group]
+    return found | ({"cgroup_bytes": min(groups)} if groups else {})
 
 
 def _version(package: str) -> str | None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from offload.accelerators import Accelerator, open_accelerator
 from offload.layout.planes import Plane
+from offload.native import kernels
+from offload.tiers.host import Arena
 
 _NUM_ELEMENTS = 1 << 21
 _SIZES = (512, 4096)
 """Of matrices. A GPU shows by a large one what it can; a CPU is busy with it for seconds."""
 _LINK_BYTES = 1 << 25
 _LONG_S = 0.05
-"""A product that would take longer is not made."""
+"""A product that would take longer is not made, and what takes longer is not repeated."""
+_NUM_LAUNCHES = 256
+"""Of which a device's queue holds all."""
+_ROOFLINE_PLANES = 3
+"""Written in place, beside one that is read: weights, two moments and gradients, as of AdamW."""
 
 
 def update_bytes_per_second(
@@ -50,6 +57,71 @@ def link_bytes_per_second(accelerator: Accelerator, is_up: bool) -> float:
     return _LINK_BYTES / _best_seconds(run)
 
 
+def both_links_bytes_per_second(accelerator: Accelerator) -> float:
+    """Return the bytes that go to an accelerator and come from it in a second, both at once, added up."""
+    sides = []
+    for is_up in (True, False):
+        on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
+        ends = (on_device, on_host) if is_up else (on_host, on_device)
+        sides.append((accelerator.module.Stream(accelerator.device), *ends))
+
+    def run() -> None:
+        for stream, target, source in sides:
+            with accelerator.module.stream(stream):
+                target.copy_(source, non_blocking=True)
+        accelerator.wait()
+
+    return 2 * _LINK_BYTES / _best_seconds(run)
+
+
+def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
+    """Return the bytes that so many copies at once, each of `num_bytes` within the host's memory, move in a second."""
+    pairs = [[torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in range(num_copies)]
+    with ThreadPoolExecutor(num_copies) as pool:
+        seconds = _best_seconds(lambda: list(pool.map(lambda pair: pair[0].copy_(pair[1]), pairs)))
+    return num_copies * num_bytes / seconds
+
+
+def device_bytes_per_second(device: torch.device, num_bytes: int) -> float:
+    """Return the bytes that a device's memory is read and written in a second, by an operation in place."""
+    flat = torch.zeros(num_bytes // 4, device=device)
+
+    def run() -> None:
+        flat.add_(1)
+        _wait(device)
+
+    return 2 * flat.nbytes / _best_seconds(run)
+
+
+def host_bytes_per_second(num_bytes: int) -> float:
+    """Return the bytes that all cores read and write in a second, in place, as an update does, of `num_bytes` of the
+    host's memory, which caches should not hold.
+    """
+    if not kernels.is_native():
+        return device_bytes_per_second(torch.device("cpu"), num_bytes)
+    numel = num_bytes // (4 * (_ROOFLINE_PLANES + 1))
+    arena = Arena((_ROOFLINE_PLANES + 1) * 4 * numel)
+    *written, read = [arena.take(numel, torch.float32).fill_(1) for _ in range(_ROOFLINE_PLANES + 1)]
+    moved = sum(2 * plane.nbytes for plane in written) + read.nbytes
+    variants = [partial(kernels.roofline, written, read, variant=v) for v in range(kernels.NUM_ROOFLINE_VARIANTS)]
+    return moved / min(map(_best_seconds, variants))
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Return the seconds that Python takes to begin a small operation of torch."""
+    small = torch.zeros(8, device=device)
+
+    def run() -> None:
+        for _ in range(_NUM_LAUNCHES):
+            torch.add(small, 1)
+
+    try:
+        return _best_seconds(run) / _NUM_LAUNCHES
+    finally:
+        _wait(device)
+
+
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating point operations of a matrix product in a second, of a large one where that takes no time."""
     found = 0.0
@@ -73,9 +145,12 @@ def _wait(device: torch.device) -> None:
 
 
 def _best_seconds(run: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(4):
+    """Return the least of four times, or of two where that is long already."""
+    best, begun = float("inf"), time.perf_counter()
+    for number in range(4):
         begin = time.perf_counter()
         run()
         best = min(best, time.perf_counter() - begin)
+        if number and time.perf_counter() - begun > _LONG_S:
+            break
     return best

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload.accelerators import Accelerator
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
 from offload.optim.rule import UpdateRule
 from offload.planning.estimates import streamed_update_seconds, update_seconds, weight_seconds
+from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
 
 UPDATE_RING = "update ring"
@@ -28,16 +28,16 @@ def is_faster(
     regions: Sequence[Region],
     sharding: Sharding,
     throttles: Mapping[str, Throttle],
-    accelerator: Accelerator,
+    speeds: Speeds,
 ) -> bool:
-    """Measure which is done sooner, beside a compute that is quicker than either: the update on the host; or the way of
+    """Tell which is done sooner, beside a compute that is quicker than either: the update on the host; or the way of
     the states to the device and back, over a link that weights and gradients need as well, and the update there.
     """
-    on_host = update_seconds(rule, regions, sharding, throttles)
+    on_host = update_seconds(rule, regions, sharding, throttles, speeds)
     if on_host < _WORTH_S:
         return False
-    moved = weight_seconds(regions, sharding, throttles, accelerator)
-    return moved + streamed_update_seconds(rule, regions, sharding, throttles, accelerator) < on_host
+    moved = weight_seconds(regions, sharding, throttles, speeds)
+    return moved + streamed_update_seconds(rule, regions, sharding, throttles, speeds) < on_host
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:

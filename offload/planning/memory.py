@@ -131,7 +131,7 @@ def plan_memory(
         plan.append(_slots(units, resident, stay, ahead))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
-    lasting = [region for region in regions if region.trainable and _gradient_lasts(region, units)]
+    lasting = [region for region in regions if region.trainable and gradient_lasts(region, units)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
     passing = [
         sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
@@ -158,7 +158,8 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int
     return Allocation("device", f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
 
 
-def _gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:
+def gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:
+    """True where a region's gradients are known to have several contributions, and land after the backward."""
     return len(region.units) > 1 or any(unit.resident and region in unit.regions for unit in units)
 
 
@@ -174,15 +175,19 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         total = sum(allocation.num_bytes for allocation in wanted)
         if budget is None or total <= budget:
             continue
-        table = ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in wanted)
         ranks = num_sharing if tier != "device" else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         raise DoesNotFitError(
             f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
-            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {table}. "
+            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
             f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}, "
             f"{_fix(tier, plan)}."
         )
+
+
+def name_all(allocations: Sequence[Allocation]) -> str:
+    """Return allocations and their bytes as messages list them."""
+    return ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
 
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
@@ -195,6 +200,11 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         higher = "or keep states higher with --offload.parameters cpu"
         is_split = any(allocation.name == "low" for allocation in plan)
         return higher if is_split else f"{higher}, or train with --train.precision bf16"
+    return without_host_memory(plan)
+
+
+def without_host_memory(plan: Sequence[Allocation]) -> str:
+    """Say what takes less of the host's memory."""
     if any(allocation.tier == "nvme" for allocation in plan):
         rings = all(allocation.name.startswith("nvme") for allocation in plan if allocation.tier == "cpu")
         if rings:

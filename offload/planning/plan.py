@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from offload.accelerators import Accelerator, own_accelerator
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.opening import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
-from offload.machine.environment import memory
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.host import check_host
+from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
@@ -58,6 +58,13 @@ class Plan:
         """False where a correction is a second pass over states on disk, which costs more than the first one hides."""
         return not self.layout.planes
 
+    def lookahead(self, prefetch: str | int, num_regions: int) -> tuple[int, int | None]:
+        """Return how many cargoes may come early, and at most how many are held at once (None for as many as fit).
+        Without a budget the device holds what the lookahead needs; with one, room that is left keeps units.
+        """
+        ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
+        return ahead, None if self.tiers[0] == "device" or self.limited else 1 + self.ahead
+
     def of(self, tier: str, name: str) -> Allocation:
         """Return the allocation of this name, without regard to what it says in parentheses; an empty one if none."""
         return _find(self.allocations, tier, name)
@@ -74,39 +81,28 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     return next(found, Allocation(tier, name, 0))
 
 
-@dataclass(frozen=True)
-class Free:
-    """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's. The least of all
-    ranks, as their plans have to be the same.
-    """
-
-    device_bytes: int | None
-    host_bytes: int
-
-
-def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
-    """Look what is free now, on all ranks."""
-    device = -1 if accelerator is None else accelerator.free_bytes
-    host = memory()["available_bytes"] // comm.local_size
-    found = comm.gather_objects((device, host), "free memory")
-    device, host = (min(values) for values in zip(*found, strict=True))
-    return Free(None if device < 0 else device, host)
-
-
 def make_plan(
-    settings: Settings, units: Sequence[UnitPlan], regions: Sequence[Region], comm: Comm | None = None
+    settings: Settings,
+    units: Sequence[UnitPlan],
+    regions: Sequence[Region],
+    comm: Comm,
+    machine: Machine,
+    *,
+    checks: bool = True,
 ) -> Plan:
-    """Choose the tiers, where to update and how far to look ahead; refuse what the budgets cannot hold. Collective."""
-    comm = comm or Comm()
-    accelerator = own_accelerator(settings.device)
-    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
-    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
+    """Choose the tiers, where to update and how far to look ahead; unless it `checks` nothing, refuse what the budgets,
+    or the host, cannot hold. Collective.
+    """
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), machine.free(comm)
+    plan_with = partial(
+        _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
+    )
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
-    if accelerator is None or settings.host_bound or on_host.tiers[1] == "device":
+    if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
-    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, accelerator)
+    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, machine.speeds)
     if comm.any(not is_faster, "choice of offload.update"):  # each rank has measured for itself
         return on_host
     try:
@@ -119,19 +115,20 @@ def _make_plan(
     settings: Settings,
     units: Sequence[UnitPlan],
     regions: Sequence[Region],
-    accelerator: Accelerator | None,
+    has_accelerator: bool,
     sharding: Sharding,
-    free: Free,
+    there: Free,
     num_sharing: int,
+    checks: bool,
     update: str,
 ) -> Plan:
-    placement, layout, rings = settings.placement, DiskLayout(sharding=sharding), dict[str, int]()
+    placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(shape) for r in regions for shape in r.shapes if r.by_matrix),
         default=0,
     )
     # Whoever reads from a disk has to wait, and does it beside compute.
-    overlap = overlaps(accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
+    overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed) or placement.nvme_dir is not None
 
     def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
         return plan_memory(
@@ -156,6 +153,10 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
+        if there.in_host:  # what the device has is of the host's memory, and leaves less to states
+            widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
+            beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
+            free = replace(free, host_bytes=max(0, free.host_bytes - beside))
         if update == "device":
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
@@ -179,7 +180,7 @@ def _make_plan(
             "0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
         )
     if not rings:
-        overlap = overlaps(accelerator, settings.throttles, settings.delay_seed)
+        overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
     limited = placement.device_memory is not None or free.device_bytes is not None
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
@@ -203,7 +204,16 @@ def _make_plan(
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
-    check_budgets(allocations, limits, floor, num_sharing=num_sharing)
+    if checks:
+        check_budgets(allocations, limits, floor, num_sharing=num_sharing)
+        check_host(
+            allocations,
+            there.host_bytes,
+            there.host_bound,
+            given_bytes=there.given_bytes,
+            is_device=there.in_host,
+            num_sharing=num_sharing,
+        )
     return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
 
 
@@ -270,6 +280,8 @@ def _choose_tiers(
     if "auto" not in wants:
         return wants[0], wants[1]
     budget = _device_bytes(placement, free)
+    if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
+        budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]

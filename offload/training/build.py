@@ -33,6 +33,7 @@ from offload.hf.models import (
     quiet_transformers,
     vocab_size,
 )
+from offload.machine.limits import integrated_note
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
@@ -125,6 +126,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     name = type(built.model).__name__
     made = engine(config, built, comm)
     built.close()
+    if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
+        note(integrated_note(accelerator.describe()["name"]))
     weights = "the weights of a checkpoint" if first else f"{config.model.init} weights"
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"

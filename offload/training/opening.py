@@ -12,7 +12,7 @@ from offload.distributed.outcome import as_one
 from offload.files.directories import check_dirs
 from offload.hf.write import check_place
 from offload.lanes.throttle import parse_throttle
-from offload.training.parts import placement, update_rule
+from offload.planning.from_config import placement, update_rule
 from offload.training.resume import ResumePoint, find_start
 from offload.training.run_folder import RunFolder
 

@@ -1,12 +1,10 @@
-"""What a configuration is made into: the placement, the data, the engine."""
+"""What a configuration is made into: the data, the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
-from pydantic import BaseModel
 from transformers import PreTrainedConfig
 
 from offload.accelerators import own_accelerator
@@ -16,34 +14,12 @@ from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_f
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.hf.models import Kind, locate, vocab_size
-from offload.optim.rule import UpdateRule
-from offload.optim.rules import make_rule
-from offload.planning.settings import Settings
-from offload.tiers.placement import Placement
-
-
-def placement(config: Config) -> Placement:
-    """Return where the states are to be. Raises ConfigError where that cannot be."""
-    return Placement(**_named(Placement, config.offload))
-
-
-def update_rule(config: Config) -> UpdateRule:
-    """Return the rule of the updates. Raises ConfigError."""
-    section = config.optimizer
-    return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
+from offload.planning.from_config import settings
 
 
 def engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return the engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
-    named = _named(Settings, config.train, config.offload, config.run)
-    settings = Settings(**named | {"optimizer": update_rule(config), "placement": placement(config)})
-    return Engine(built.model, settings=settings, fill=built.fill, comm=comm)
-
-
-def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
-    """Return what sections of a configuration say of the fields of a dataclass, which have the same names there."""
-    said = {name: value for section in sections for name, value in section}
-    return {field.name: said[field.name] for field in fields(kind) if field.name in said}
+    return Engine(built.model, settings=settings(config), fill=built.fill, comm=comm)
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:

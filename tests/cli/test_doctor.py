@@ -13,11 +13,15 @@ import pytest
 from offload import doctor
 from offload.errors import ConfigError
 from offload.files import directories
+from offload.machine import diagnosis, limits
+from offload.machine.hardware import Hardware
+from offload.machine.probe import Sizes, probe
 from offload.native import io as native_io
 from offload.native import kernels
 from tests import forks
 from tests.disks import nameless
 from tests.forks import ROOT
+from tests.machine.groups import second_version
 
 Call = Callable[..., "tuple[int, dict[str, Any]]"]
 
@@ -41,6 +45,54 @@ def test_the_machine(call):
     with native_io.IoEngine() as engine:
         assert (found["io"]["engine"], found["io"]["why_not_better"]) == (engine.name, engine.why or None)
     assert found["nvme"] == []
+
+
+def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def small(device, dirs, **how):
+        asked.append((dirs, how))
+        sizes = Sizes(link_bytes=1 << 20, core_bytes=1 << 20, disk_bytes=1 << 20, disk_s=0.01)
+        return probe(device, dirs, sizes=sizes, cache_dir=tmp_path / "cache", **how)
+
+    monkeypatch.setattr(diagnosis, "probe", small)
+    tree = second_version(tmp_path / "tree", {"/": (900 << 20, 100 << 20, 0)})
+    monkeypatch.setattr(limits, "_ROOT", tree)
+    assert "probe" not in call("--nvme-dir", tmp_path)[1]
+    code, found = call("--probe", "--nvme-dir", tmp_path, tmp_path / "missing")
+    assert code == 1, "of the directory that is missing"
+    assert set(found["probe"]["bounds"]["seconds"]) == {"update", "h2d", "d2h", "nvme_read", "nvme_write"}
+    assert found["probe"]["hardware"]["host_bytes"] == 800 << 20
+    assert [limit["most_bytes"] for limit in found["probe"]["limits"]][1] == 900 << 20
+    assert call("--refresh")[1]["probe"]["hardware"]["disk_bytes"] is None
+    assert asked == [([str(tmp_path)], {"refresh": False}), ([], {"refresh": True})]
+    doctor.main(["--probe"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("GB/s", "memory.max: 900 MiB, of which 800 MiB is left", "AdamW on the host", "the same cores"):
+        assert words in text
+
+
+def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(diagnosis, "probe", lambda *_, **__: Hardware.read("dgx-spark"))
+    monkeypatch.setattr(diagnosis, "lockable_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(diagnosis, "node_bytes", lambda: {0: 1, 1: 1})
+    slow = {"name": "slow", "pcie_lanes": 8, "pcie_most_lanes": 16}
+    monkeypatch.setattr(diagnosis, "nvml_gpus", lambda: [slow, {"name": "fast"}])
+    doctor.main(["--probe"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for words in (
+        "112 GiB free, 232 GB/s",
+        "is left",
+        "8 MiB of memory",
+        "2 NUMA nodes",
+        "slow has 8 of 16 PCIe lanes",
+    ):
+        assert words in text
+    assert "computes in the host's memory" in text
+    assert "writing to disk; compute takes as long with 100,000 tokens a step, and hides it" in text
 
 
 def test_directories(call, tmp_path):

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.cache import cached, default_cache_dir
+from offload.data.cache import cached
 from offload.data.dataset import Dataset, build_dataset, share
 from offload.errors import ConfigError
 
@@ -383,14 +383,6 @@ def test_a_cache_that_cannot_be_written(build: Build, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         build(cache_dir=tmp_path / "file")
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "offload"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_dir() == Path("/home/someone/.cache/offload")
 
 
 def test_one_builds_while_the_others_wait(tmp_path: Path) -> None:

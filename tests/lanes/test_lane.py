@@ -567,8 +567,8 @@ def test_threads_only_where_a_link_is_played_or_delayed():
 
     before = num_threads()
     for throttle, seed, has_threads in (({}, None, False), ({"h2d": Throttle()}, None, True), ({}, 0, True)):
-        lanes = open_lanes(None, throttle, seed, overlaps(None, throttle, seed))
-        assert overlaps(None, throttle, seed) == lanes.overlap == has_threads
+        lanes = open_lanes(None, throttle, seed, overlaps(False, throttle, seed))
+        assert overlaps(False, throttle, seed) == lanes.overlap == has_threads
         for lane in (lanes.h2d, lanes.d2h, lanes.update):
             lane.submit(nothing)
         assert num_threads() == before + 3 * has_threads

@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from offload.native import kernels
 from offload.optim import factored, muon
 from offload.optim.rule import Trained, UpdateRule, UpdateStep
-from offload.training.parts import update_rule
+from offload.planning.from_config import update_rule
 
 SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), ()]
 

@@ -13,13 +13,14 @@ from offload.accelerators import Accelerator
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Sharding
 from offload.optim.adamw import AdamW
-from offload.planning import device_updates, estimates
+from offload.planning import device_updates, machines
 from offload.planning.device_updates import is_faster, ring_bytes, tile_numel
 from offload.planning.disk import lay_out
+from offload.planning.machines import Measured
 from offload.planning.memory import UnitPlan, plan_memory
 from tests.planning.test_disk import region
 
-GPU = Accelerator(torch.device("cuda"), None)
+GPU = Measured(Accelerator(torch.device("cuda"), None))
 WHERE = ("device", "cpu", "nvme")
 ON_HOST = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
@@ -30,8 +31,8 @@ def play(patch: pytest.MonkeyPatch, kernel: float, link: float, device: float = 
     def rate(update: Any, moments: Any, where: torch.device) -> float:
         return kernel if where.type == "cpu" else device
 
-    patch.setattr(estimates, "update_bytes_per_second", rate)
-    patch.setattr(estimates, "link_bytes_per_second", lambda accelerator, is_up: link)
+    patch.setattr(machines, "update_bytes_per_second", rate)
+    patch.setattr(machines, "link_bytes_per_second", lambda accelerator, is_up: link)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) 
     def measured(*_: Any, **__: Any) -> float:
         raise AssertionError("it was")
 
-    monkeypatch.setattr(estimates, "link_bytes_per_second", measured)
+    monkeypatch.setattr(machines, "link_bytes_per_second", measured)
     assert not is_faster(AdamW(), [region(0, 50)], Sharding(), {}, GPU)
 
 

@@ -1,0 +1,146 @@
+"""What else could be done than what is forecast: what fits, what is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from offload.config.config import Config
+from offload.errors import ConfigError, format_bytes
+from offload.forecast.forecast import Alternative, Forecast, Teller
+from offload.machine.hardware import Hardware
+from offload.machine.probe import probe
+from offload.planning.from_config import placement
+
+_MORE_HOST_BYTES = 32 << 30
+_FOLDER = "FOLDER"
+"""Stands for a folder on a disk that nobody named."""
+_SMALL_CHUNK_BYTES = 32 << 20
+
+
+def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
+    """Tell what a run of so many ranks on one machine (None: this one, measured) will hold and take, and what else
+    could be done. Raises ConfigError.
+    """
+    if hardware is None:
+        hardware = probe(config.offload.device, placement(config).dirs)
+    teller = Teller(config, num_ranks)
+    found = teller.tell(config, hardware)
+    fix = "" if found.fits else find_fix(teller, found)
+    return replace(found, fix=fix, alternatives=tuple(alternatives(teller, found)))
+
+
+def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
+    """Yield what a few changes come to."""
+    yield _tried(
+        teller,
+        _more_host_memory(found.config),
+        found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES),
+        f"{format_bytes(_MORE_HOST_BYTES)} more host memory",
+    )
+    for change in _changes(found):
+        if (other := _try(teller, found, change)) is not None:
+            yield other
+
+
+def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternative | None:
+    try:
+        return _tried(teller, _changed(found.config, change), found.hardware, _flags(change))
+    except ConfigError:  # settings that do not go together
+        return None
+
+
+def _tried(teller: Teller, config: Config, hardware: Hardware, change: str) -> Alternative:
+    other = teller.tell(config, hardware)
+    timing = other.timing
+    return Alternative(
+        change,
+        other.fits,
+        None if timing is None else timing.step_seconds,
+        None if timing is None else timing.tokens_per_second,
+    )
+
+
+def find_fix(teller: Teller, found: Forecast) -> str:
+    """Return the smallest change that fits, as flags: one where one is enough, else several; empty without any."""
+    changes = list(_fixes(found))
+    for change in changes:
+        if _fits(teller, found, change):
+            return _flags(change)
+    together: dict[str, Any] = {}
+    for change in changes:
+        together |= change
+        if _fits(teller, found, together):
+            for key in list(together):  # what the others make needless
+                fewer = {name: value for name, value in together.items() if name != key}
+                if _fits(teller, found, fewer):
+                    together = fewer
+            return _flags(together)
+    return ""
+
+
+def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
+    try:
+        return teller.tell(_changed(found.config, change), found.hardware, times=False).fits
+    except ConfigError:
+        return False
+
+
+def _changed(config: Config, change: Mapping[str, Any]) -> Config:
+    config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
+    config.check()
+    return config
+
+
+def _flags(change: Mapping[str, Any]) -> str:
+    shown = {key: value[0] if isinstance(value, tuple) else value for key, value in change.items()}
+    return " ".join(f"--{key} {'none' if value is None else value}" for key, value in shown.items())
+
+
+def _more_host_memory(config: Config) -> Config:
+    budget = config.offload.host_memory
+    return config if budget is None else config.with_resolved(offload__host_memory=budget + _MORE_HOST_BYTES)
+
+
+def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield what else may be worth a look, whether or not it fits as it is."""
+    config = found.config
+    if config.optimizer.name in ("adamw", "lion"):
+        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
+    if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
+        yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
+    twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
+    if config.train.micro_batch_size is None:
+        twice["train.micro_batch_size"] = config.train.batch_size
+    yield twice
+
+
+def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield what takes less memory, what costs least first."""
+    config, over = found.config, set(found.memory.shortfalls)
+    refused_host = bool(found.refusal) and not over
+    on_device, on_host = "device" in over, "cpu" in over or refused_host
+    if on_device:
+        if config.train.batch_size > found.num_ranks and config.train.micro_batch_size != 1:
+            yield {"train.micro_batch_size": 1}
+        yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
+        if config.train.recompute != "always":
+            yield {"train.recompute": "always"}
+        if config.offload.activations in ("auto", "device"):
+            yield {"offload.activations": "cpu"}
+        if "device" in (config.offload.parameters, config.offload.optimizer):
+            yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
+        if found.prepared.plan.update == "device":
+            yield {"offload.update": "cpu"}
+    if (on_host or not over) and config.train.precision == "fp32":
+        yield {"train.precision": "bf16"}
+    if on_host and config.optimizer.name in ("adamw", "lion"):
+        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
+    if on_host and (config.offload.nvme_dir or found.hardware.rates.nvme_read_bytes_per_s):
+        folder = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
+        yield {"offload.optimizer": "nvme", **folder}
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
+    if over and config.train.batch_size > found.num_ranks:
+        yield {"train.batch_size": found.num_ranks, "train.micro_batch_size": None}

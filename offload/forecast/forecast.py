@@ -1,0 +1,192 @@
+"""What a run will hold and take, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from offload.config.config import Config
+from offload.distributed.imagined import ImaginedRanks
+from offload.engine.assemble import Prepared, prepare
+from offload.errors import DoesNotFitError
+from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
+from offload.forecast.memory import Footprint, footprint
+from offload.forecast.timing import Timing, step_time
+from offload.forecast.workload import Workload
+from offload.hf.models import empty_model, load_model_config, max_positions, model_kind
+from offload.machine.hardware import Hardware
+from offload.planning.from_config import settings
+from offload.planning.machines import DescribedMachine
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown."""
+
+    change: str
+    fits: bool
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run, foretold.
+
+    num_parameters: of the model. num_ranks: of the machine; what is held is of one.
+    memory: what is held, by tier and name.
+    timing: what a step takes; None where it is not known.
+    prepared: what the engine would run on.
+    refusal: what the engine would say, where it would refuse; empty where it would not.
+    notes: what else should be known, a line each.
+    written_bytes: to the disk, by a step of all ranks.
+    fix: the smallest change that fits, as flags, where it does not; empty where none is known.
+    alternatives: what else could be done.
+    """
+
+    config: Config
+    hardware: Hardware
+    name: str
+    num_parameters: int
+    num_ranks: int
+    memory: Footprint
+    timing: Timing | None
+    prepared: Prepared
+    refusal: str = ""
+    notes: tuple[str, ...] = ()
+    fix: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """True where neither the engine refuses nor a step passes a budget."""
+        return not self.refusal and self.memory.fits
+
+    @property
+    def written_bytes(self) -> int:
+        """Return the bytes that a step of all ranks writes to disk."""
+        return 0 if self.timing is None else self.timing.nvme_written_bytes * self.num_ranks
+
+    @property
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Return what plan.json says of each tier: bytes, budget and allocations by name, of one rank."""
+        found: dict[str, dict[str, Any]] = {}
+        for each in self.memory.allocations:
+            budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
+            if each.tier in ("cpu", "pinned") and budget is None:
+                budget = self.memory.host_bytes
+            held = found.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
+            held["bytes"] += each.num_bytes
+            held["allocations"].append({"name": each.name, "bytes": each.num_bytes})
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        timing, day = self.timing, None
+        if timing is not None and self.written_bytes:
+            day = self.written_bytes / timing.step_seconds * DAY_S
+        endurance = self.hardware.endurance_bytes
+        return {
+            "fits": self.fits,
+            "model": self.name,
+            "num_parameters": self.num_parameters,
+            "machine": self.hardware.name,
+            "ranks": self.num_ranks,
+            "tiers": self.tiers,
+            "loading_bytes": self.memory.loading_bytes,
+            "shortfalls": self.memory.shortfalls,
+            "step_seconds": None if timing is None else timing.step_seconds,
+            "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
+            "exposed_seconds": {} if timing is None else dict(timing.exposed),
+            "bound_by": None if timing is None else timing.bound_by,
+            "tokens_per_second": None if timing is None else timing.tokens_per_second,
+            "mfu": None if timing is None else timing.mfu,
+            "nvme_written_bytes_per_step": self.written_bytes,
+            "nvme_written_bytes_per_day": day,
+            "nvme_endurance_days": endurance / day if endurance and day else None,
+            "update": self.prepared.plan.update,
+            "refusal": self.refusal or None,
+            "fix": self.fix or None,
+            "notes": list(self.notes),
+            "alternatives": [
+                {
+                    "change": a.change,
+                    "step_seconds": a.step_seconds,
+                    "tokens_per_second": a.tokens_per_second,
+                    "fits": a.fits,
+                }
+                for a in self.alternatives
+            ],
+        }
+
+
+@dataclass
+class Teller:
+    """Tells of one model, which is on `meta`, under many configurations and on many machines.
+
+    config: which model.
+    num_ranks: of a machine.
+    """
+
+    config: Config
+    num_ranks: int
+    _works: dict[Any, Workload | str] = field(default_factory=dict)
+
+    @cached_property
+    def _architecture(self) -> Any:
+        return load_model_config(self.config.model.model_copy(update={"init": "random"}))
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return empty_model(self.config.model, self._architecture)
+
+    def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
+        """Return what a configuration comes to on a machine, without the `times` if told so. Raises ConfigError."""
+        config.check_ranks(self.num_ranks)
+        has_accelerator = hardware.device != "cpu"
+        config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
+        told, machine = settings(config), DescribedMachine(hardware, self.num_ranks)
+        ranks, refusal = ImaginedRanks(self.num_ranks), ""
+        try:
+            prepared = prepare(self._model, told, ranks, machine)
+        except DoesNotFitError as error:
+            refusal, prepared = str(error), prepare(self._model, told, ranks, machine, checks=False)
+        work, notes = self._work(config, prepared), []
+        if isinstance(work, str):
+            notes.append(f"what a step adds is not known: {work}.")
+        if hardware.shares_memory:
+            notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
+        known = None if isinstance(work, str) else work
+        memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
+        if known is not None and times:
+            timing = step_time(prepared.settings, prepared.regions, prepared.units, prepared.plan, known, hardware)
+        return Forecast(
+            config,
+            hardware,
+            type(self._model).__name__,
+            sum(info.numel for info in prepared.infos),
+            self.num_ranks,
+            memory,
+            timing,
+            prepared,
+            refusal,
+            tuple(notes),
+        )
+
+    def _work(self, config: Config, prepared: Prepared) -> Workload | str:
+        """Return what a step computes, or why that is not known."""
+        told, kind = prepared.settings, model_kind(self._architecture).name
+        rows = -(-config.train.batch_size // self.num_ranks)
+        batch = BatchSpec(kind, rows, int(config.data.sequence_length or 0), is_padded=not config.data.packing)
+        key = batch, told.micro_batch_size, told.chunk_bytes, told.precision, told.device
+        if key not in self._works:
+            try:
+                self._works[key] = measure(self._model, batch, prepared)
+            except CannotMeasureError as error:
+                self._works[key] = str(error)
+        return self._works[key]

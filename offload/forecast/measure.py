@@ -1,0 +1,464 @@
+"""The compute of a step, measured on a model on `meta`: nothing is allocated, and blocks that are alike run once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.assemble import Prepared
+from offload.engine.caches import Caches
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.find import Candidate
+from offload.engine.units.undo import Undo
+from offload.engine.units.unit import put_parameters
+from offload.forecast.watch import UnknownValueError, Watch
+from offload.forecast.workload import NO_COST, Cost, UnitWork, Workload
+
+_CHUNKED_LOSS = "ForCausalLMLoss"
+"""Of transformers: the loss that takes labels which are shifted already, and divides by the count that it is given."""
+
+
+class CannotMeasureError(Exception):
+    """A model that does not run on shapes alone; says why."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What a step of one rank is made on.
+
+    kind: of the model: causal, masked or seq2seq, whose encoder reads the first half of a row.
+    rows, length: of the batch.
+    is_padded: rows end in padding, so that attention needs a mask.
+    """
+
+    kind: str
+    rows: int
+    length: int
+    is_padded: bool = False
+
+    def make(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return so many rows, on `meta`. To be called under a Watch, which knows their values."""
+        length = self.length // 2 if self.kind == "seq2seq" else self.length
+        ones = functools.partial(torch.ones, rows, dtype=torch.long, device="meta")
+        batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
+        if self.is_padded:
+            batch["attention_mask"] = ones(length)
+            batch["attention_mask"][:, -1] = 0
+        return batch
+
+
+def measure(model: nn.Module, batch: BatchSpec, prepared: Prepared) -> Workload:
+    """Run a micro-batch forward and backward through a model on `meta`, of which `prepared` was made; return what a
+    step computes. The model is as it was afterwards.
+
+    Raises CannotMeasureError.
+    """
+    settings = prepared.settings
+    micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
+    num_micro_batches = -(-batch.rows // micro_rows)
+    caches, modes = Caches(model), [(module, module.training) for module in model.modules()]
+    caches.turn_off()
+    model.train()
+    try:
+        workload = _run(model, batch, prepared, micro_rows)
+        if num_micro_batches > 1:  # what is the same for more rows is there once
+            more = _run(model, batch, prepared, micro_rows + 1)
+            workload = replace(workload, calls=tuple(_with_shared(workload.calls, more.calls, micro_rows)))
+    except UnknownValueError as error:
+        raise CannotMeasureError(f"{type(model).__name__} asks for {error}, which shapes do not tell") from error
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise CannotMeasureError(f"{type(model).__name__} on meta: {type(error).__name__}: {error}") from error
+    finally:
+        caches.restore()
+        for module, mode in modes:
+            module.training = mode
+    return replace(
+        workload, num_micro_batches=num_micro_batches, logits_bytes=workload.logits_bytes * num_micro_batches
+    )
+
+
+def _run(model: nn.Module, batch: BatchSpec, prepared: Prepared, rows: int) -> Workload:
+    """Return what one micro-batch of so many rows computes."""
+    probe = _Probe(prepared)
+    with probe.routed(), probe.watch.watching(), torch.enable_grad():
+        num_chunks = probe.run(model, batch.make(rows), prepared.settings.chunk_bytes, batch)
+    return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
+
+
+def _with_shared(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int) -> Iterator[UnitWork]:
+    """Yield calls over so many rows with what `more` over one row more do not have more of."""
+    for work, other in zip(calls, more, strict=True):
+        of_a_row = other.input_bytes - work.input_bytes
+        yield replace(work, shared_bytes=max(0, work.input_bytes - rows * of_a_row))
+
+
+@dataclass
+class _Entry:
+    """A use of a unit, or a stretch, while it is measured. held_bytes: what waits for a backward once it has run its
+    forward, of all so far.
+    """
+
+    work: UnitWork
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one use of a unit does, which others like it need not show again.
+
+    sources: of each tensor of the result the number of the input that it is, or None. likes: tensors in the shapes of
+    the result.
+    """
+
+    work: UnitWork
+    result: Arguments
+    sources: list[int | None]
+    differentiable: list[bool]
+    likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+
+
+class _Probe:
+    """Takes the calls of units, and what is computed between them."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
+        self.watch, self.last_result_bytes = Watch(fuses_dropout=not is_cpu), 0
+        self._prepared = prepared
+        self._entries: list[_Entry] = []
+        self._chunk: list[_Entry] = []
+        self._seen: dict[Hashable, _Seen] = {}
+        self._held: dict[int, int] = {}
+        self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
+        self._mark, self._is_inside = NO_COST, False
+
+    # -- the model -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Within, the units' calls come here, and parameters have the dtypes in which the device computes."""
+        infos, candidates = self._prepared.infos, self._prepared.candidates
+        before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        made: dict[int, nn.Parameter] = {}
+        for place, parameter in before:
+            info = infos[place.parameter]
+            if place.parameter not in made:
+                assert parameter is not None
+                like = torch.empty_like(parameter, dtype=dtypes[info.compute], device="meta")
+                made[place.parameter] = nn.Parameter(like, requires_grad=info.trainable)
+        with ExitStack() as stack:
+            for unit in candidates:
+                put_parameters(unit.places, made)
+                if not unit.resident:
+                    self._route(unit, stack)
+            for place, old in before:
+                assert old is not None
+                stack.callback(put_parameters, [place], {place.parameter: old})
+            yield
+
+    def _route(self, unit: Candidate, stack: ExitStack) -> None:
+        module, own = unit.module, unit.module.__dict__.get("forward")
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(unit, original, args, kwargs)
+
+        def restore() -> None:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+
+        stack.callback(restore)
+        module.forward = forward
+
+    def run(self, model: nn.Module, given: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
+        """Go forward and backward; return in how many chunks the head ran."""
+        with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor):
+            head = _chunked_head(model, batch)
+            if head is None or chunk_bytes is None:
+                return self._run_whole(model, given)
+            columns = max(1, chunk_bytes // (batch.rows * _num_logits(model) * 4))
+            num_chunks = -(-batch.length // columns)
+            if num_chunks <= 1:
+                return self._run_whole(model, given)
+            try:
+                output = head.base_output(lambda: model(**select_inputs(model, given, False)))
+            except TypeError:  # the model goes another way to its head
+                self._forget()
+                return self._run_whole(model, given)
+            hidden = output["last_hidden_state"]
+            self._end_stretch()
+            gradient = torch.zeros_like(hidden, requires_grad=False)
+            self._run_chunk(head.losses(output, given, num_chunks, given["labels"].numel()))
+            self._mark = self.watch.cost
+            self.watch.begin()
+            hidden.backward(gradient)
+            self._end_backward(0)
+        return num_chunks
+
+    def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
+        loss = find_loss(model(**select_inputs(model, given, False)))
+        self._end_stretch()
+        self.watch.begin()
+        loss.backward()
+        self._end_backward(0)
+        return 1
+
+    def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, slice]]) -> None:
+        """Run the first chunk: its memory is its own, and nothing of it waits for the backward of what is below."""
+        before, held, held_bytes = self._entries, dict(self._held), sum(self._held.values())
+        self._entries, most = [], 0
+        self.watch.begin()
+        loss, _leaf, _span = next(losses)
+        self._end_stretch()
+        most = self._peak_bytes()
+        loss.backward()
+        most = max(most, self._peak_bytes())
+        self._end_backward(0)
+        works = [replace(e.work, saved_bytes=0, forward_temporary_bytes=0) for e in self._entries]
+        unit = next((work for work in works if work.name is not None), None)
+        rest = [work for work in works if work is not unit]
+        stretch = replace(_EMPTY, forward=_sum(w.forward for w in rest), backward=_sum(w.backward for w in rest))
+        most_bytes = most - held_bytes
+        self._chunk = [_Entry(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), held_bytes)]
+        if unit is not None:
+            # Its input is a copy of some columns of the hidden states, in the shape of their gradient.
+            unit = replace(unit, input_bytes=unit.gradient_bytes, backward_temporary_bytes=0, is_cut=False)
+            self._chunk.insert(0, _Entry(unit, held_bytes))
+        self._entries, self._held = before, held
+
+    def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
+        """Return all uses and stretches, without those that do nothing."""
+        works = [entry.work for entry in (*self._entries, *self._chunk * num_chunks)]
+        return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
+
+    # -- between units ---------------------------------------------------------------------------------------
+
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that the graph between units saves."""
+        key = self.watch.storage_of(tensor)
+        if self.watch.is_own(key):
+            self._held.setdefault(key, tensor.untyped_storage().nbytes())
+        return tensor
+
+    def _end_stretch(self) -> None:
+        """What was computed since the last unit is a stretch of its own."""
+        held = self._entries[-1].held_bytes if self._entries else 0
+        saved = sum(self._held.values()) - held
+        work = replace(
+            _EMPTY,
+            forward=self.watch.cost - self._mark,
+            saved_bytes=saved,
+            forward_temporary_bytes=max(0, self._peak_bytes() - held - saved),
+            is_cut=False,
+        )
+        self._entries.append(_Entry(work, held + saved))
+        self._mark = self.watch.cost
+        self.watch.begin()
+
+    def _peak_bytes(self) -> int:
+        return self.watch.peak_bytes
+
+    def _end_backward(self, number: int) -> None:
+        """A backward has come to the stretch's begin."""
+        entry = self._entries[number]
+        peak = max(0, self._peak_bytes() - entry.held_bytes)
+        entry.work = replace(entry.work, backward=self.watch.cost - self._mark, backward_temporary_bytes=peak)
+        self._mark = self.watch.cost
+        self.watch.begin()
+
+    def _forget(self) -> None:
+        self._entries, self._held, self._movable = [], {}, {}
+        self._mark = self.watch.cost
+        self.watch.begin()
+
+    # -- a unit ----------------------------------------------------------------------------------------------
+
+    def _call(self, unit: Candidate, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_inside:
+            return forward(*args, **kwargs)
+        self._end_stretch()
+        args, kwargs = without_caches(args, kwargs)
+        arguments = Arguments((args, kwargs))
+        key = _signature(unit), arguments.structure, _shapes(arguments.tensors), repr(arguments.others)
+        self._is_inside = True
+        try:
+            seen = self._seen.get(key) or self._seen.setdefault(key, self._look(unit, forward, arguments))
+        finally:
+            self._is_inside = False
+        entry = _Entry(replace(seen.work, name=unit.name))
+        self._wait(entry, arguments.tensors)
+        entry.held_bytes = sum(self._held.values())
+        self._entries.append(entry)
+        work = entry.work
+        self.last_result_bytes = work.result_bytes
+        number = len(self._entries) - 1
+        anchor = torch.empty((), device="meta", requires_grad=any(p.requires_grad for p in unit.module.parameters()))
+        self._mark = self.watch.cost
+        outputs = _Border.apply(self, number, seen, anchor, *arguments.tensors)
+        self.watch.begin()
+        return deliver(seen.result.fill(outputs), args, kwargs)
+
+    def _wait(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the inputs of a use, which wait for its backward, each once."""
+        fresh = staying = 0
+        for storage, tensor in {self.watch.storage_of(tensor): tensor for tensor in tensors}.items():
+            num_bytes = tensor.untyped_storage().nbytes()
+            if storage in self._movable:  # it is not put away if another unit gets it too
+                first = self._movable.pop(storage)
+                first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
+            elif self.watch.is_own(storage) and storage not in self._held:
+                self._held[storage] = num_bytes
+                fresh += num_bytes
+                if tensor.requires_grad:
+                    self._movable[storage] = entry
+                else:
+                    staying += num_bytes
+        entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
+
+    def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> _Seen:
+        """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
+        watch, inputs = self.watch, arguments.tensors
+        cost, before = watch.cost, watch.begin()
+        with torch.no_grad():
+            args, kwargs = arguments.fill(inputs)
+            result = Arguments((forward(*args, **kwargs), None))
+        forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
+        numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
+        sources = [numbers.get(id(tensor)) for tensor in result.tensors]
+        likes = [(t.shape, t.stride(), t.dtype) for t in result.tensors]
+        owned = {watch.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
+        result_bytes = sum(size for key, size in owned.items() if watch.is_own(key))
+        result.tensors = []
+        gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
+
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        known = {watch.storage_of(t) for t in (*leaves, *unit.module.parameters())}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = watch.storage_of(tensor)
+            if storage not in known:
+                saved[storage] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
+        before = watch.begin()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            args, kwargs = arguments.fill(leaves)
+            again = Arguments((forward(*args, **kwargs), None)).tensors
+        cost = watch.cost
+        pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
+        differentiable = [t.requires_grad for t in again]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        for hook in hooks:
+            hook.remove()
+        work = replace(
+            _EMPTY,
+            forward=forward_cost,
+            backward=watch.cost - cost,
+            saved_bytes=sum(saved.values()),
+            forward_temporary_bytes=forward_bytes,
+            backward_temporary_bytes=watch.peak_bytes - before,
+            result_bytes=result_bytes,
+            gradient_bytes=sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None),
+            keeps_graph=not saved,
+        )
+        return _Seen(work, result, sources, differentiable, likes)
+
+    def backward_of(self, number: int) -> None:
+        """The backward between units has come to a unit's results."""
+        if number + 1 < len(self._entries):
+            self._end_backward(number + 1)
+
+    def passed(self) -> None:
+        """A unit's backward is over."""
+        self._mark = self.watch.cost
+        self.watch.begin()
+
+
+class _Border(torch.autograd.Function):
+    """A use of a unit in the graph between units: its results and gradients have shapes alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probe: _Probe, number: int, seen: _Seen, _anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.probe, ctx.number, ctx.tensors = probe, number, tensors
+        ctx.set_materialize_grads(False)
+        outputs = tuple(
+            torch.empty_strided(*like[:2], dtype=like[2], device="meta") if source is None else tensors[source]
+            for source, like in zip(seen.sources, seen.likes, strict=True)
+        )
+        plain = [t for t, differs in zip(outputs, seen.differentiable, strict=True) if not differs]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.probe.backward_of(ctx.number)
+        tensors, ctx.tensors = ctx.tensors, ()
+        found = [
+            torch.empty_like(t) if need else None for t, need in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        del tensors
+        ctx.probe.passed()
+        return (None, None, None, None, *found)
+
+
+_EMPTY = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)
+
+
+def _sum(costs: Iterator[Cost]) -> Cost:
+    total = NO_COST
+    for cost in costs:
+        total = Cost(
+            total.flops + cost.flops, total.num_bytes + cost.num_bytes, total.num_operations + cost.num_operations
+        )
+    return total
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None  # the gradient buffer has it
+
+
+def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
+    """Return the head of a model whose loss transformers' own function makes, which is known to add up over chunks.
+    (An engine finds out by trying.)
+    """
+    base, loss = getattr(model, "base_model", None), getattr(model, "loss_function", None)
+    if batch.kind != "causal" or batch.length < 4 or base is None or base is model:
+        return None
+    return ChunkedHead(model, base, Undo()) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
+
+
+def _num_logits(model: nn.Module) -> int:
+    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
+    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _signature(unit: Candidate) -> Hashable:
+    """Return what units have in common that compute alike: classes, plain attributes, shapes of parameters."""
+    parts: list[Hashable] = []
+    for name, module in unit.module.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and not key.startswith("layer_i")  # its number
+        )
+        weights = tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items())
+        parts.append((name, type(module), plain, weights))
+    return tuple(parts)

@@ -1,0 +1,230 @@
+"""What a run holds on each tier: the plan's allocations, and what a step adds to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from offload.engine.assemble import Prepared
+from offload.forecast.workload import UnitWork, Workload
+from offload.machine.hardware import Hardware
+from offload.planning.memory import Allocation
+from offload.planning.plan import budget_bytes
+
+INPUTS, KEPT, CHECKPOINTS = "unit inputs", "kept tensors", "activation checkpoints"
+"""As the engine's ledgers call them."""
+LASTING = "lasting gradients"
+OPERATIONS = "operations"
+"""The most that operations hold at once beside everything that has a name."""
+LOADING = "loading"
+_SHARE_OF_FREE_MEMORY = 0.9
+"""What of an accelerator's memory an engine takes without a budget."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a rank holds.
+
+    allocations: by tier (device, pinned, cpu, nvme) and name, each at its most.
+    budgets: what each tier has for them, None without a limit; pinned and cpu share theirs.
+    host_bytes: what there is of the host's memory, for whatever.
+    is_one_memory: the device's is of it.
+    loading_bytes: of it, for a while before the first step, when operations hold nothing yet.
+    kept: the uses, by number, whose graphs are kept instead of recomputed.
+    """
+
+    allocations: tuple[Allocation, ...]
+    budgets: Mapping[str, int | None]
+    host_bytes: int
+    is_one_memory: bool
+    loading_bytes: int
+    kept: frozenset[int]
+
+    def total(self, *tiers: str) -> int:
+        """Return the bytes of some tiers together."""
+        return sum(a.num_bytes for a in self.allocations if a.tier in tiers)
+
+    @property
+    def shortfalls(self) -> dict[str, int]:
+        """Return by how many bytes a budget is passed, by tier; the host's, of pinned and pageable memory, as cpu."""
+        operations = sum(a.num_bytes for a in self.allocations if a.tier == "cpu" and a.name == OPERATIONS)
+        entered = self.total("cpu", "pinned") - operations
+        taken = entered + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
+        needs = {"device": self.total("device"), "cpu": entered, "nvme": self.total("nvme")}
+        over = {tier: needs[tier] - most for tier, most in self.budgets.items() if most is not None}
+        over["cpu"] = max(over.get("cpu", 0), taken - self.host_bytes)
+        return {tier: num_bytes for tier, num_bytes in over.items() if num_bytes > 0}
+
+    @property
+    def fits(self) -> bool:
+        """True where no budget is passed."""
+        return not self.shortfalls
+
+
+def footprint(prepared: Prepared, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
+    """Return what one of so many ranks holds. `workload`: None where it is not known, nor what a step adds."""
+    return _Holds(prepared, workload, hardware, num_ranks).footprint()
+
+
+@dataclass(frozen=True)
+class _Holds:
+    """Fields are as of `footprint`."""
+
+    prepared: Prepared
+    workload: Workload | None
+    hardware: Hardware
+    num_ranks: int
+
+    def footprint(self) -> Footprint:
+        found = [replace(a, tier=self._host if a.tier == "cpu" else a.tier) for a in self.prepared.plan.allocations]
+        kept: frozenset[int] = frozenset()
+        if self.workload is not None:
+            found = _with(found, "device", LASTING, self._lasting_bytes(self.workload))
+            kept = self.kept(self.workload)
+            found += self._of_a_step(self.workload, kept)
+        return Footprint(
+            allocations=tuple(a for a in found if a.num_bytes),
+            budgets=self._budgets(),
+            host_bytes=self.hardware.host_bytes // self.num_ranks,
+            is_one_memory=self.hardware.shares_memory or not self._has_accelerator,
+            loading_bytes=self._loading_bytes(),
+            kept=kept,
+        )
+
+    @property
+    def _has_accelerator(self) -> bool:
+        return self.hardware.device != "cpu"
+
+    @property
+    def _host(self) -> str:
+        """The tier of what the engine allocates on the host: registered, where the device's driver takes that."""
+        return "pinned" if self.hardware.device == "cuda" else "cpu"
+
+    @property
+    def _device_budget(self) -> int | None:
+        budget, free = budget_bytes(self.prepared.settings.placement.device_memory), self.hardware.device_bytes
+        if not self._has_accelerator or free is None:
+            return budget
+        most = int(free * _SHARE_OF_FREE_MEMORY)
+        return most if budget is None else min(budget, free)
+
+    def _budgets(self) -> dict[str, int | None]:
+        placement = self.prepared.settings.placement
+        host, disk = budget_bytes(placement.host_memory), budget_bytes(placement.nvme_memory)
+        free_disk = self.hardware.disk_bytes
+        if disk is None and free_disk is not None:
+            disk = free_disk // self.num_ranks
+        return {"device": self._device_budget, "cpu": host, "nvme": disk}
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def _of_a_step(self, work: Workload, kept: frozenset[int]) -> Iterator[Allocation]:
+        """Yield what a step adds: what waits for the backward, and what operations take."""
+        on_device: Counter[str] = Counter()
+        away = 0
+        for number, call in self._each(work):
+            name, bytes_away = self._waits(call, number in kept)
+            on_device[name] += _over_all(call, call.input_bytes, work) - bytes_away
+            away += bytes_away
+            if number in kept and call.name is not None and not call.keeps_graph:
+                on_device[KEPT] += call.saved_bytes * work.num_micro_batches
+        for name in (INPUTS, KEPT):
+            yield Allocation("device", name, on_device[name])
+        if away:
+            on_disk = self.prepared.settings.placement.activations == "nvme"
+            yield Allocation("nvme" if on_disk else self._host, CHECKPOINTS, away)
+        operations = self._operations(work, kept, sum(on_device.values()))
+        yield Allocation("device" if self._has_accelerator else "cpu", OPERATIONS, operations)
+
+    def _each(self, work: Workload) -> Iterator[tuple[int, UnitWork]]:
+        """Yield the calls with their numbers; of a head in pieces, the last piece."""
+        ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
+        skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
+        yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
+
+    def _waits(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
+        """Return under which name the inputs of a use wait, and how many bytes of them elsewhere than on the device."""
+        assert self.workload is not None
+        settings = self.prepared.settings
+        goes_away = settings.placement.activations in ("cpu", "nvme")
+        if not is_kept:
+            away = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches if goes_away else 0
+            return INPUTS, away
+        counts_as_input = settings.recompute == "auto" and not goes_away and call.is_cut
+        return INPUTS if counts_as_input else KEPT, 0
+
+    def _operations(self, work: Workload, kept: frozenset[int], waiting_bytes: int) -> int:
+        """Return the most that is held on the device at once, less what waits at the end of the forward."""
+        parts, held, most = work.num_micro_batches, 0, 0
+        for number, call in self._each(work):
+            is_kept = number in kept
+            held += _over_all(call, call.input_bytes, work) - self._waits(call, is_kept)[1]
+            if call.name is None or not call.is_cut:
+                held += call.saved_bytes * parts
+                most = max(most, held + max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts)
+                continue
+            if is_kept:
+                held += call.saved_bytes * parts
+            joined = 2 * parts if parts > 1 else 0
+            forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
+            graph = call.saved_bytes if is_kept else 0
+            backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
+            if self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
+                backward += min(2, parts) * call.input_bytes
+            backward = parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
+            most = max(most, held + max(forward, backward))
+        return max(0, most - waiting_bytes)
+
+    def kept(self, work: Workload) -> frozenset[int]:
+        """Return which uses keep their graph, by number: as `RecomputePolicy` chooses."""
+        mode, budget = self.prepared.settings.recompute, self._device_budget
+        always = {n for n, call in enumerate(work.calls) if call.keeps_graph or call.name is None}
+        if mode == "always":
+            return frozenset(always)
+        if mode == "never" or budget is None:
+            return frozenset(range(len(work.calls)))
+        planned = sum(a.num_bytes for a in self.prepared.plan.allocations if a.tier == "device")
+        added = [a for a in self._of_a_step(work, frozenset(always)) if a.tier == "device"]
+        room = budget - planned - self._lasting_bytes(work) - sum(a.num_bytes for a in added)
+        for number in reversed(range(len(work.calls))):
+            size = work.calls[number].saved_bytes * work.num_micro_batches
+            if number not in always and size <= room:
+                always.add(number)
+                room -= size
+        return frozenset(always)
+
+    def _lasting_bytes(self, work: Workload) -> int:
+        """Return what gradients take that are summed in fp32 on the device, since their units are used several times: a
+        head in pieces, where the buffer is none for that; blocks that are shared.
+        """
+        uses = Counter(call.name for call in work.calls if call.name is not None and call.is_cut)
+        pieces = {call.name for call in work.calls if call.name is not None and not call.is_cut}
+        resident = {region.index for unit in self.prepared.units if unit.resident for region in unit.regions}
+        found = 0
+        for region in self.prepared.regions:
+            lasts = not region.trainable or len(region.units) > 1 or region.index in resident
+            is_repeated = any(uses[name] > 1 for name in region.units)
+            in_pieces = region.is_split and not self.prepared.settings.splits and bool(pieces & set(region.units))
+            if not lasts and (is_repeated or in_pieces):
+                found += 4 * region.numel
+        return found
+
+    # -- before the first step -------------------------------------------------------------------------------
+
+    def _loading_bytes(self) -> int:
+        """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
+        infos = self.prepared.infos
+        return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in self.prepared.candidates)
+
+
+def _over_all(call: UnitWork, num_bytes: int, work: Workload) -> int:
+    """Return what some bytes of a micro-batch's input come to over all of them: what they share is there once."""
+    return num_bytes * work.num_micro_batches - call.shared_bytes * (work.num_micro_batches - 1)
+
+
+def _with(allocations: list[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
+    """Return a list in which an allocation has so many bytes more."""
+    before = next((a for a in allocations if (a.tier, a.name) == (tier, name)), Allocation(tier, name, 0))
+    return [*(a for a in allocations if a is not before), replace(before, num_bytes=before.num_bytes + num_bytes)]

@@ -1,0 +1,310 @@
+"""What a step takes: a plan and a step's compute on a machine's rates, played by `offload.schedule.simulation`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from offload.forecast.workload import Cost, UnitWork, Workload
+from offload.lanes.throttle import Throttle
+from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.machine.hardware import Hardware, Rates
+from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
+from offload.planning.memory import BUFFER, SHARDS, SLOT, UnitPlan, gradient_lasts, resident_regions
+from offload.planning.plan import Plan, budget_bytes
+from offload.planning.settings import Settings
+from offload.schedule.simulation import Call, Engine, Simulated, simulate
+from offload.schedule.virtual_states import Seconds
+from offload.schedule.virtual_updates import Memory
+from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING
+
+FORWARD_HOST_S, BACKWARD_HOST_S = 0.2e-3, 0.45e-3
+"""What a unit's use costs the thread of compute beyond plain PyTorch, in a step 0.65 ms: benchmarks/overhead.py."""
+TILE_HOST_S = 0.2e-3
+"""What a tile of an update costs it: `offload.planning.disk`."""
+STEP_HOST_S = 1e-3
+"""What a step costs it beside its units: a batch that goes up, a loss that comes down, the norm."""
+_MOST_TILES = 8
+"""Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
+_SPARE_ALIGNMENT = 4096
+_SHARE_OF_FREE_MEMORY = 0.9
+"""What of an accelerator's memory an engine takes without a budget."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step, foretold.
+
+    step_seconds: its seconds, in the steady state.
+    lane_seconds: how long each link, and compute, is busy in it.
+    bound_by: which of them is busy longest.
+    tokens_per_second: of all ranks.
+    mfu: the model's own products (forward and backward, no recompute) over what the device could have made meanwhile.
+    nvme_written_bytes: by this rank, in a step.
+    exposed: how long compute had nothing to do, by the link that it waited for.
+    """
+
+    step_seconds: float
+    lane_seconds: Mapping[str, float]
+    bound_by: str
+    tokens_per_second: float
+    mfu: float
+    nvme_written_bytes: int
+    exposed: Mapping[str, float]
+
+
+def step_time(
+    settings: Settings,
+    regions: Sequence[Region],
+    units: Sequence[UnitPlan],
+    plan: Plan,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    clips: bool = True,
+    num_steps: int = 6,
+) -> Timing:
+    """Return what a step takes. Throttles of the settings stand for the links that they play.
+
+    clips: gradients are longer than they may be, so that with speculative clipping what was updated before the norm was
+    known is corrected. num_steps: to be played, of which the later half counts.
+    """
+    step = _StepOf(settings, regions, units, plan, workload, hardware, clips)
+    found = simulate(step.calls(), step.engine(), step.seconds(), num_steps)
+    return step.timing(found)
+
+
+@dataclass(frozen=True)
+class _StepOf:
+    """A step, as a simulation wants it; fields are as of `step_time`."""
+
+    settings: Settings
+    regions: Sequence[Region]
+    units: Sequence[UnitPlan]
+    plan: Plan
+    workload: Workload
+    hardware: Hardware
+    clips: bool
+
+    # -- compute ---------------------------------------------------------------------------------------------
+
+    @property
+    def _in_stream(self) -> bool:
+        return self.hardware.device != "cpu"
+
+    @property
+    def inline(self) -> bool:
+        """True where compute itself makes copies and updates."""
+        return not self.plan.overlap and not self._in_stream
+
+    def calls(self) -> list[Call]:
+        """Return the uses of a step, in the order of the forward."""
+        kept, parts = self._kept(), self.workload.num_micro_batches
+        its = {unit.name: unit.regions for unit in self.units}
+        found = []
+        for number, work in enumerate(self.workload.calls):
+            regions = its.get(work.name or "", ())
+            again = [] if work.name is None or number in kept else [work.forward]
+            waits = bool(again) and self.settings.placement.activations in ("cpu", "nvme")
+            host = (FORWARD_HOST_S, BACKWARD_HOST_S) if regions else (0.0, 0.0)
+            forward, backward = self._compute([work.forward]), self._compute([*again, work.backward])
+            found.append(
+                Call(
+                    regions,
+                    forward[0] * parts,
+                    backward[0] * parts,
+                    forward[1] * parts + host[0],
+                    backward[1] * parts + host[1],
+                    num_parts=parts,
+                    saved_bytes=work.input_bytes * parts if waits else 0,
+                )
+            )
+        return found
+
+    def _compute(self, costs: Sequence[Cost]) -> tuple[float, float]:
+        """Return the seconds of work on the device, and those that the host takes to launch it; on a CPU, which does
+        both, the larger of them and nothing.
+        """
+        rates = self.hardware.rates
+        flops = rates.flops_per_s[self.settings.precision]
+        device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
+        host = sum(cost.num_operations for cost in costs) * rates.launch_s
+        return (device, host) if self._in_stream else (max(device, host), 0.0)
+
+    # -- the device's memory ---------------------------------------------------------------------------------
+
+    @property
+    def _budget(self) -> int | None:
+        budget = budget_bytes(self.settings.placement.device_memory)
+        free = self.hardware.device_bytes
+        return int(free * _SHARE_OF_FREE_MEMORY) if budget is None and free is not None else budget
+
+    def _saved(self, works: Sequence[UnitWork]) -> int:
+        """Return the bytes of unit inputs that wait on the device at once."""
+        if self.settings.placement.activations in ("cpu", "nvme"):
+            works = [work for work in works if not work.saved_bytes]  # whose graph is kept, and holds its inputs
+        return sum(work.input_bytes for work in works) * self.workload.num_micro_batches
+
+    def _others(self) -> int:
+        """Return what the device holds beside slots, the gradient buffer and kept graphs."""
+        planned = [a for a in self.plan.allocations if a.tier == "device"]
+        own = {self.plan.of("device", name).name for name in (SLOT, BUFFER)}
+        temporaries = 0
+        if self._in_stream:  # of a CPU's nobody counts them
+            temporaries = max(
+                max(work.forward_temporary_bytes, work.backward_temporary_bytes) for work in self.workload.calls
+            )
+        return sum(a.num_bytes for a in planned if a.name not in own) + self._saved(self.workload.calls) + temporaries
+
+    def _kept(self) -> frozenset[int]:
+        """Return which uses keep their graph, by their number: as of `RecomputePolicy`."""
+        works, parts = self.workload.calls, self.workload.num_micro_batches
+        nothing = {n for n, work in enumerate(works) if work.name is not None and not work.saved_bytes}
+        if self.settings.recompute == "always":
+            return frozenset(nothing)
+        if self.settings.recompute == "never" or self._budget is None:
+            return frozenset(range(len(works)))
+        slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
+        room = self._budget - self._others() - slots
+        for number in reversed(range(len(works))):
+            size = works[number].saved_bytes * parts
+            if works[number].name is not None and size <= room:
+                nothing.add(number)
+                room -= size
+        return frozenset(nothing)
+
+    def _room(self) -> tuple[int, int]:
+        """Return the bytes of slots and of the gradient buffer once the rest was given away: as of `SpareMemory`."""
+        (least_slots, most_slots), (least, most) = self.plan.range(SLOT), self.plan.range(BUFFER)
+        if self._budget is None:
+            return least_slots, least
+        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept())
+        room = self._budget - self._others() - kept * self.workload.num_micro_batches
+        buffer = most if room >= most + least_slots else least
+        stretch = min((room - buffer) // _SPARE_ALIGNMENT * _SPARE_ALIGNMENT, most_slots)
+        return (stretch, buffer) if stretch > least_slots else (least_slots, least)
+
+    # -- the engine ------------------------------------------------------------------------------------------
+
+    def engine(self) -> Engine:
+        """Return how the engine's lanes work."""
+        settings, plan = self.settings, self.plan
+        on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
+        names = [work.name for work in self.workload.calls]
+        often = {name for name in names if name is not None and names.count(name) > 1}
+        used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
+        lasting = {r.index for r in self.regions if gradient_lasts(r, self.units)} | used_often
+        layout, factor = _coarse(plan.layout, self.regions)
+        slots, buffer = self._room()
+        lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
+        on_host = partial(plan.of, "cpu")
+        memory = Memory(
+            gradients=buffer,
+            staging=plan.of("device" if on_device else "cpu", "gradient staging").num_bytes,
+            shards=plan.of("device", SHARDS).num_bytes,
+            fetches=on_host(FETCH_RING).num_bytes * factor,
+            updates=on_host(UPDATE_RING).num_bytes * factor,
+            activations=on_host(ACTIVATION_RING).num_bytes,
+            device_updates=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
+        )
+        return Engine(
+            regions=tuple(self.regions),
+            resident=frozenset(resident),
+            lasting=frozenset(lasting),
+            layout=layout,
+            memory=memory,
+            capacity_bytes=slots,
+            lookahead=lookahead,
+            most=most,
+            on_device=on_device,
+            in_stream=self._in_stream,
+            inline=self.inline,
+            clip=self._clip(on_device),
+            corrects=self.clips,
+            keeps_gradients=settings.keeps_gradients,
+            delays=settings.delay > 0,
+            activations=settings.placement.activations.replace("auto", "device"),
+            wide=settings.splits and self.workload.num_micro_batches > 1,
+            learns=settings.judges_gradients and settings.optimizer.drops_gradients,
+            step_host_s=STEP_HOST_S,
+            tile_host_s=TILE_HOST_S / factor,
+        )
+
+    def _clip(self, on_device: bool) -> str:
+        """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`)."""
+        settings, plan = self.settings, self.plan
+        if settings.delay or not settings.judges_gradients:
+            return "none"
+        if settings.resolved_clip != "auto" or on_device:
+            return "deferred" if on_device else settings.resolved_clip
+        if self.inline or not plan.corrects_cheaply:
+            return "deferred"
+        seconds, sharding = self.seconds(), plan.layout.sharding
+        trained = [region for region in self.regions if region.trainable]
+        updated = sum(region.update_bytes(region.numel // sharding.num_ranges) for region in trained)
+        update_s = seconds["update" if plan.update == "cpu" else "update_on_device"](updated)
+        if plan.update == "device":
+            gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // sharding.num_ranges
+            update_s = max(update_s, seconds["h2d"](updated // 2 + gradients), seconds["d2h"](updated // 2))
+        weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in self.regions)
+        forward_s = max(sum(call.forward_s for call in self.calls()), seconds["h2d"](weights))
+        return "deferred" if update_s <= forward_s else "speculative"
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def seconds(self) -> dict[str, Seconds]:
+        """Return what bytes take on every link."""
+        rates, throttles, sharding = self.hardware.rates, self.settings.throttles, self.plan.layout.sharding
+        own = {
+            "h2d": rates.h2d_bytes_per_s,
+            "d2h": rates.d2h_bytes_per_s,
+            "update": rates.host_bytes_per_s,
+            "nvme_read": rates.nvme_read_bytes_per_s,
+            "nvme_write": rates.nvme_write_bytes_per_s,
+            "collective": _exchanged(rates, sharding),
+        }
+        found: dict[str, Seconds] = {
+            link: throttles[link].seconds if link in throttles else Throttle(rate).seconds for link, rate in own.items()
+        }
+        device = Throttle(rates.device_bytes_per_s)
+        found["update_on_device"] = throttles.get("update", device).seconds
+        found["here"] = device.seconds
+        return found
+
+    def timing(self, found: Simulated) -> Timing:
+        """Return a simulated step as it is told."""
+        rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.size, self.workload
+        seconds = max(found.seconds, self._both_ways(found))
+        flops = sum(each.forward.flops + each.backward.flops for each in work.calls) * work.num_micro_batches
+        return Timing(
+            step_seconds=seconds,
+            lane_seconds={name: busy for name, busy in found.busy_s.items() if busy or name == "compute"},
+            bound_by=max(found.busy_s, key=lambda name: found.busy_s[name]),
+            tokens_per_second=work.num_tokens * ranks / seconds,
+            mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
+            nvme_written_bytes=round(found.nvme_written_bytes),
+            exposed={name: waited for name, waited in found.exposed_s.items() if waited},
+        )
+
+    def _both_ways(self, found: Simulated) -> float:
+        """Return what a step's traffic takes in both directions at once, which may share what a machine moves."""
+        rates = self.hardware.rates
+        if {"h2d", "d2h"} & self.settings.throttles.keys():
+            return 0.0
+        moved = found.busy_s["h2d"] * rates.h2d_bytes_per_s + found.busy_s["d2h"] * rates.d2h_bytes_per_s
+        return moved / rates.both_ways_bytes_per_s
+
+
+def _exchanged(rates: Rates, sharding: Sharding) -> float | None:
+    """Return by how much the bytes of each rank, of which every other one gets a copy, are exchanged in a second."""
+    rate = rates.collective_bytes_per_s
+    return None if rate is None or sharding.size == 1 else rate / (sharding.size - 1)
+
+
+def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
+    """Return a layout whose regions are cut in a few tiles at most, and how many there are in one of these."""
+    moving = [r for r in regions if layout.of(r) or (layout.cuts_memory and r.trainable)]
+    tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)
+    factor = max(1, -(-tiles // _MOST_TILES))
+    return replace(layout, tile_numel=layout.tile_numel * factor), factor

@@ -1,0 +1,195 @@
+"""A machine as a plan sees it: how much memory there is, and how fast what moves and computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offload.config.sections import parse_size
+from offload.errors import ConfigError, nearest, shorten
+
+_DESCRIBED = Path(__file__).parent / "described"
+_LEFT_OUT: dict[str, Any] = {
+    "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
+}  # fmt: skip
+"""What a description means that does not say these."""
+_PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device of a machine and its host do in a second.
+
+    h2d_bytes_per_s, d2h_bytes_per_s: pinned memory to the device and back, one of them at a time.
+    both_ways_bytes_per_s: both at once, added up.
+    flops_per_s: matrix products as torch makes them, by precision ("fp32", "bf16").
+    device_bytes_per_s: memory of the device, read and written.
+    host_bytes_per_s: memory of the host, read and written in place by all cores, as an update does.
+    launch_s: a small operation of torch from Python, forward, in seconds.
+    nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk.
+    collective_bytes_per_s: what one rank exchanges with the others; None for one device.
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    both_ways_bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    device_bytes_per_s: float
+    host_bytes_per_s: float
+    launch_s: float
+    nvme_read_bytes_per_s: float | None = None
+    nvme_write_bytes_per_s: float | None = None
+    collective_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine, measured (`offload.machine.probe`) or described (`Hardware.read`).
+
+    name: as people call it.
+    device: what computes, as torch names its kind: cuda, cpu, ...
+    num_devices: how many of them, 1 for a CPU.
+    device_bytes: free memory of one device; None for a CPU, where only a budget bounds it.
+    host_bytes: memory of the host that runs may take, all ranks together.
+    disk_bytes: free bytes of the disk; None without one.
+    endurance_bytes: what the disk's maker lets be written to it in its life; None where that is not known.
+    shares_memory: the device computes in the host's memory, so that offloading to it is a loss.
+    rates: how fast it is.
+    sources: where each figure is from, by its name.
+    """
+
+    name: str
+    device: str
+    num_devices: int
+    device_bytes: int | None
+    host_bytes: int
+    disk_bytes: int | None
+    endurance_bytes: int | None
+    shares_memory: bool
+    rates: Rates
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path_or_name: str | Path) -> Hardware:
+        """Return the machine that a YAML file describes, or a shipped one by its name, such as "h100" or "RTX 4090".
+
+        The file has the fields of this class, those of `Rates` below `rates`; sizes may be "24GiB" or "26GB". Raises
+        ConfigError.
+        """
+        path = _find(str(path_or_name))
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            why = shorten(" ".join(str(error).split()))
+            raise ConfigError(f"the description {path} cannot be read: {why}; see --hardware h100 for one.") from error
+        return _Description(path).hardware(found)
+
+    def with_(self, **changes: Any) -> Hardware:
+        """Return the same machine with other values of some fields."""
+        return replace(self, **changes)
+
+
+def described_names() -> list[str]:
+    """Return the names by which `Hardware.read` knows the machines that are shipped."""
+    return sorted(path.stem for path in _DESCRIBED.glob("*.yaml"))
+
+
+def _find(given: str) -> Path:
+    path = Path(given).expanduser()
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return path
+    name = "-".join(given.lower().replace("_", " ").split())
+    if name not in described_names():
+        raise ConfigError(
+            f"--hardware is {shorten(repr(given))}, which is neither a YAML file nor a machine that is known"
+            f"{nearest(name, described_names())}: give a file, or one of {', '.join(described_names())}."
+        )
+    return _DESCRIBED / f"{name}.yaml"
+
+
+class _Description:
+    """A file that describes a machine, read key by key, so that each error names the key and the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def hardware(self, found: Any) -> Hardware:
+        """Return what the file says. Raises ConfigError."""
+        values = _LEFT_OUT | self._known(found, "", Hardware)
+        if values["device_bytes"] is None and values["device"] != "cpu":
+            raise self._error("device_bytes", None, "the memory of a device, which only a CPU is without")
+        rates = self._known(values["rates"], "rates.", Rates)
+        flops = self._keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
+        figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
+        return Hardware(
+            name=self._word("name", values["name"]),
+            device=self._word("device", values["device"]),
+            num_devices=int(self._number("num_devices", values["num_devices"], is_whole=True)),
+            device_bytes=self._size("device_bytes", values["device_bytes"]),
+            host_bytes=int(self._number("host_bytes", values["host_bytes"])),
+            disk_bytes=self._size("disk_bytes", values["disk_bytes"]),
+            endurance_bytes=self._size("endurance_bytes", values["endurance_bytes"]),
+            shares_memory=self._flag("shares_memory", values["shares_memory"]),
+            rates=Rates(
+                flops_per_s={key: self._number(f"rates.flops_per_s.{key}", value) for key, value in flops.items()},
+                **{
+                    key: self._number(f"rates.{key}", value)
+                    for key, value in rates.items()
+                    if key != "flops_per_s" and value is not None
+                },
+            ),
+            sources={
+                key: self._word(f"sources.{key}", value)
+                for key, value in self._keys(values.get("sources", {}), "sources.", figures, ()).items()
+            },
+        )
+
+    def _known(self, found: Any, prefix: str, kind: type) -> dict[str, Any]:
+        """Return a mapping that has the fields of a dataclass: no others, and those that have no default."""
+        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+        allowed = [each.name for each in fields(kind)]
+        return self._keys(found, prefix, allowed, [name for name in needed if name not in _LEFT_OUT])
+
+    def _keys(self, found: Any, prefix: str, allowed: Collection[str], needed: Collection[str]) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            raise self._error(prefix.rstrip(".") or "it", found, f"a mapping of {', '.join(allowed)}")
+        for key in found:
+            if key not in allowed:
+                near = nearest(str(key), allowed)
+                raise ConfigError(
+                    f"{self._path}: {prefix}{shorten(str(key))} is no key of a machine{near}; leave it out."
+                )
+        if missing := [prefix + key for key in needed if found.get(key) is None]:
+            raise ConfigError(f"{self._path} lacks {', '.join(missing)}, without which there is no plan: add them.")
+        return found
+
+    def _word(self, key: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise self._error(key, value, "a text")
+        return value
+
+    def _flag(self, key: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self._error(key, value, "true or false")
+        return value
+
+    def _size(self, key: str, value: Any) -> int | None:
+        return None if value is None else int(self._number(key, value))
+
+    def _number(self, key: str, value: Any, is_whole: bool = False) -> float:
+        """Read a number above 0, or a size with a unit."""
+        try:
+            number = float(value) if isinstance(value, float) else float(parse_size(value) or 0)
+        except ConfigError:
+            number = 0.0
+        if isinstance(value, bool) or not (math.isfinite(number) and number > 0) or (is_whole and number % 1):
+            raise self._error(key, value, 'a number above 0, or a size such as "24GiB"')
+        return number
+
+    def _error(self, key: str, value: Any, allowed: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {key} is {shorten(repr(value))}; it must be {allowed}.")

@@ -1,0 +1,207 @@
+"""What bounds the memory that a run may take: the machine's own, the NUMA nodes and the control groups that this
+process is in, and its own limits. The kernel ends who passes a group's (signal 9, without a word), so they have to be
+known before.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from offload.errors import format_bytes
+from offload.machine.cores import parse_cpulist
+
+_ROOT = Path("/")
+_UNLIMITED_BYTES = 1 << 60
+"""What a first version's group has for no limit is a little below 2**63, by page size."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One bound of the memory that this process takes.
+
+    what: what bounds it, as a sentence names it.
+    where: the file, or the command, that tells.
+    most_bytes: how much there may be.
+    free_bytes: how much of that is left; caches that the kernel gives back on demand are.
+    is_own: of this process alone; else what is left is for all of its ranks.
+    is_group: of a control group.
+    """
+
+    what: str
+    where: str
+    most_bytes: int
+    free_bytes: int
+    is_own: bool = False
+    is_group: bool = False
+
+    def share(self, num_sharing: int) -> int:
+        """Return the bytes that one of so many ranks may take."""
+        return self.free_bytes if self.is_own else self.free_bytes // num_sharing
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} ({self.where}: {format_bytes(self.most_bytes)}, of which {format_bytes(self.free_bytes)} "
+            f"{'is' if self.free_bytes else 'are'} left)"
+        )
+
+
+@dataclass(frozen=True)
+class _Version:
+    """The files of a version of control groups: the limits, what is taken, and what of that is cache."""
+
+    limits: tuple[str, ...]
+    taken: str
+    cached: tuple[str, ...]
+
+
+_VERSIONS = {
+    "cgroup": _Version(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+    ),
+    "cgroup2": _Version(  # past `high` nobody is ended, but slowed down until nothing moves
+        ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
+    ),
+}
+"""By the file system's name. A machine may have both, of which one has the memory."""
+
+
+def memory_limits(root: Path | None = None) -> list[Limit]:
+    """Return all bounds of host memory here, the machine's own first. `root`: of a tree to read in place of /."""
+    root = _ROOT if root is None else root
+    machine = psutil.virtual_memory()
+    whole = Limit("the memory of this machine", "/proc/meminfo", machine.total, machine.available)
+    return [whole, *_node_limits(root), *_group_limits(root), *_process_limits(root)]
+
+
+def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
+    """Return the bound that a run of so many ranks meets first."""
+    return min(limits, key=lambda limit: limit.share(num_sharing))
+
+
+def integrated_note(name: str) -> str:
+    """Return what to know of a device that computes in the host's memory."""
+    return (
+        f"{name} computes in the host's memory: what is offloaded to the cpu tier takes the same bytes, and copies on "
+        "top. --offload.parameters device --offload.optimizer device is faster; nvme is what makes more room."
+    )
+
+
+def lockable_bytes() -> int | None:
+    """Return how much memory this user may lock, as buffers of io_uring are; None without end. (What a GPU's driver
+    pins is not counted there, but in control groups.)
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
+
+
+def node_bytes(root: Path | None = None) -> dict[int, int]:
+    """Return the memory of each NUMA node; {} where the kernel does not tell."""
+    return {node: table["MemTotal"] for node, table in _nodes(_ROOT if root is None else root).items()}
+
+
+def _node_limits(root: Path) -> Iterator[Limit]:
+    """Yield what there is on the nodes that this process is kept to (cpusets, numactl's are not told)."""
+    nodes = _nodes(root)
+    try:
+        allowed = parse_cpulist(_table(root / "proc/self/status").get("Mems_allowed_list", ""))
+    except ValueError:
+        return
+    own = sorted(allowed & set(nodes))
+    if not own or len(own) == len(nodes):
+        return
+    tables = [nodes[node] for node in own]
+    free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    yield Limit(
+        f"the memory of the NUMA node{'s' * (len(own) > 1)} {', '.join(map(str, own))}, of {len(nodes)}",
+        "Mems_allowed_list in /proc/self/status",
+        sum(table["MemTotal"] for table in tables),
+        sum(table.get(name, 0) for table in tables for name in free),
+    )
+
+
+def _group_limits(root: Path) -> Iterator[Limit]:
+    """Yield the limits of this process's control groups and of all above them: the least is what counts."""
+    for kind, folder in _groups(root):
+        version = _VERSIONS[kind]
+        for name in version.limits:
+            most, taken = _number(folder / name), _number(folder / version.taken)
+            if most is None or taken is None or most >= _UNLIMITED_BYTES:
+                continue
+            table = _table(folder / "memory.stat", unit=1)
+            cached = sum(int(table.get(key, 0)) for key in version.cached)
+            where = "/" + str((folder / name).relative_to(root))
+            yield Limit(
+                "the limit of a control group", where, most, max(0, most - max(0, taken - cached)), is_group=True
+            )
+
+
+def _groups(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield version and folder of each control group that may bound memory, from this process's own up."""
+    own: dict[str, str] = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if path and (not controllers or "memory" in controllers.split(",")):
+            own["cgroup" if controllers else "cgroup2"] = path
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        mount, _, system = (part.split() for part in line.partition(" - "))
+        kind = system[0] if len(system) > 2 and len(mount) > 4 else ""
+        if kind not in own or (kind == "cgroup" and "memory" not in system[2].split(",")):
+            continue
+        point = root / mount[4].replace("\\040", " ").lstrip("/")
+        below = os.path.relpath(own[kind], mount[3])
+        if below.startswith(".."):  # a namespace, or a container's mount, that does not show where it is
+            below = "."
+        folder = point / below
+        yield kind, folder
+        while folder != point:
+            folder = folder.parent
+            yield kind, folder
+
+
+def _process_limits(root: Path) -> Iterator[Limit]:
+    """Yield the limits of `ulimit` that count memory which is asked for, touched or not."""
+    status = _table(root / "proc/self/status")
+    for number, flag, counted in ((resource.RLIMIT_AS, "-v", "VmSize"), (resource.RLIMIT_DATA, "-d", "VmData")):
+        most = resource.getrlimit(number)[0]
+        taken = status.get(counted, "0 kB")
+        if most != resource.RLIM_INFINITY:
+            free = max(0, most - 1024 * int(taken.split()[0]))
+            yield Limit("a limit of this process", f"`ulimit {flag}`", most, free, is_own=True)
+
+
+def _nodes(root: Path) -> dict[int, dict[str, int]]:
+    found: dict[int, dict[str, int]] = {}
+    for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
+        lines = [line.split(None, 2)[2] for line in _text(path).splitlines() if line.count(" ") > 2]
+        table = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+        if table.get("MemTotal"):
+            found[int(path.parent.name.removeprefix("node"))] = table
+    return found
+
+
+def _table(path: Path, unit: int | None = None) -> dict[str, str]:
+    """Return the lines "NAME: VALUE" of a file of the kernel's, or "NAME VALUE" with a unit."""
+    parts = (line.partition(":" if unit is None else " ") for line in _text(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is none, or "max"."""
+    try:
+        return int(_text(path))
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str:
+    """Return a file of the kernel's; nothing where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,118 @@
+"""`python -m offload.plan`: what a run of `train` would hold and take, on this machine or a described one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
+from offload.errors import DoesNotFitError, format_bytes
+
+if TYPE_CHECKING:
+    from offload.forecast.forecast import Alternative, Forecast
+
+DESCRIPTION = (
+    "Tell what training would hold on each tier, by name, and what a step would take, with the settings of train; "
+    "nothing is allocated, and no weights or data are read. Exit codes: 0 it fits, 2 bad configuration, 3 it does not, "
+    "with the smallest change that does."
+)
+OPTIONS = {
+    "hardware": OwnOption(
+        "FILE|NAME",
+        "(default: this machine)",
+        "Plan for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
+    ),
+    "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
+}
+_TIERS = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+
+
+def main(words: list[str]) -> int:
+    num_ranks, words = take_gpus(words)
+    config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
+    with importing():
+        from offload.forecast.alternatives import forecast
+        from offload.hf.models import quiet_transformers
+        from offload.machine.hardware import Hardware
+    quiet_transformers()
+    described = own["hardware"]
+    found = forecast(config, None if described is None else Hardware.read(described), num_ranks)
+    if is_on(own, "json"):
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _show(found)
+    return 0 if found.fits else DoesNotFitError.exit_code
+
+
+def _show(found: Forecast) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    console.print("\n".join(heading(found)))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    for tier, held in found.tiers.items():
+        of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
+        table.add_row(_TIERS[tier], f"{format_bytes(held['bytes'])}{of}", style="bold")
+        for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
+            table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
+    table.add_row(f"while loading, {_TIERS['cpu']}", format_bytes(found.memory.loading_bytes))
+    console.print(table)
+    console.print("\n".join((*times(found), *verdict(found))))
+
+
+def heading(found: Forecast) -> Iterator[str]:
+    """Yield what is planned for what."""
+    ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
+    rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
+    precision = found.config.train.precision
+    yield f"{found.name}, {found.num_parameters:,} parameters, {precision}, {rows}, on {found.hardware.name}{ranks}"
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def times(found: Forecast) -> Iterator[str]:
+    """Yield what a step takes, and what else could be done."""
+    timing = found.timing
+    if timing is None:
+        return
+    busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
+    yield (
+        f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
+        f"{100 * timing.mfu:.0f}% of the device's products; {timing.bound_by} binds"
+    )
+    yield f"busy, in seconds: {busy}"
+    if found.written_bytes:
+        told = found.to_dict()
+        day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]
+        lasts = f"; what its maker lets be written to it lasts {days:,.0f} days" if days else ""
+        yield f"disk: {format_bytes(found.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
+    if found.alternatives:
+        yield f"instead: {'; '.join(_alternative(found, each) for each in found.alternatives)}"
+
+
+def _alternative(found: Forecast, other: Alternative) -> str:
+    if not other.fits:
+        return f"{other.change}: does not fit"
+    if not found.fits or found.timing is None or other.tokens_per_second is None:
+        return f"{other.change}: fits"
+    return f"{other.change}: {other.tokens_per_second / found.timing.tokens_per_second:.2g}x"
+
+
+def verdict(found: Forecast) -> Iterator[str]:
+    """Yield whether it fits, and if not, what to change."""
+    if found.fits:
+        yield "it fits."
+        return
+    short = " and ".join(
+        f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {_TIERS[tier]} memory"
+        for tier, num_bytes in found.memory.shortfalls.items()
+    )
+    yield f"it does not fit: {short} too few." if short else f"it does not fit: {found.refusal}"
+    yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting changes that: see --help."
+
+
+if __name__ == "__main__":
+    run_command(main)

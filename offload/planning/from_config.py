@@ -1,0 +1,37 @@
+"""What a configuration tells an engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pydantic import BaseModel
+
+from offload.config.config import Config
+from offload.optim.rule import UpdateRule
+from offload.optim.rules import make_rule
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
+
+
+def placement(config: Config) -> Placement:
+    """Return where the states are to be. Raises ConfigError where that cannot be."""
+    return Placement(**_named(Placement, config.offload))
+
+
+def update_rule(config: Config) -> UpdateRule:
+    """Return the rule of the updates. Raises ConfigError."""
+    section = config.optimizer
+    return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
+
+
+def settings(config: Config) -> Settings:
+    """Return what an engine is told by a resolved configuration. Raises ConfigError."""
+    named = _named(Settings, config.train, config.offload, config.run)
+    return Settings(**named | {"optimizer": update_rule(config), "placement": placement(config)})
+
+
+def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
+    """Return what sections of a configuration say of the fields of a dataclass, which have the same names there."""
+    said = {name: value for section in sections for name, value in section}
+    return {field.name: said[field.name] for field in fields(kind) if field.name in said}

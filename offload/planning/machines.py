@@ -1,0 +1,152 @@
+"""What a plan asks of the machine that it is for: this one, or one that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from offload.accelerators import Accelerator, device_of
+from offload.distributed.comm import Comm
+from offload.errors import format_bytes
+from offload.layout.planes import Plane
+from offload.machine.hardware import Hardware
+from offload.machine.limits import least, memory_limits
+from offload.machine.rates import link_bytes_per_second, update_bytes_per_second
+from offload.optim.rule import UpdateRule, UpdateStep
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that one rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
+    these. `given_bytes`: of the host's, what the model gives back once its weights are taken over. `in_host`: the
+    device's memory is of the host's.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+    host_bound: str
+    in_host: bool
+    given_bytes: int = 0
+
+
+class Speeds(Protocol):
+    """How fast what a plan compares is, for one rank."""
+
+    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:
+        """Return the bytes of states that an update reads and writes in a second."""
+
+    def link(self, *, is_up: bool) -> float | None:
+        """Return the bytes that go up to the device, or down from it, in a second; None where that takes no time."""
+
+
+class Machine(Protocol):
+    """What a plan asks."""
+
+    @property
+    def device(self) -> str:
+        """What computes, as torch names it."""
+
+    @property
+    def has_accelerator(self) -> bool:
+        """True where what computes is not the CPU, so that copies run beside it."""
+
+    @property
+    def speeds(self) -> Speeds:
+        """How fast it is."""
+
+    def free(self, comm: Comm) -> Free:
+        """Return what each rank may take. Collective."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speeds of this machine, measured when they are asked for."""
+
+    accelerator: Accelerator | None
+
+    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:
+        by = UpdateStep(step=1, lr=1e-3, weight_decay=0.0, scale=1.0)
+        device = device_of(self.accelerator) if on_device else torch.device("cpu")
+        return update_bytes_per_second(partial(rule.update, by=by), moments, device)
+
+    def link(self, *, is_up: bool) -> float | None:
+        return None if self.accelerator is None else link_bytes_per_second(self.accelerator, is_up=is_up)
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """The machine on which the plan is made, as it is now. `accelerator`: this rank's, None for the CPU. `given_bytes`:
+    of the host's memory, what the model has until the engine has its weights.
+    """
+
+    accelerator: Accelerator | None
+    given_bytes: int = 0
+
+    @property
+    def device(self) -> str:
+        return str(device_of(self.accelerator))
+
+    @property
+    def has_accelerator(self) -> bool:
+        return self.accelerator is not None
+
+    @property
+    def speeds(self) -> Measured:
+        return Measured(self.accelerator)
+
+    def free(self, comm: Comm) -> Free:
+        """Return the least that any rank has, as their plans have to be the same."""
+        device = -1 if self.accelerator is None else self.accelerator.free_bytes
+        bound = least(memory_limits(), comm.local_size)
+        found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
+        device = min(each[0] for each in found)
+        host, said = min(each[1:] for each in found)
+        in_host = self.accelerator is None or self.accelerator.is_integrated
+        return Free(None if device < 0 else device, host, said, in_host, self.given_bytes)
+
+
+@dataclass(frozen=True)
+class Rated:
+    """The speeds that a description gives. `num_ranks`: how many share the host's memory."""
+
+    hardware: Hardware
+    num_ranks: int
+
+    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:  # noqa: ARG002
+        rates = self.hardware.rates
+        return rates.device_bytes_per_s if on_device else rates.host_bytes_per_s / self.num_ranks
+
+    def link(self, *, is_up: bool) -> float | None:
+        if self.hardware.device == "cpu":
+            return None
+        return self.hardware.rates.h2d_bytes_per_s if is_up else self.hardware.rates.d2h_bytes_per_s
+
+
+@dataclass(frozen=True)
+class DescribedMachine:
+    """A machine by its figures, with so many ranks on it; nothing of this one is looked at."""
+
+    hardware: Hardware
+    num_ranks: int = 1
+
+    @property
+    def device(self) -> str:
+        return self.hardware.device
+
+    @property
+    def has_accelerator(self) -> bool:
+        return self.hardware.device != "cpu"
+
+    @property
+    def speeds(self) -> Rated:
+        return Rated(self.hardware, self.num_ranks)
+
+    def free(self, comm: Comm) -> Free:
+        device_bytes = self.hardware.device_bytes if self.has_accelerator else None
+        bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
+        in_host = not self.has_accelerator or self.hardware.shares_memory
+        return Free(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)

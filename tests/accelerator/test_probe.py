@@ -1,0 +1,70 @@
+"""A played device, measured: its links, its memory and its products take the time of its rates, within the noise of a
+busy machine on the slow side.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import Engine, Placement
+from offload.accelerators import Accelerator
+from offload.errors import DoesNotFitError
+from offload.machine import limits
+from offload.machine.probe import Sizes, probe
+from tests.accelerator.control import Control, Cost
+from tests.machine.groups import second_version
+
+pytestmark = pytest.mark.accelerator
+
+SLOW = Cost(
+    half_flops_per_s=2e10,
+    single_flops_per_s=1e10,
+    memory_bytes_per_s=4e9,
+    to_device_bytes_per_s=4e8,
+    to_host_bytes_per_s=8e8,
+    peer_bytes_per_s=4e8,
+    kernel_latency_s=0.0,
+    copy_latency_s=0.0,
+    launch_latency_s=0.0,
+)
+SIZES = Sizes(core_bytes=1 << 20, device_bytes=32 << 20)
+
+
+def test_a_device_s_rates_are_found(sim: Control, tmp_path: Path) -> None:
+    sim.set_cost(SLOW)
+    found = probe("sim:1", sizes=SIZES, cache_dir=tmp_path)
+    assert (found.device, found.num_devices, found.shares_memory) == ("sim", 2, False)
+    assert found.device_bytes
+    rates = found.rates
+    at_most = {
+        "h2d_bytes_per_s": SLOW.to_device_bytes_per_s,
+        "d2h_bytes_per_s": SLOW.to_host_bytes_per_s,
+        "both_ways_bytes_per_s": 2 * SLOW.to_device_bytes_per_s,  # as many bytes each way, and the slower one decides
+        "device_bytes_per_s": SLOW.memory_bytes_per_s,
+    }
+    for name, rate in at_most.items():
+        assert getattr(rates, name) <= 1.05 * rate, name
+    assert rates.flops_per_s["fp32"] <= 1.05 * SLOW.single_flops_per_s
+    assert rates.flops_per_s["bf16"] <= 1.05 * SLOW.half_flops_per_s
+    assert rates.both_ways_bytes_per_s >= max(rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
+
+
+def test_an_integrated_device_s_memory_is_the_host_s(
+    sim: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_engine() -> Engine:
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **shape))
+        return Engine(model, placement=Placement("cpu", "cpu"), device="sim", update="cpu")
+
+    with open_engine() as engine:
+        on_host = sum(num_bytes for tier, _, num_bytes in engine.allocations if tier == "cpu")
+    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
+    open_engine().close()
+    monkeypatch.setattr(Accelerator, "is_integrated", True)
+    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # what the model gives back makes up for that alone
+    with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
+        open_engine()

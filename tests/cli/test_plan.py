@@ -1,0 +1,99 @@
+"""`python -m offload.plan`, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from offload.errors import ConfigError
+from offload.plan import main
+
+SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
+TIERS = {"device", "pinned", "cpu", "nvme"}
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = told(capsys, *SMALL, "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    assert (code, found["fits"], found["machine"]) == (0, True, "RTX 4090")
+    assert set(found["tiers"]) == {"device", "pinned"}
+    for tier in found["tiers"].values():
+        assert tier["bytes"] == sum(each["bytes"] for each in tier["allocations"]) <= tier["budget_bytes"]
+    names = {each["name"] for each in found["tiers"]["pinned"]["allocations"]}
+    assert names == {"weights", "low", "exp avg", "exp avg sq", "gradients"}
+    assert found["step_seconds"] > 0
+    assert found["bound_by"] in found["lane_seconds"]
+    assert 0 < found["mfu"] < 1
+    assert found["tokens_per_second"] == pytest.approx(8 * 256 / found["step_seconds"])
+    changes = [each["change"] for each in found["alternatives"]]
+    assert "32 GiB more host memory" in changes
+    assert "--optimizer.states int8" in changes
+    assert all(set(each) >= {"change", "step_seconds", "fits"} for each in found["alternatives"])
+
+
+def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    one, four = (told(capsys, *SMALL, *where, "--gpus", n)[1]["tiers"]["pinned"]["bytes"] for n in ("1", "4"))
+    assert four == pytest.approx(one / 4, rel=0.01)
+
+
+def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
+    code, found = told(capsys, *words)
+    assert (code, found["fits"]) == (3, False)
+    assert found["shortfalls"]["cpu"] > 0
+    assert found["fix"]
+    code, fixed = told(capsys, *words, *found["fix"].split())
+    assert (code, fixed["fits"]) == (0, True), found["fix"]
+
+
+def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
+    _, found = told(capsys, "--model.preset", "1b", "--hardware", "rtx-4090", *where)
+    written = found["nvme_written_bytes_per_step"]
+    assert written == pytest.approx(12 * found["num_parameters"], rel=0.02), "weights, their low halves, two moments"
+    assert found["nvme_written_bytes_per_day"] == pytest.approx(written / found["step_seconds"] * 86400)
+    assert found["nvme_endurance_days"] > 0
+
+
+def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**shape, vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    code, found = told(capsys, "--model.path", str(tmp_path / "config.json"), "--data.sequence_length", "64")
+    assert code == 0
+    assert set(found["tiers"]) <= TIERS
+    assert found["step_seconds"] > 0
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL]) == 0
+    shown = capsys.readouterr().out
+    for text in ("RTX 4090", "device", "exp avg sq", "step: ", "binds", "instead: ", "it fits."):
+        assert text in shown
+
+
+def test_wrong_words_are_named() -> None:
+    with pytest.raises(ConfigError, match="--hardware is given without a value"):
+        main(["--hardware"])
+    with pytest.raises(ConfigError, match="rtx-4090"):
+        main(["--hardware", "rtx-409"])
+    with pytest.raises(ConfigError, match="did you mean hardware"):
+        main(["--hardwear", "h100"])
+
+
+def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--hardware FILE|NAME" in shown
+    assert "--json" in shown
+    assert "--offload.host_memory" in shown

@@ -1,0 +1,91 @@
+"""What an engine prepares on `meta`, for machines that are described, against what one has that allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import AdamW, Engine, Placement
+from offload.distributed.comm import Comm
+from offload.distributed.imagined import ImaginedRanks
+from offload.engine.assemble import prepare
+from offload.errors import DoesNotFitError
+from offload.machine.hardware import Hardware, Rates
+from offload.planning.machines import DescribedMachine
+from offload.planning.settings import Settings
+
+GPU = Hardware(
+    "a GPU", "cuda", 1, 1 << 24, 1 << 26, None, None, False, Rates(20e9, 20e9, 40e9, {"bf16": 1e14}, 1e12, 1e11, 1e-5)
+)
+CPU = replace(GPU, name="a CPU", device="cpu", device_bytes=None)
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+
+
+def on_meta() -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(config())
+
+
+@pytest.mark.parametrize("where", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_the_list_is_that_of_an_engine(where: str, states: str, tmp_path: Path) -> None:
+    placement = Placement(parameters=where, optimizer=where, host_memory="512MiB", nvme_dir=str(tmp_path))
+    settings = Settings(optimizer=AdamW(states=states), placement=placement, device="cpu")
+    planned = prepare(on_meta(), settings, Comm(), DescribedMachine(CPU)).plan
+    with Engine(LlamaForCausalLM(config()), settings=settings) as engine:
+        made = engine._state.plan
+        held = {(tier, name): size for tier, name, size in engine.allocations}
+    assert planned == made
+    assert {(a.tier, a.name): a.num_bytes for a in planned.allocations} == held
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_are_not_there_share_the_machine(stage: int) -> None:
+    settings = Settings(placement=Placement(host_memory="64MiB"), zero_stage=stage)
+    one, four = (prepare(on_meta(), settings, ImaginedRanks(n), DescribedMachine(CPU, n)) for n in (1, 4))
+    assert four.settings.placement.host_memory == (64 << 20) // 4
+    share = 4 if stage else 1
+    for label in ("exp_avg", "exp_avg_sq"):
+        assert four.plan.of("cpu", label).num_bytes * share == pytest.approx(
+            one.plan.of("cpu", label).num_bytes, rel=0.01
+        )
+
+
+def test_a_described_device_has_the_memory_that_is_written_there() -> None:
+    settings = Settings(placement=Placement("auto", "auto"), precision="bf16")
+    small, large = (
+        prepare(on_meta(), settings, Comm(), DescribedMachine(replace(GPU, device_bytes=size)))
+        for size in (1 << 20, 1 << 30)
+    )
+    assert (small.plan.tiers, large.plan.tiers) == (("cpu", "cpu"), ("device", "device"))
+    assert (small.settings.device, small.plan.overlap, small.plan.limited) == ("cuda", True, True)
+
+
+def test_update_auto_goes_by_the_described_rates() -> None:
+    settings = Settings(placement=Placement(device_memory="8MiB"), precision="bf16")
+    slow = replace(GPU.rates, host_bytes_per_s=1e8)
+    chosen = [
+        prepare(on_meta(), settings, Comm(), DescribedMachine(replace(GPU, rates=rates))).plan.update
+        for rates in (GPU.rates, slow)
+    ]
+    assert chosen == ["cpu", "device"]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(DoesNotFitError, match="host_memory"):
+        prepare(on_meta(), Settings(placement=Placement(host_memory="1MiB")), Comm(), DescribedMachine(CPU))

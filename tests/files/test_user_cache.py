@@ -1,0 +1,45 @@
+"""What is kept for the user from run to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.files import user_cache
+from offload.files.user_cache import default_cache_dir, keep_json, read_json
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "offload"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_cache_dir() == Path("/home/someone/.cache/offload")
+
+
+def test_what_is_kept_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "x.json"
+    assert read_json(path) is None
+    keep_json(path, {"a": [1]})
+    assert read_json(path) == {"a": [1]}
+
+    def fail(self: Path, *_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(user_cache.Path, "replace", fail)
+        keep_json(path, {"a": 2})
+    assert read_json(path) == {"a": [1]}
+    assert list(path.parent.iterdir()) == [path]
+    for damaged in ("{", "", "[" * 100_000):
+        path.write_text(damaged)
+        assert read_json(path) is None
+    path.write_bytes(b"\xff")
+    assert read_json(path) is None
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    keep_json(tmp_path / "file" / "x.json", 1)
+    assert read_json(tmp_path / "file" / "x.json") is None

@@ -1,0 +1,76 @@
+"""A small model, what an engine would run it on, and the work of its step: for tests and benchmarks of forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from offload.distributed.comm import Comm
+from offload.engine.assemble import Prepared, prepare
+from offload.forecast.workload import Cost, UnitWork, Workload
+from offload.planning.settings import Settings
+
+WORDS, ROWS, LENGTH = 64, 8, 16
+
+
+class Block(nn.Module):
+    """Residual, with a hidden layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.down(functional.gelu(self.up(self.norm(h))))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks, a norm that stays on the device, head."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(WORDS, width), nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of a prediction of the tokens themselves."""
+    return functional.cross_entropy(outputs.flatten(0, 1).float(), batch["x"].flatten())
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Return batches of random tokens [ROWS, LENGTH]."""
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)} for _ in range(count)]
+
+
+def planned(model: nn.Module, settings: Settings) -> Prepared:
+    """Plan for a model, as an engine does."""
+    return prepare(model, settings, Comm())
+
+
+def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int = 0, saved_bytes: int = 0) -> UnitWork:
+    """Return a use of a unit whose floating point operations are seconds."""
+    return UnitWork(name, Cost(forward_s, 0, 0), Cost(backward_s, 0, 0), input_bytes, saved_bytes, 0, 0)
+
+
+def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001, kept_bytes: int = 1) -> Workload:
+    """Return the work of a step of a `Stack` by its shapes, with so many seconds for every use of a unit. `kept_bytes`:
+    what the graph of a block holds where it is kept.
+    """
+    parts = ROWS // (settings.micro_batch_size or ROWS)
+    inputs = ROWS // parts * LENGTH * width * (2 if settings.precision == "bf16" else 4)
+    blocks = [work(f"blocks.{number}", seconds, 2 * seconds, inputs, kept_bytes) for number in range(depth)]
+    first = work("embedding", seconds, seconds, ROWS // parts * LENGTH * 8)
+    return Workload((first, *blocks, work("head", seconds, seconds, inputs)), parts, ROWS * LENGTH)

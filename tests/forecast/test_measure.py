@@ -1,0 +1,177 @@
+"""What is told of a step by shapes alone, against engines that make one: what waits, what graphs hold, FLOPs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from offload import Engine, Placement
+from offload.config.presets import PRESETS
+from offload.distributed.comm import Comm
+from offload.engine.assemble import Prepared, prepare
+from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
+from offload.forecast.workload import Workload
+from offload.machine.hardware import Hardware
+from offload.planning.machines import DescribedMachine
+from offload.planning.settings import Settings
+from offload.tiers.ledger import Ledger
+from tests.engine.families import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, mixtral, opt, t5
+
+ROWS, LENGTH = 4, 32
+
+
+def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: bool) -> tuple[Prepared, Workload]:
+    twin = copy.deepcopy(model).to("meta")
+    prepared = prepare(twin, settings, Comm())
+    return prepared, measure(twin, BatchSpec(kind, ROWS, LENGTH, **batch), prepared)
+
+
+def waiting_bytes(work: Workload) -> int:
+    """Return the inputs that wait at once; of the head in pieces, one piece's."""
+    most = len(work.calls) - sum(not call.is_cut and call.name is not None for call in work.calls) * 2 + 2
+    calls = work.calls if work.num_chunks == 1 else work.calls[:most]
+    once = sum(call.shared_bytes for call in calls)
+    return sum(call.input_bytes for call in calls) * work.num_micro_batches - once * (work.num_micro_batches - 1)
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The most that any ledger has held by name."""
+    found: dict[str, int] = {}
+    reserve = Ledger.reserve
+
+    def noted(self: Ledger, name: str, num_bytes: int, fix: str = "") -> None:
+        reserve(self, name, num_bytes, fix)
+        for key, held in self.allocations.items():
+            found[key] = max(found.get(key, 0), held)
+
+    monkeypatch.setattr(Ledger, "reserve", noted)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("make", "micro", "chunks"),
+    [(llama, None, 4), (llama, 2, 1), (gemma2, 2, 4), (gpt2, None, 4), (gpt_neox, 2, 1), (opt, 2, 1), (mixtral, 2, 4)],
+)
+def test_what_waits_and_what_graphs_hold_is_as_in_a_step(
+    make: Callable[[], nn.Module], micro: int | None, chunks: int, precision: str, peaks: dict[str, int]
+) -> None:
+    model = build(make)
+    settings = Settings(
+        precision=precision,
+        micro_batch_size=micro,
+        placement=Placement("cpu", "cpu", device_memory="64MiB"),
+        recompute="auto",
+        head_chunk_bytes=ROWS * LENGTH * VOCABULARY * 4 // chunks,
+    )
+    _, work = told(model, settings)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    peaks.clear()
+    with Engine(model, settings=settings) as engine:
+        engine.step({"input_ids": tokens, "labels": tokens})
+        saved = {key[0]: size for key, size in engine._state.runner.saved._policy._sizes.items()}
+    assert work.num_chunks == chunks
+    assert waiting_bytes(work) == pytest.approx(peaks["unit inputs"] + peaks.get("kept tensors", 0), rel=0.01)
+    graphs = {call.name: call.saved_bytes * work.num_micro_batches for call in work.calls if call.name in saved}
+    assert graphs == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(bert, "masked"), (t5, "seq2seq")])
+def test_other_kinds_of_models_wait_as_in_a_step(
+    make: Callable[[], nn.Module], kind: str, peaks: dict[str, int]
+) -> None:
+    model = build(make)
+    settings = Settings(placement=Placement("cpu", "cpu", device_memory="64MiB"))
+    _, work = told(model, settings, kind)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    half = LENGTH // 2 if kind == "seq2seq" else 0
+    batch = {"input_ids": tokens[:, : half or LENGTH].contiguous(), "labels": tokens[:, half:].contiguous()}
+    peaks.clear()
+    with Engine(model, settings=settings) as engine:
+        engine.step(batch)
+    assert waiting_bytes(work) == pytest.approx(peaks["unit inputs"] + peaks.get("kept tensors", 0), rel=0.02)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, opt])
+def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> None:
+    model = build(make)
+    model.config._attn_implementation = "eager"
+    _, work = told(model, Settings(micro_batch_size=1, head_chunk_bytes=None))
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as forward:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert sum(c.forward.flops for c in work.calls) * ROWS == forward.get_total_flops()
+    assert sum(c.backward.flops for c in work.calls) * ROWS == backward.get_total_flops()
+
+
+def test_a_fused_attention_holds_no_scores_and_skips_half() -> None:
+    model = build(llama)
+    _, fused = told(model, Settings())
+    model.config._attn_implementation = "eager"
+    _, eager = told(model, Settings())
+    scores = ROWS * 4 * LENGTH * LENGTH
+    block = [[c for c in work.calls if c.name and "layers.0" in c.name][0] for work in (fused, eager)]  # noqa: RUF015
+    assert block[1].saved_bytes - block[0].saved_bytes > 4 * scores
+    products = 2 * 2 * scores * 8
+    assert block[1].forward.flops - block[0].forward.flops == products / 2
+
+
+def test_padding_takes_a_mask() -> None:
+    (_, plain), (_, padded) = told(build(llama), Settings()), told(build(llama), Settings(), is_padded=True)
+    assert waiting_bytes(padded) - waiting_bytes(plain) == pytest.approx(ROWS * LENGTH * LENGTH, rel=0.1)
+
+
+def test_a_model_stays_as_it_was() -> None:
+    model = build(llama).eval().to("meta")
+    before = {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()}
+    prepared = prepare(model, Settings(precision="bf16"), Comm())
+    first = measure(model, BatchSpec("causal", ROWS, LENGTH), prepared)
+    assert measure(model, BatchSpec("causal", ROWS, LENGTH), prepared) == first
+    assert {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()} == before
+    assert not model.training
+    assert model.config.use_cache
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Asks(nn.Module):
+    """Goes by what its weights compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = input_ids[:, :8].float()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.sum() * (labels.sum() + int(hidden.sum()))
+
+
+def test_a_model_that_asks_for_values_is_named() -> None:
+    with pytest.raises(CannotMeasureError, match="Asks asks for a value"):
+        told(Asks(), Settings())
+
+
+def test_a_model_of_70_g_parameters_takes_a_second() -> None:
+    shape = dict(PRESETS["70b"])
+    with torch.device("meta"):
+        model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(shape.pop("model_type"), **shape))
+    begin = time.perf_counter()
+    machine = DescribedMachine(Hardware.read("h100").with_(host_bytes=1 << 41))
+    prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm(), machine)
+    work = measure(model, BatchSpec("causal", 8, 4096), prepared)
+    assert time.perf_counter() - begin < 3
+    flops = sum(call.forward.flops for call in work.calls) * work.num_micro_batches
+    num_parameters = sum(p.numel() for p in model.parameters()) - model.config.vocab_size * model.config.hidden_size
+    attention = 80 * 2 * 2 * 4096 / 2 * 8192
+    assert flops == pytest.approx((2 * num_parameters + attention) * work.num_tokens, rel=0.01)

@@ -1,0 +1,94 @@
+"""What is foretold of a step: it moves the very bytes that an engine moves, in the lanes in which it moves them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import LOMO, AdamW, Engine, Lion, Placement
+from offload.forecast.timing import _StepOf, step_time
+from offload.machine.hardware import Hardware, Rates
+from offload.planning.settings import Settings
+from offload.schedule.simulation import simulate
+from tests.engine.device import cpu_only
+from tests.forecast.planned import Stack, batches, loss_of, planned, workload
+
+pytestmark = cpu_only("what is foretold here is a CPU's step")
+
+WIDTH, DEPTH = 16, 5
+RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, 1e9, 1e9)
+MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
+THROTTLE = {"h2d": 1e12, "d2h": 1e12, "update": 1e12}
+"""So that there are lanes beside compute."""
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "deferred": ({}, {}),
+    "inline": ({"throttle": None}, {}),
+    "none": ({"max_grad_norm": None}, {}),
+    "speculative": ({"clip": "speculative", "max_grad_norm": 1e9}, {}),
+    "bf16": ({"precision": "bf16"}, {}),
+    "micro-batches": ({"micro_batch_size": 4}, {}),
+    "kept graphs": ({"recompute": "never"}, {}),
+    "delay": ({"delay": 1}, {}),
+    "no lookahead": ({"prefetch": 0}, {}),
+    "one ahead": ({"prefetch": 1}, {}),
+    "a budget": ({}, {"device_memory": "100KiB"}),
+    "a larger budget": ({}, {"device_memory": "130KiB"}),
+    "weights stay": ({}, {"parameters": "device"}),
+    "all on the device": ({}, {"parameters": "device", "optimizer": "device"}),
+    "activations cpu": ({}, {"activations": "cpu"}),
+    "activations cpu, micro-batches": ({"micro_batch_size": 2}, {"activations": "cpu"}),
+    "activations nvme": ({}, {"activations": "nvme"}),
+    "optimizer nvme": ({}, {"optimizer": "nvme"}),
+    "nvme": ({}, {"parameters": "nvme", "optimizer": "nvme"}),
+    "nvme, no clipping": ({"max_grad_norm": None}, {"parameters": "nvme", "optimizer": "nvme"}),
+    "nvme, bf16": ({"precision": "bf16"}, {"parameters": "nvme", "optimizer": "nvme"}),
+    "gradients nvme": ({}, {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"}),
+    "update device": ({"update": "device"}, {}),
+    "update device, nvme": ({"update": "device"}, {"optimizer": "nvme"}),
+    "lion": ({"optimizer": Lion(lr=1e-4)}, {}),
+    "int8": ({"optimizer": AdamW(lr=1e-4, states="int8")}, {}),
+    "lomo": ({"optimizer": LOMO(lr=1e-4)}, {}),
+}
+
+
+def of(name: str, folder: Path) -> Settings:
+    """Return the settings of a case."""
+    settings, placement = CASES[name]
+    if "nvme" in placement.values():
+        placement = placement | {"nvme_dir": str(folder)}
+    return Settings(**{"throttle": THROTTLE, "clip": "deferred", **settings}, placement=Placement(**placement))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) -> None:
+    settings = of(name, tmp_path)
+    torch.manual_seed(0)
+    model = Stack(WIDTH, DEPTH)
+    its = planned(model, settings)
+    step = _StepOf(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
+    links = ("h2d", "d2h", "nvme_read", "nvme_write")
+    seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
+    told = simulate(step.calls(), step.engine(), seconds)
+    with closing(Engine(model, settings=settings)) as engine:
+        for batch in batches(7):
+            engine.step(batch, loss_of)
+        counters = engine.counters
+        moved = [counters.h2d_bytes, counters.d2h_bytes, counters.nvme_read_bytes, counters.nvme_write_bytes]
+    if settings.throttle is None:  # what compute itself does is no lane's
+        return
+    assert [told.busy_s[link] for link in links] == moved
+    assert told.nvme_written_bytes == moved[-1]
+
+
+def test_a_throttle_stands_for_its_link() -> None:
+    def seconds(**settings: Any) -> float:
+        chosen = Settings(throttle={"h2d": 1e6, **THROTTLE} | settings.pop("throttle", {}), **settings)
+        its = planned(Stack(WIDTH, DEPTH), chosen)
+        work = workload(WIDTH, DEPTH, chosen)
+        return step_time(its.settings, its.regions, its.units, its.plan, work, MACHINE).step_seconds
+
+    assert seconds(throttle={"d2h": 1e4}) > 5 * seconds()

@@ -1,0 +1,133 @@
+"""Machines that are described in files: what is shipped, what may be written, what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from offload.errors import ConfigError
+from offload.machine.hardware import Hardware, Rates, described_names
+
+SHIPPED = ("a100-80", "dgx-spark", "gh200", "h100", "h200", "rtx-4090", "rtx-5090")
+LEAST: dict[str, Any] = {
+    "name": "mine",
+    "device": "cuda",
+    "device_bytes": "24GiB",
+    "host_bytes": "64 GiB",
+    "rates": {
+        "h2d_bytes_per_s": "12GB",
+        "d2h_bytes_per_s": 12e9,
+        "both_ways_bytes_per_s": "20GB",
+        "flops_per_s": {"fp32": 1e13, "bf16": "5e13"},
+        "device_bytes_per_s": "500GB",
+        "host_bytes_per_s": "20GB",
+        "launch_s": 1e-5,
+    },
+}
+
+
+def test_all_are_shipped() -> None:
+    assert set(described_names()) == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
+    machine = Hardware.read(name)
+    values = {each.name: getattr(machine, each.name) for each in fields(Hardware)}
+    values |= {each.name: getattr(machine.rates, each.name) for each in fields(Rates)}
+    words = ("name", "device", "num_devices", "shares_memory", "rates", "sources")
+    figures = {key for key, value in values.items() if value is not None and key not in words}
+    assert figures == set(machine.sources)
+    rates = machine.rates
+    assert rates.both_ways_bytes_per_s <= rates.h2d_bytes_per_s + rates.d2h_bytes_per_s
+    assert rates.both_ways_bytes_per_s >= max(rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
+    assert rates.flops_per_s["bf16"] > rates.flops_per_s["fp32"] > 1e12
+    assert 1e-6 < rates.launch_s < 1e-4
+    assert machine.shares_memory is (name == "dgx-spark")
+    assert machine.device_bytes is not None
+    assert machine.device_bytes < {"a": 80e9, "d": 128e9, "g": 96 * 2**30, "h": 151e9, "r": 2**35}[name[0]] * 1.08
+
+
+@pytest.mark.parametrize("said", ["RTX 4090", "rtx_4090", "rtx-4090", "RTX  4090"])
+def test_names_are_taken_as_people_write_them(said: str) -> None:
+    assert Hardware.read(said).name == "RTX 4090"
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """Write a description with some values changed; `...` leaves a key out, and "rates.x" is below rates."""
+    values = LEAST | {"rates": dict(LEAST["rates"])}
+    for key, value in changes.items():
+        table = values["rates"] if key.startswith("rates_") else values
+        table[key.removeprefix("rates_")] = value
+    path = folder / "mine.yaml"
+    values["rates"] = {k: v for k, v in values["rates"].items() if v is not ...} if values["rates"] is not ... else ...
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))
+    return path
+
+
+def test_the_least_that_a_file_has_to_say(tmp_path: Path) -> None:
+    machine = Hardware.read(written(tmp_path))
+    assert (machine.device_bytes, machine.host_bytes, machine.num_devices) == (24 << 30, 64 << 30, 1)
+    assert (machine.disk_bytes, machine.endurance_bytes, machine.shares_memory) == (None, None, False)
+    assert machine.rates.flops_per_s == {"fp32": 1e13, "bf16": 5e13}
+    assert (machine.rates.h2d_bytes_per_s, machine.rates.launch_s) == (12e9, 1e-5)
+    assert machine.rates.nvme_read_bytes_per_s is None
+    assert machine.sources == {}
+    assert Hardware.read(written(tmp_path, device="cpu", device_bytes=...)).device_bytes is None
+
+
+def test_a_machine_with_other_values(tmp_path: Path) -> None:
+    machine = Hardware.read("h100")
+    other = machine.with_(host_bytes=1 << 40, num_devices=8)
+    assert (other.host_bytes, other.num_devices, other.rates) == (1 << 40, 8, machine.rates)
+    assert machine.num_devices == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_device": 2}, ["num_device ", "did you mean num_devices?"]),
+        ({"rates_h2d_byte_per_s": 2}, ["rates.h2d_byte_per_s", "did you mean h2d_bytes_per_s?"]),
+        ({"rates_flops_per_s": {"fp32": 1e12, "bf61": 1e12}}, ["rates.flops_per_s.bf61", "did you mean bf16?"]),
+        ({"rates_flops_per_s": {"fp32": 1e12}}, ["lacks rates.flops_per_s.bf16"]),
+        ({"sources": {"host_byte": "x"}}, ["sources.host_byte", "did you mean host_bytes?"]),
+        ({"sources": {"host_bytes": 5}}, ["sources.host_bytes is 5", "a text"]),
+        ({"name": ..., "rates_launch_s": ...}, ["lacks name"]),
+        ({"rates_launch_s": ...}, ["lacks rates.launch_s"]),
+        ({"rates": ...}, ["lacks rates"]),
+        ({"device_bytes": ...}, ["device_bytes is None", "only a CPU"]),
+        ({"host_bytes": "64 gigs"}, ["host_bytes is '64 gigs'", "24GiB"]),
+        ({"host_bytes": 0}, ["host_bytes is 0", "above 0"]),
+        ({"rates_host_bytes_per_s": -1.0}, ["rates.host_bytes_per_s is -1.0"]),
+        ({"rates_host_bytes_per_s": math.inf}, ["rates.host_bytes_per_s is inf"]),
+        ({"rates_launch_s": True}, ["rates.launch_s is True"]),
+        ({"num_devices": 1.5}, ["num_devices is 1.5"]),
+        ({"shares_memory": "perhaps"}, ["shares_memory is 'perhaps'", "true or false"]),
+    ],
+)
+def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    path = written(tmp_path, **changes)
+    with pytest.raises(ConfigError) as refusal:
+        Hardware.read(path)
+    assert not [word for word in [str(path), *words] if word not in str(refusal.value)], str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["- 5", "name: [", "5", "", "[" * 3000, "\0"])
+def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        Hardware.read(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("h10", "did you mean h100?"), ("none.yaml", "cannot be read"), ("", "''")]
+)
+def test_a_name_that_is_not_known(given: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Hardware.read(given)
+    assert words in str(refusal.value)

@@ -1,0 +1,164 @@
+"""This machine measured, and what is kept of that. No figure is compared with another: the machine may be busy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import __version__
+from offload.errors import ConfigError
+from offload.machine import probe as probing
+from offload.machine.hardware import Hardware
+from offload.machine.limits import Limit
+from offload.machine.probe import Sizes, probe
+from offload.native import io as native_io
+from offload.native import kernels
+from tests.disks import nameless
+from tests.engine.device import cpu_only
+
+SMALL = Sizes(link_bytes=1 << 20, core_bytes=1 << 20, device_bytes=1 << 20, disk_bytes=1 << 20, disk_s=0.01)
+RATES = {
+    "h2d_bytes_per_s": 1.0,
+    "d2h_bytes_per_s": 2.0,
+    "both_ways_bytes_per_s": 3.0,
+    "flops_per_s": {"fp32": 4.0, "bf16": 5.0},
+    "device_bytes_per_s": 6.0,
+    "host_bytes_per_s": 7.0,
+    "launch_s": 8.0,
+}
+pytestmark = cpu_only("without an accelerator; tests/accelerator has the one with")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Play the measurements; what was measured is noted."""
+    seen: list[str] = []
+
+    def machine(*_: Any) -> dict[str, Any]:
+        seen.append("machine")
+        return {**RATES, "launch_s": float(len(seen))}
+
+    def disks(places: Any, *_: Any) -> dict[str, Any]:
+        seen.append("disks")
+        return {"nvme_read_bytes_per_s": 9.0, "nvme_write_bytes_per_s": 10.0}
+
+    monkeypatch.setattr(probing, "_machine_rates", machine)
+    monkeypatch.setattr(probing, "_disk_rates", disks)
+    return seen
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    if native and not kernels.is_native():
+        pytest.skip("the kernels were not built")
+    monkeypatch.setattr(kernels, "is_native", lambda: native)
+    found = probe("cpu", [tmp_path], sizes=SMALL, cache_dir=tmp_path / "cache")
+    assert (found.device, found.num_devices, found.device_bytes, found.shares_memory) == ("cpu", 1, None, False)
+    rates = {name: value for name, value in vars(found.rates).items() if value is not None}
+    assert set(rates) == {*RATES, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"} == set(found.sources)
+    flat = [*rates.pop("flops_per_s").values(), *rates.values()]
+    assert all(type(rate) is float and math.isfinite(rate) and rate > 0 for rate in flat)
+    assert found.host_bytes > 0
+    assert found.disk_bytes
+    assert not nameless(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_without_folders_there_is_no_disk(tmp_path: Path, measured: list[str]) -> None:
+    found = probe("cpu", cache_dir=tmp_path)
+    assert (found.disk_bytes, found.rates.nvme_read_bytes_per_s, measured) == (None, None, ["machine"])
+
+
+def test_rates_are_kept_and_memory_is_looked_at_anew(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(**more: Any) -> Hardware:
+        return probe("cpu", [tmp_path], cache_dir=tmp_path / "cache", **more)
+
+    first = ask()
+    monkeypatch.setattr(probing, "memory_limits", lambda: [Limit("x", "y", 100, 77)])
+    again = ask()
+    assert (again.rates, again.host_bytes) == (first.rates, 77)
+    assert measured == ["machine", "disks"]
+    assert ask(refresh=True).rates.launch_s == 3.0
+    assert ask().rates.launch_s == 3.0
+    assert probe("cpu", cache_dir=tmp_path / "cache").rates.launch_s == 3.0, "the disk is apart"
+    assert measured == ["machine", "disks"] * 2
+
+
+@pytest.mark.parametrize("changed", ["torch", "cores", "memory", "offload", "cpu"])
+def test_what_depends_on_something_else_is_measured_again(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    about = probing._about_machine
+    assert about(None)["offload"] == __version__
+    assert about(None)["torch"] == torch.__version__
+    probe("cpu", cache_dir=tmp_path)
+    monkeypatch.setattr(probing, "_about_machine", lambda accelerator: about(accelerator) | {changed: "other"})
+    probe("cpu", cache_dir=tmp_path)
+    assert measured == ["machine"] * 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+DAMAGES: dict[str, Any] = {
+    "half": lambda text: text[: len(text) // 2],
+    "nothing": lambda _: "",
+    "a list": lambda _: "[]",
+    "another machine's": lambda text: text.replace('"cores"', '"course"'),
+    "no rates": lambda text: json.dumps(json.loads(text) | {"rates": {}}),
+    "words": lambda text: text.replace("7.0", '"fast"'),
+    "nan": lambda text: text.replace("7.0", "NaN"),
+    "zero": lambda text: text.replace("7.0", "0"),
+    "a rate less": lambda text: text.replace("host_bytes_per_s", "host_byte_per_s"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_as_none_and_is_replaced(tmp_path: Path, measured: list[str], damage: str) -> None:
+    first = probe("cpu", cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(DAMAGES[damage](path.read_text()))
+    again = probe("cpu", cache_dir=tmp_path)
+    assert again.rates.host_bytes_per_s == first.rates.host_bytes_per_s
+    assert measured == ["machine"] * 2
+    assert list(tmp_path.iterdir()) == [path]
+    assert probe("cpu", cache_dir=tmp_path).rates == again.rates
+
+
+def test_a_cache_that_cannot_be_written_and_none_are_no_error(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        assert probe("cpu", cache_dir=tmp_path / "file").rates.host_bytes_per_s == 7.0
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(probing, "default_cache_dir", homeless)
+    assert probe("cpu").rates.host_bytes_per_s == 7.0
+    assert measured == ["machine"] * 3
+
+
+def test_a_folder_that_is_no_use_is_refused_before_anything_is_measured(tmp_path: Path, measured: list[str]) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        probe("cpu", [tmp_path / "missing"], cache_dir=tmp_path)
+    assert not measured
+
+
+def test_a_disk_without_direct_is_not_measured_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = native_io.IoEngine.open
+    dropped: list[int] = []
+    monkeypatch.setattr(native_io.IoEngine, "open", lambda *a, **how: opened(*a, **how | {"direct": False}))
+    monkeypatch.setattr(probing.os, "posix_fadvise", lambda fd, *_: dropped.append(fd))
+    (tmp_path / "other").mkdir()
+    rates = probing._disk_rates([tmp_path, tmp_path / "other"], SMALL)
+    assert len(set(dropped)) == 2
+    assert min(rates.values()) > 0

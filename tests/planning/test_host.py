@@ -1,0 +1,146 @@
+"""A plan that the host cannot hold is refused before anything is allocated, whatever bounds the host."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import AdamW, Engine, Placement
+from offload.errors import DoesNotFitError
+from offload.machine import limits
+from offload.planning.host import check_host
+from offload.planning.memory import Allocation
+from tests import forks
+from tests.engine.device import cpu_only
+from tests.machine.groups import real_group, second_version
+
+MIB = 1 << 20
+PLAN = [Allocation("cpu", "high", 60), Allocation("cpu", "moments", 40), Allocation("device", "unit slot", 30)]
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "is_device", "missing"),
+    [(100, 0, False, 0), (99, 0, False, 1), (90, 10, False, 0), (100, 0, True, 30)],
+)
+def test_the_least_that_a_plan_takes_is_what_there_must_be(
+    free: int, given: int, is_device: bool, missing: int
+) -> None:
+    if not missing:
+        check_host(PLAN, free, "x", given_bytes=given, is_device=is_device)
+        return
+    with pytest.raises(DoesNotFitError) as refusal:
+        check_host(PLAN, free, "the limit of a group (/a: 7)", given_bytes=given, is_device=is_device, num_sharing=2)
+    said = str(refusal.value)
+    for words in (f"({free} bytes)", f"({missing} bytes)", "moments 40 B (40)", "(/a: 7)", f"{2 * missing} bytes more"):
+        assert words in said
+    assert ("unit slot" in said) is is_device
+    assert "--offload.nvme_dir" in said
+
+
+def llama() -> LlamaForCausalLM:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **shape))
+
+
+@cpu_only("the figures are those of a host that is the device as well")
+@pytest.mark.parametrize("tier", ["cpu", "auto"])
+def test_an_engine_is_refused_by_a_group_and_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    def left(num_bytes: int) -> None:
+        monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (num_bytes, 0, 0)}))
+
+    def open_engine() -> Engine:
+        return Engine(llama(), AdamW(lr=1e-3), Placement(tier, tier))
+
+    with open_engine() as engine:
+        needed = sum(num_bytes for at, _, num_bytes in engine.allocations if at != "nvme")
+    weights = sum(p.nbytes for p in llama().parameters())
+    left(needed - weights - 1)
+    with pytest.raises(DoesNotFitError, match=rf"{needed} bytes.* 1 B \(1 bytes\) too few.*/sys/fs/cgroup/memory\.max"):
+        open_engine()
+    left(needed - weights)  # what the model has it gives back
+    with open_engine() as engine:
+        tokens = torch.randint(128, (1, 8))
+        engine.step({"input_ids": tokens, "labels": tokens})
+
+
+@cpu_only("an accelerator has memory of its own")
+def test_a_folder_takes_what_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path / "tree", {"/": (MIB, 0, 0)}))
+    with Engine(llama(), AdamW(lr=1e-3), Placement("auto", "auto", nvme_dir=str(tmp_path))) as engine:
+        assert any(tier == "nvme" for tier, _, _ in engine.allocations)
+
+
+BIG = {
+    "model_type": "llama", "vocab_size": 384, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+TRAIN = """
+import os, resource, sys
+from pathlib import Path
+from offload.config.command_line import run_command
+from offload.machine import limits
+from offload.train import main
+sys.argv.pop(0)
+{enter}
+try:
+    run_command(main)
+finally:
+    print("peak", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+Enter = Callable[[str], str]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Enter:
+    """Train a model whose states are 8.6 GB, after some code; return the refusal, after checking that it came before
+    any of its memory was taken.
+    """
+    (tmp_path / "big.json").write_text(json.dumps(BIG))
+    (tmp_path / "text.txt").write_text("one and one is two\n" * 300)
+
+    def run(enter: str) -> str:
+        words = ["", "--model.path", tmp_path / "big.json", "--data.source", tmp_path / "text.txt"]
+        words += ["--data.sequence_length", 32, "--run.dir", tmp_path / "run", "--offload.device_memory", "none"]
+        said = forks.run(["-c", TRAIN.format(enter=enter), *words], cwd=tmp_path)
+        assert said.returncode == 3, (said.returncode, said.stderr)
+        assert int(said.stdout.split()[-1]) < 1 << 30
+        assert said.stderr.count("\n") == 1
+        assert "Nothing was allocated" in said.stderr
+        return said.stderr
+
+    return run
+
+
+@cpu_only("the plan is for the host")
+def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path) -> None:
+    tree = second_version(tmp_path / "tree", {"/": ("max", 9 << 30, 0), "/job": (6 << 30, 3 << 30, 1 << 30)})
+    said = train(f"limits._ROOT = Path({str(tree)!r})")
+    assert "/sys/fs/cgroup/job/memory.max: 6 GiB, of which 4 GiB is left" in said
+    assert re.search(r"\(4294967296 bytes\) are there, .* too few: ", said)
+
+
+@cpu_only("the plan is for the host")
+def test_a_run_beyond_a_real_group_s_limit_lives_to_say_so(train: Enter) -> None:
+    with real_group(2 << 30) as group:
+        if group is None:
+            pytest.skip("this user may make no control group of memory")
+        said = train(f"Path({str(group)!r}, 'cgroup.procs').write_text(str(os.getpid()))")
+        assert f"{group}/memory." in said
+        assert ": 2 GiB, of which" in said
+
+
+@cpu_only("the plan is for the host")
+def test_a_run_beyond_its_address_space_leaves_with_3(train: Enter) -> None:
+    said = train(
+        "taken = int(Path('/proc/self/statm').read_text().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 30),) * 2)"
+    )
+    assert "`ulimit -v`" in said
