@@ -78,22 +78,23 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
 @dataclass(frozen=True)
 class Free:
     """Bytes that this rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
-    these. The least of all ranks, as their plans have to be the same.
+    these; what the model will give back of them. The least of all ranks, as their plans have to be the same.
     """
 
     device_bytes: int | None
     host_bytes: int
     host_bound: str = ""
+    given_bytes: int = 0
 
 
-def find_free(comm: Comm, accelerator: Accelerator | None) -> Free:
+def find_free(comm: Comm, accelerator: Accelerator | None, given_bytes: int = 0) -> Free:
     """Look what is free now, on all ranks."""
     device = -1 if accelerator is None else accelerator.free_bytes
     bound = least(memory_limits(), comm.local_size)
-    found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
-    device = min(each[0] for each in found)
-    host, said = min(each[1:] for each in found)
-    return Free(None if device < 0 else device, host, said)
+    found = comm.gather_objects((device, given_bytes, bound.share(comm.local_size), str(bound)), "free memory")
+    device, given = min(each[0] for each in found), min(each[1] for each in found)
+    host, said = min(each[2:] for each in found)
+    return Free(None if device < 0 else device, host, said, given)
 
 
 def make_plan(
@@ -108,8 +109,8 @@ def make_plan(
     """
     comm = comm or Comm()
     accelerator = own_accelerator(settings.device)
-    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
-    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size, given_bytes)
+    sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator, given_bytes)
+    plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
@@ -132,7 +133,6 @@ def _make_plan(
     sharding: Sharding,
     there: Free,
     num_sharing: int,
-    given_bytes: int,
     update: str,
 ) -> Plan:
     placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
@@ -223,7 +223,7 @@ def _make_plan(
         allocations,
         there.host_bytes,
         there.host_bound,
-        given_bytes=given_bytes,
+        given_bytes=there.given_bytes,
         is_device=in_host,
         num_sharing=num_sharing,
     )
