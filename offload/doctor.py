@@ -122,7 +122,7 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
             f"up {moved['h2d_bytes_per_s']}, down {moved['d2h_bytes_per_s']}, both at once "
             f"{moved['both_ways_bytes_per_s']}" + (" (copies within memory)" if is_cpu else ""),
         ),
-        ("memory", f"{moved['host_bytes_per_s']} read and written in place by all cores"),
+        ("in place", f"{moved['host_bytes_per_s']} of the host's memory read and written by all cores"),
         ("products", f"{flops}; {rates['launch_s'] * 1e6:.3g} us to begin an operation"),
     ]
     if not is_cpu:
@@ -130,7 +130,7 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
     if "nvme_read_bytes_per_s" in moved:
         reads, writes = (moved[f"nvme_{way}_bytes_per_s"] for way in ("read", "write"))
         rows.append(("disks", f"read {reads}, write {writes}, past the page cache"))
-    return [*rows, ("", next(iter(machine["sources"].values())))]
+    return [*rows, ("", f"{next(iter(machine['sources'].values()))}; --refresh measures again")]
 
 
 def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
@@ -144,7 +144,7 @@ def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
         else "nothing hides it, since the same cores compute"
     )
     return [
-        ("host bound", about["bound_by"]),
+        ("bounds", "\n".join(sorted((limit["text"] for limit in about["limits"]), key=about["bound_by"].__ne__))),
         ("a step", f"of 1e9 parameters in {bounds['precision']}, offloaded: {parts}"),
         ("limit", f"{names[bounds['lane']]}; {hides}"),
         *(("note", note) for note in about["notes"]),

@@ -49,7 +49,7 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
     """Return a machine's figures and what limits it as plain data."""
     limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
     found: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
-    found["limits"] = [asdict(limit) for limit in limits]
+    found["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
     found["bound_by"] = str(least(limits))
     found |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
     if machine.shares_memory:

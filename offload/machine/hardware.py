@@ -86,7 +86,7 @@ class Hardware:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             why = shorten(" ".join(str(error).split()))
-            raise ConfigError(f"the description {path} cannot be read: {why}; see --hardware h100 for one.") from error
+            raise ConfigError(f"the description {path} cannot be read: {why}.") from error
         return _Description(path).hardware(found)
 
     def with_(self, **changes: Any) -> Hardware:

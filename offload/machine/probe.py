@@ -81,13 +81,14 @@ def probe(
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
     kept = _Kept(_user_cache() if cache_dir is None else cache_dir, refresh)
-    found = kept.get(_about_machine(accelerator), _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
+    about = _about_machine(accelerator)
+    found = kept.get(about, _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
     found |= kept.get(_about_disks(places), _OF_DISKS, lambda: _disk_rates(places, sizes)) if places else {}
     free = least(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     said = f"measured on {found.pop('day')}"
     return Hardware(
-        name=platform.node() if accelerator is None else accelerator.describe()["name"],
+        name=about["cpu"] if accelerator is None else accelerator.describe()["name"],
         device=device_of(accelerator).type,
         num_devices=max(1, len(accelerators())) if accelerator is not None else 1,
         device_bytes=None if accelerator is None else accelerator.free_bytes,

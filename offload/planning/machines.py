@@ -102,11 +102,12 @@ class ThisMachine:
         """Return the least that any rank has, as their plans have to be the same."""
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
         bound = least(memory_limits(), comm.local_size)
-        found = comm.gather_objects((device, bound.share(comm.local_size), str(bound)), "free memory")
-        device = min(each[0] for each in found)
-        host, said = min(each[1:] for each in found)
+        mine = device, self.given_bytes, bound.share(comm.local_size), str(bound)
+        found = comm.gather_objects(mine, "free memory")
+        device, given = min(each[0] for each in found), min(each[1] for each in found)
+        host, said = min(each[2:] for each in found)
         in_host = self.accelerator is None or self.accelerator.is_integrated
-        return Free(None if device < 0 else device, host, said, in_host, self.given_bytes)
+        return Free(None if device < 0 else device, host, said, in_host, given)
 
 
 @dataclass(frozen=True)
