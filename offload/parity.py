@@ -53,8 +53,10 @@ def main(words: list[str]) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with importing():
         verdict = compare(config, num_steps, same_order=same_order, tell=tell)
-    if is_first:
-        print(json.dumps(verdict.fields(), indent=2)) if as_json else show(verdict)
+    if is_first and as_json:
+        print(json.dumps(verdict.fields(), indent=2))
+    elif is_first:
+        show(verdict)
     return 0 if verdict.is_equal else 1
 
 

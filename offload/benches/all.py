@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import traceback
 from collections.abc import Iterator, Sequence
 
 from offload.benches.catalogue import BENCHMARKS, module_of
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace) -> Measured:
         try:
             results = _measure(name, words[name])
         except Exception as error:
+            if arguments.debug:
+                traceback.print_exc()
             why = " ".join(str(error).split()) or type(error).__name__
             say(f"{name} cannot run here: {why}")
             found.left_out.append((name, why))

@@ -1,7 +1,8 @@
 """The engine and a resident model, side by side over the first steps of a run: do they have the same bits?
 
-The engine trains as it does in a run, with nothing waited for between its steps, and all weights are compared after the
-last one. Only where something differs, both begin again and are compared after each step, which tells where it begins.
+The engine trains as it does in a run, one step right after the other, and then the resident model; weights are compared
+after the last step. Only where something differs, both begin again and are compared after each step, which tells where
+it begins.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Findings:
 
     num_ranks: int
     """How many trained the engine's side."""
+    precision: str = "fp32"
+    """In what both computed."""
     steps: list[Numbers] = field(default_factory=list)
     """In their order."""
     weights: WeightsApart = field(default_factory=WeightsApart)
@@ -162,7 +165,7 @@ class SideBySide:
             self._config.check_source()
             check_settings(self._config, self._comm.size)
         found = self._pass(self._say)
-        tolerance = TOLERANCES[self._precision] if found.reasons else None
+        tolerance = TOLERANCES[found.precision] if found.reasons else None
         is_equal = found.is_bit_equal if tolerance is None else found.is_within(tolerance)
         is_equal = not self._comm.any(not is_equal, "whether both sides are equal")
         first = found.first
@@ -173,26 +176,26 @@ class SideBySide:
 
     def _pass(self, say: Say, *, looks: bool = False) -> Findings:
         """Train both sides from the start. `looks`: compare weights after each step, until one differs."""
-        found = Findings(self._comm.size)
-        with self._opened(say) as (run, sides):
-            for step in range(self._num_steps):
-                if not sides.step(step, found):
-                    say(f"the data are at their end after {step} steps.")
-                    break
-                is_last = step + 1 == self._num_steps
-                if looks and found.first is None and not is_last:
-                    found.weights = sides.compare(step + 1)
-                    found.first = found.weights.first
+        steps = range(self._num_steps)
+        with self._opened(say) as sides:
+            found = Findings(self._comm.size, sides.precision)
+            for group in [[step] for step in steps] if looks else [steps]:
+                done = [step for step in group if sides.train_offloaded(step)]
+                for step in done:
+                    sides.train_resident(step, found)
+                if len(done) < len(group):
+                    say(f"the data are at their end before step {group[len(done)] + 1}.")
+                if looks and found.first is None:
+                    found.first = sides.compare().first
                 if looks and self._comm.any(found.first is not None, "whether a side differs"):
                     return found
-            found.weights = sides.compare(len(found.steps))
+            found.weights = sides.compare()
             found.first = found.first or found.weights.first
-            self._precision = str(run.config.train.precision)
             found.reasons = sides.reasons()
         return found
 
     @contextmanager
-    def _opened(self, say: Say) -> Iterator[tuple[Run, _Sides]]:
+    def _opened(self, say: Say) -> Iterator[_Sides]:
         comm = self._comm
         run = make_run(ResumePoint(self._config), comm, say, say)
         with closing(run.engine):
@@ -200,7 +203,7 @@ class SideBySide:
             with as_one(comm, "making of the resident side"):
                 if comm.rank == 0:
                     resident = _resident(run, self._same_order)
-            yield run, _Sides(run, resident, comm, self._same_order)
+            yield _Sides(run, resident, comm, self._same_order)
 
     def _notes(self) -> Iterator[str]:
         train, optimizer = self._config.train, self._config.optimizer
@@ -218,49 +221,64 @@ class _Sides:
     def __init__(self, run: Run, resident: Resident | None, comm: Comm, same_order: bool) -> None:
         self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
         self._engine: Engine = run.engine
+        self._offloaded: dict[int, dict[str, float]] = {}
         self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
 
-    def step(self, step: int, found: Findings) -> bool:
-        """Train both sides on a batch, and note what they gave; return False where the data are at their end."""
-        run, comm, train = self._run, self._comm, self._run.config.train
-        batches = list(self._batches(step))
-        if comm.any(not batches, "whether there are rows"):
+    @property
+    def precision(self) -> str:
+        """In what both compute."""
+        return str(self._run.config.train.precision)
+
+    def train_offloaded(self, step: int) -> bool:
+        """Train the engine on a batch; return False where the data are at their end. Collective."""
+        batches = self._batches(step)
+        if self._comm.any(not batches, "whether there are rows"):
             return False
-        optimizer = run.config.optimizer
-        rate = learning_rate(
+        self._engine.lr = self._rate(step)
+        self._begin(step)
+        result = self._engine.step(batches[self._comm.rank])
+        self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
+        return True
+
+    def train_resident(self, step: int, found: Findings) -> None:
+        """Train the resident side on the batch that the engine has trained on, and note what both gave. Collective."""
+        with as_one(self._comm, "step of the resident side"):
+            if self._resident is not None:
+                self._resident.lr = self._rate(step)
+                self._begin(step)
+                loss, norm = self._step_resident(self._batches(step))
+                norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
+                numbers = {"loss": loss, "grad_norm": norm}
+                found.steps.append(Numbers(step + 1, self._offloaded[step], numbers, norm_within))
+                found.first = found.first or found.steps[-1].first_apart()
+
+    def _begin(self, step: int) -> None:
+        """Let what a step draws be the same on both sides."""
+        torch.manual_seed(self._run.config.run.seed * 1_000_003 + step)
+
+    def _rate(self, step: int) -> float:
+        train, optimizer = self._run.config.train, self._run.config.optimizer
+        return learning_rate(
             step,
             base=float(optimizer.lr or 0.0),
             schedule=optimizer.schedule,
             warmup_steps=optimizer.warmup_steps or 0,
             num_steps=train.steps,
         )
-        seed = run.config.run.seed * 1_000_003 + step
-        self._engine.lr = rate
-        torch.manual_seed(seed)
-        result = self._engine.step(batches[comm.rank])
-        with as_one(comm, "step of the resident side"):
-            if self._resident is not None:
-                self._resident.lr = rate
-                torch.manual_seed(seed)
-                offloaded = {"loss": float(result.loss), "grad_norm": result.grad_norm}
-                loss, norm = self._train_resident(batches)
-                norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
-                found.steps.append(Numbers(step + 1, offloaded, {"loss": loss, "grad_norm": norm}, norm_within))
-                found.first = found.first or found.steps[-1].first_apart()
-        return True
 
-    def _batches(self, step: int) -> Iterator[Batch]:
-        """Yield the rows of each rank; nothing where there are none left."""
+    def _batches(self, step: int) -> list[Batch]:
+        """Return the rows of each rank; nothing where there are none left."""
         run, num_ranks = self._run, self._comm.size
-        size = run.config.train.batch_size
-        try:
-            for rank in range(num_ranks):
-                first = share(size, rank, num_ranks).start
-                yield run.objective.apply(run.data.batch(step, rank, num_ranks), step, first, size)
-        except StopIteration:
-            return
+        size, found = run.config.train.batch_size, []
+        for rank in range(num_ranks):
+            try:
+                rows = run.data.batch(step, rank, num_ranks)
+            except StopIteration:
+                return []
+            found.append(run.objective.apply(rows, step, share(size, rank, num_ranks).start, size))
+        return found
 
-    def _train_resident(self, batches: list[Batch]) -> tuple[float, float]:
+    def _step_resident(self, batches: list[Batch]) -> tuple[float, float]:
         assert self._resident is not None
         device = self._engine.device
         parts = self._parts(batches)
@@ -307,9 +325,9 @@ class _Sides:
                     parts.append((part, num_targets / total))
         return parts
 
-    def compare(self, step: int) -> WeightsApart:
-        """Compare all weights after a step. Collective; what it found is rank 0's."""
-        found = WeightsApart()
+    def compare(self) -> WeightsApart:
+        """Compare all weights after the last step so far. Collective; what it found is rank 0's."""
+        found, step = WeightsApart(), len(self._offloaded)
         others = self._resident.weights() if self._resident is not None else None
         for name, offloaded in self._engine.named_parameters():
             if others is not None:

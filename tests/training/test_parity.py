@@ -70,13 +70,13 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
         ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
         ("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST),
         ("--optimizer.states", "int8", "--train.precision", "bf16", *HOST),
-        ("--optimizer.name", "muon", "--optimizer.lr", "0.01"),
-        ("--optimizer.name", "adafactor", "--train.precision", "bf16"),
+        pytest.param(("--optimizer.name", "muon", "--optimizer.lr", "0.01"), marks=pytest.mark.slow),
+        pytest.param(("--optimizer.name", "adafactor", "--train.precision", "bf16"), marks=pytest.mark.slow),
         ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
         ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),
-        ("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST),
+        pytest.param(("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST), marks=pytest.mark.slow),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_what_is_exact_is_equal_bit_for_bit(run: Run, settings: tuple[str, ...]) -> None:
     code, found = run(*settings)
@@ -90,7 +90,7 @@ def test_what_is_exact_is_equal_bit_for_bit(run: Run, settings: tuple[str, ...])
     assert found["first_difference"] is None
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
     code, found = run("--train.precision", precision, *HOST, family="gpt2", resid_pdrop=0.5)
     assert (code, found["bit_equal"]) == (0, True)
@@ -98,7 +98,7 @@ def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
     assert calm["steps"][0]["loss"] != found["steps"][0]["loss"], "dropout was on"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, precision: str) -> None:
     config = AutoConfig.for_model("mixtral", vocab_size=384, **SHAPES["mixtral"])
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "whole")
