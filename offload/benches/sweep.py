@@ -27,6 +27,7 @@ from offload.errors import ConfigError, DoesNotFitError
 
 NUM_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
 TIERS = ("device", "cpu", "nvme", "auto")
+MISFIT = "does not fit"
 RESIDENT = "device"
 """The placement that the others are compared with."""
 
@@ -129,13 +130,14 @@ def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) 
             try:
                 steps = train(point, arguments.settings, arguments.steps)
             except (DoesNotFitError, ConfigError) as error:
-                left_out[point] = f"does not fit: {error}" if isinstance(error, DoesNotFitError) else str(error)
+                left_out[point] = f"{MISFIT}: {error}" if isinstance(error, DoesNotFitError) else str(error)
                 say(f"{point.name} is left out: {left_out[point]}")
             else:
                 runs[point].append(steps)
                 say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
     if len(left_out) == len(wanted):
-        raise ConfigError(f"no point could be measured; the first one: {left_out[wanted[0]]}")
+        kind = DoesNotFitError if all(why.startswith(MISFIT) for why in left_out.values()) else ConfigError
+        raise kind(f"no point could be measured; the first one: {left_out[wanted[0]]}")
     measured = {point: found for point, found in runs.items() if point not in left_out}
     results = [_result(point, measured) for point in measured]
     files = []

@@ -101,7 +101,7 @@ def test_a_ratio_is_that_of_runs_a_moment_apart() -> None:
 
 def test_where_no_point_can_be_measured_it_says_why() -> None:
     given = arguments("--batch", "8", "16", "--sequence", "64", "--placement", "device")
-    with pytest.raises(ConfigError, match="no point could be measured.*1 GiB are missing"):
+    with pytest.raises(DoesNotFitError, match="no point could be measured.*1 GiB are missing"):
         sweep.sweep(sweep.points(given), given, Played())
 
 
