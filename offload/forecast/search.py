@@ -321,6 +321,13 @@ class Placer:
         """Return what is known of a candidate."""
         return self._placed(settings)
 
+    def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1) -> Settings:
+        """Return settings without `auto`: what `search` finds among `placements`. As they were where none fits, so that
+        planning refuses them with all that is missing.
+        """
+        found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
+        return found[0].settings if found else settings
+
     def _plan(self, settings: Settings) -> Plan | None:
         # Whatever is recomputed, the plan is the same.
         key = repr(replace(settings, recompute="always"))

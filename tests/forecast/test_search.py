@@ -147,6 +147,14 @@ def test_what_memory_does_not_hold_is_on_disk() -> None:
     assert found.fits
 
 
+def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
+    chosen = placer().choose(wanted(device_memory="150KiB"), limited=True)
+    assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update, chosen.clip)
+    assert placer().choose(chosen, limited=True) == chosen
+    impossible = wanted(device_memory="10KiB")
+    assert placer().choose(impossible, limited=True) is impossible
+
+
 def test_settings_that_say_what_they_want_are_left_alone() -> None:
     chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
     assert list(placements(chosen, limited=True)) == [chosen]
