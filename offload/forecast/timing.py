@@ -8,16 +8,18 @@ from functools import partial
 
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.lanes.throttle import Throttle
+from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.memory import BUFFER, SHARDS, SLOT, UnitPlan, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
-from offload.schedule.simulation import Call, Engine, Simulated, simulate
+from offload.schedule.shortened import simulate_few
+from offload.schedule.simulation import Call, Engine, Simulated
 from offload.schedule.virtual_states import Seconds
 from offload.schedule.virtual_updates import Memory
-from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING
+from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
 FORWARD_HOST_S, BACKWARD_HOST_S = 0.2e-3, 0.45e-3
 """What a unit's use costs the thread of compute beyond plain PyTorch, in a step 0.65 ms: benchmarks/overhead.py."""
@@ -25,7 +27,7 @@ TILE_HOST_S = 0.2e-3
 """What a tile of an update costs it: `offload.planning.disk`."""
 STEP_HOST_S = 1e-3
 """What a step costs it beside its units: a batch that goes up, a loss that comes down, the norm."""
-_MOST_TILES = 8
+_MOST_TILES = 4
 """Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
 _SPARE_ALIGNMENT = 4096
 _SHARE_OF_FREE_MEMORY = 0.9
@@ -65,19 +67,18 @@ def step_time(
     clips: bool = True,
     num_steps: int = 6,
 ) -> Timing:
-    """Return what a step takes. Throttles of the settings stand for the links that they play.
+    """Return what a step takes. Throttles of the settings stand for the links that they play. Of many blocks that are
+    alike a few are played.
 
     clips: gradients are longer than they may be, so that with speculative clipping what was updated before the norm was
     known is corrected. num_steps: to be played, of which the later half counts.
     """
-    step = _StepOf(settings, regions, units, plan, workload, hardware, clips)
-    found = simulate(step.calls(), step.engine(), step.seconds(), num_steps)
-    return step.timing(found)
+    return PlannedStep(settings, regions, units, plan, workload, hardware, clips).play(num_steps)
 
 
 @dataclass(frozen=True)
-class _StepOf:
-    """A step, as a simulation wants it; fields are as of `step_time`."""
+class PlannedStep:
+    """A step of a plan, as a simulation wants it; fields are as of `step_time`."""
 
     settings: Settings
     regions: Sequence[Region]
@@ -86,6 +87,10 @@ class _StepOf:
     workload: Workload
     hardware: Hardware
     clips: bool
+
+    def play(self, num_steps: int) -> Timing:
+        """Return what it takes, by playing so many of it."""
+        return self._timing(simulate_few(self.calls(), self.engine(), self.seconds(), num_steps))
 
     # -- compute ---------------------------------------------------------------------------------------------
 
@@ -101,11 +106,11 @@ class _StepOf:
     def calls(self) -> list[Call]:
         """Return the uses of a step, in the order of the forward."""
         kept, parts = self._kept(), self.workload.num_micro_batches
-        its = {unit.name: unit.regions for unit in self.units}
+        its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         found = []
         for number, work in enumerate(self.workload.calls):
             regions = its.get(work.name or "", ())
-            again = [] if work.name is None or number in kept else [work.forward]
+            again = [work.forward] if regions and number not in kept else []
             waits = bool(again) and self.settings.placement.activations in ("cpu", "nvme")
             host = (FORWARD_HOST_S, BACKWARD_HOST_S) if regions else (0.0, 0.0)
             forward, backward = self._compute([work.forward]), self._compute([*again, work.backward])
@@ -123,22 +128,28 @@ class _StepOf:
         return found
 
     def _compute(self, costs: Sequence[Cost]) -> tuple[float, float]:
-        """Return the seconds of work on the device, and those that the host takes to launch it; on a CPU, which does
-        both, the larger of them and nothing.
-        """
-        rates = self.hardware.rates
-        flops = rates.flops_per_s[self.settings.precision]
-        device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
-        host = sum(cost.num_operations for cost in costs) * rates.launch_s
-        return (device, host) if self._in_stream else (max(device, host), 0.0)
+        return compute_seconds(costs, self.settings, self.hardware)
 
     # -- the device's memory ---------------------------------------------------------------------------------
 
     @property
-    def _budget(self) -> int | None:
+    def budget_bytes(self) -> int | None:
+        """Bytes of the device that an engine may hold; None without end."""
         budget = budget_bytes(self.settings.placement.device_memory)
         free = self.hardware.device_bytes
         return int(free * _SHARE_OF_FREE_MEMORY) if budget is None and free is not None else budget
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of unit inputs that wait below the device, at most."""
+        return sum(call.saved_bytes for call in self.calls())
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that the device holds at once, with the least for slots and the gradient buffer."""
+        slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
+        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept())
+        return self._others() + slots + kept * self.workload.num_micro_batches
 
     def _saved(self, works: Sequence[UnitWork]) -> int:
         """Return the bytes of unit inputs that wait on the device at once."""
@@ -163,10 +174,10 @@ class _StepOf:
         nothing = {n for n, work in enumerate(works) if work.name is not None and not work.saved_bytes}
         if self.settings.recompute == "always":
             return frozenset(nothing)
-        if self.settings.recompute == "never" or self._budget is None:
+        if self.settings.recompute == "never" or self.budget_bytes is None:
             return frozenset(range(len(works)))
         slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
-        room = self._budget - self._others() - slots
+        room = self.budget_bytes - self._others() - slots
         for number in reversed(range(len(works))):
             size = works[number].saved_bytes * parts
             if works[number].name is not None and size <= room:
@@ -177,10 +188,10 @@ class _StepOf:
     def _room(self) -> tuple[int, int]:
         """Return the bytes of slots and of the gradient buffer once the rest was given away: as of `SpareMemory`."""
         (least_slots, most_slots), (least, most) = self.plan.range(SLOT), self.plan.range(BUFFER)
-        if self._budget is None:
+        if self.budget_bytes is None:
             return least_slots, least
         kept = sum(self.workload.calls[number].saved_bytes for number in self._kept())
-        room = self._budget - self._others() - kept * self.workload.num_micro_batches
+        room = self.budget_bytes - self._others() - kept * self.workload.num_micro_batches
         buffer = most if room >= most + least_slots else least
         stretch = min((room - buffer) // _SPARE_ALIGNMENT * _SPARE_ALIGNMENT, most_slots)
         return (stretch, buffer) if stretch > least_slots else (least_slots, least)
@@ -205,7 +216,7 @@ class _StepOf:
             shards=plan.of("device", SHARDS).num_bytes,
             fetches=on_host(FETCH_RING).num_bytes * factor,
             updates=on_host(UPDATE_RING).num_bytes * factor,
-            activations=on_host(ACTIVATION_RING).num_bytes,
+            activations=self._activation_ring(on_host(ACTIVATION_RING).num_bytes),
             device_updates=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
         )
         return Engine(
@@ -231,6 +242,11 @@ class _StepOf:
             tile_host_s=TILE_HOST_S / factor,
         )
 
+    def _activation_ring(self, num_bytes: int) -> int:
+        """Return the bytes of the ring for activations, larger where these would have more tiles than regions may."""
+        largest = max((work.input_bytes for work in self.workload.calls), default=0)
+        return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
+
     def _clip(self, on_device: bool) -> str:
         """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`)."""
         settings, plan = self.settings, self.plan
@@ -255,24 +271,9 @@ class _StepOf:
 
     def seconds(self) -> dict[str, Seconds]:
         """Return what bytes take on every link."""
-        rates, throttles, sharding = self.hardware.rates, self.settings.throttles, self.plan.layout.sharding
-        own = {
-            "h2d": rates.h2d_bytes_per_s,
-            "d2h": rates.d2h_bytes_per_s,
-            "update": rates.host_bytes_per_s,
-            "nvme_read": rates.nvme_read_bytes_per_s,
-            "nvme_write": rates.nvme_write_bytes_per_s,
-            "collective": _exchanged(rates, sharding),
-        }
-        found: dict[str, Seconds] = {
-            link: throttles[link].seconds if link in throttles else Throttle(rate).seconds for link, rate in own.items()
-        }
-        device = Throttle(rates.device_bytes_per_s)
-        found["update_on_device"] = throttles.get("update", device).seconds
-        found["here"] = device.seconds
-        return found
+        return link_seconds(self.settings, self.hardware, self.plan.layout.sharding)
 
-    def timing(self, found: Simulated) -> Timing:
+    def _timing(self, found: Simulated) -> Timing:
         """Return a simulated step as it is told."""
         rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.size, self.workload
         seconds = max(found.seconds, self._both_ways(found))
@@ -294,6 +295,37 @@ class _StepOf:
             return 0.0
         moved = found.busy_s["h2d"] * rates.h2d_bytes_per_s + found.busy_s["d2h"] * rates.d2h_bytes_per_s
         return moved / rates.both_ways_bytes_per_s
+
+
+def compute_seconds(costs: Sequence[Cost], settings: Settings, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds of work on the device, and those that the host takes to launch it; on a CPU, which does both,
+    the larger of them and nothing.
+    """
+    rates = hardware.rates
+    flops = rates.flops_per_s[settings.precision]
+    device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
+    host = sum(cost.num_operations for cost in costs) * rates.launch_s
+    return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
+
+
+def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
+    """Return what bytes take on every link: as it is throttled, or as the machine has it."""
+    rates, throttles = hardware.rates, settings.throttles
+    own = {
+        "h2d": rates.h2d_bytes_per_s,
+        "d2h": rates.d2h_bytes_per_s,
+        "update": rates.host_bytes_per_s,
+        "nvme_read": rates.nvme_read_bytes_per_s,
+        "nvme_write": rates.nvme_write_bytes_per_s,
+        "collective": _exchanged(rates, sharding),
+    }
+    found: dict[str, Seconds] = {
+        link: throttles[link].seconds if link in throttles else Throttle(rate).seconds for link, rate in own.items()
+    }
+    device = Throttle(rates.device_bytes_per_s)
+    found["update_on_device"] = throttles.get("update", device).seconds
+    found["here"] = device.seconds
+    return found
 
 
 def _exchanged(rates: Rates, sharding: Sharding) -> float | None:

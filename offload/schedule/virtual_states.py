@@ -82,18 +82,20 @@ class VirtualRegion:
 
 
 def virtual_region(region: Region, layout: DiskLayout) -> VirtualRegion:
-    """Cut a region in tiles as the store does. What other ranks update, and this one holds too, is a tile for each."""
-
-    def tiles(owner: int, names: Collection[str]) -> list[VirtualTile]:
-        return [
-            VirtualTile(region, end - begin, {name: region.plane(name).disk_bytes(end - begin) for name in names})
-            for begin, end in layout.tiles(region, owner)
-        ]
-
+    """Cut a region in tiles as the store does. What other ranks update, and this one holds too, is one tile beside each
+    of its own.
+    """
     sharding = layout.sharding
-    peers = [rank for rank in range(sharding.num_ranges) if rank != sharding.owner] if sharding.publishes else []
-    others = [tile for rank in peers for tile in tiles(rank, layout.on_disk(region, is_own=False))]
-    return VirtualRegion(region, tiles(sharding.owner, layout.on_disk(region, is_own=True)), others)
+    sizes = [end - begin for begin, end in layout.tiles(region)]
+
+    def tiles(names: Sequence[str], times: int) -> list[VirtualTile]:
+        planes = [region.plane(name) for name in names]
+        disk = [{plane.name: times * plane.disk_bytes(size) for plane in planes} for size in sizes]
+        return [VirtualTile(region, times * size, its) for size, its in zip(sizes, disk, strict=True)]
+
+    num_peers = sharding.num_ranges - 1 if sharding.publishes else 0
+    others = tiles(layout.on_disk(region, is_own=False), num_peers) if num_peers else []
+    return VirtualRegion(region, tiles(layout.on_disk(region, is_own=True), 1), others)
 
 
 @dataclass(eq=False)

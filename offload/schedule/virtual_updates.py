@@ -225,7 +225,7 @@ class VirtualStates:
         own = state.tiles[number]
         num_bytes = region.plane("weights").num_bytes(own.numel)
         reads = own.fence.before_read() if ticket is None else (ticket,)
-        others = state.others[number :: len(state.tiles)]
+        others = state.others[number : number + 1]
         fills = [ticket for tile in others for ticket in tile.fence.before_fill()]
         sent = self.exchange(num_bytes * size // max(1, size - 1), reads, fills)
         own.fence.read(sent)

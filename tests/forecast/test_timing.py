@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, Placement
-from offload.forecast.timing import _StepOf, step_time
+from offload.forecast.timing import PlannedStep, step_time
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 from offload.schedule.simulation import simulate
@@ -69,7 +69,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     torch.manual_seed(0)
     model = Stack(WIDTH, DEPTH)
     its = planned(model, settings)
-    step = _StepOf(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
+    step = PlannedStep(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
     links = ("h2d", "d2h", "nvme_read", "nvme_write")
     seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
     told = simulate(step.calls(), step.engine(), seconds)

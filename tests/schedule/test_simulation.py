@@ -26,16 +26,16 @@ def regions(depth: int = DEPTH) -> tuple[Region, ...]:
 
 
 def played(
-    fetch_s: float, land_s: float, update_s: float, *, slots: int = 3, depth: int = DEPTH, **settings: Any
+    fetch_s: float, land_s: float, update_s: float, *, slots: int = 3, buffers: int = 2, **settings: Any
 ) -> Simulated:
     """Return a steady step of units that are alike, each of which moves and is updated in so many seconds."""
-    its, size = regions(depth), 4 * NUMEL
+    its, size = regions(), 4 * NUMEL
     engine = Engine(
         regions=its,
         resident=frozenset(),
         lasting=frozenset(),
         layout=DiskLayout(),
-        memory=Memory(gradients=2 * size, staging=2 * size),
+        memory=Memory(gradients=buffers * size, staging=2 * size),
         capacity_bytes=slots * size,
         lookahead=slots - 1,
         most=slots,
@@ -114,6 +114,10 @@ def test_a_slow_lane_is_what_a_step_takes() -> None:
     assert told.busy_s["d2h"] == 5.0 * DEPTH
     # The host waits for the last gradient, and the first one can begin to come down after all forwards and a backward.
     assert told.seconds == DEPTH * (5.0 + FORWARD_S) + BACKWARD_S
+
+
+def test_with_one_gradient_buffer_a_backward_waits_for_the_landing_of_the_one_before() -> None:
+    assert played(0, 5.0, 0, buffers=1).seconds == DEPTH * (FORWARD_S + BACKWARD_S + 5.0)
 
 
 def test_updates_that_come_a_step_late_hide_behind_all_of_it() -> None:

@@ -1,0 +1,248 @@
+"""What papers printed, from our own layout, plan and simulation: there is no second set of formulas.
+
+ZeRO: Rajbhandari et al., arXiv:1910.02054. ZeRO-Offload: Ren et al., arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et
+al., arXiv:2104.07857. ZeRO's GB are 1e9 bytes, ZeRO-Infinity's TB and GB are 2^40 and 2^30.
+
+These keep an fp32 master beside the half-precision weights; ours is the weights' other half, two bytes less. Where
+their figures are to come out, a plane stands for these two bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from offload.lanes.throttle import Throttle
+from offload.layout.planes import Plane
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, build_regions
+from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
+from offload.schedule.simulation import Call, Engine, Memory, Simulated, simulate
+
+GB, GIB, TIB = 1e9, 2.0**30, 2.0**40
+ADAM = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
+WHOLE_MASTER = Plane("rest_of_master", torch.int16)
+FP32_GRADIENT = Plane("fp32_gradient", torch.float32)
+
+
+def regions(
+    units: Sequence[Sequence[tuple[int, ...]]], ranks: int = 1, extra: Sequence[Plane] = ()
+) -> tuple[Region, ...]:
+    """Return the regions of units with parameters of these shapes, in bf16, with Adam's states and more."""
+    infos, its = [], {}
+    for number, shapes in enumerate(units):
+        its[f"unit {number}"] = range(len(infos), len(infos) + len(shapes))
+        infos += [ParameterInfo(len(infos) + n, f"{number}.{n}", s, True, "bf16", True) for n, s in enumerate(shapes)]
+    return build_regions(infos, its, [(*ADAM, *extra)], ranks)
+
+
+def state_bytes(numel: float, ranks: int, stage: int) -> float:
+    """Return the bytes of a model's states on each device, as planned for states that rest there."""
+    its = regions([[(round(numel),)]], ranks, [WHOLE_MASTER])
+    layout = DiskLayout(sharding=Sharding(0, ranks, stage))
+    units = [UnitPlan("unit 0", its, resident=False)]
+    plan = plan_memory(
+        units,
+        its,
+        parameters_tier="device",
+        optimizer_tier="device",
+        keeps_gradients=True,
+        splits=False,
+        layout=layout,
+    )
+    states = {plane.label for plane in its[0].planes}
+    return sum(allocation.num_bytes for allocation in plan if allocation.name in states)
+
+
+# ZeRO, Table 1: per-device memory in GB of stages 1, 2 and 3, by parameters and degree of data parallelism.
+ZERO_TABLE_1 = {
+    7.5e9: {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    128e9: {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    1e12: {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+
+
+@pytest.mark.parametrize("numel", ZERO_TABLE_1)
+def test_zero_table_1(numel: float) -> None:
+    for ranks, row in ZERO_TABLE_1[numel].items():
+        for stage, printed in enumerate(row, start=1):
+            last_digit = 10.0 ** -len(printed.partition(".")[2])  # which they round in some cells, and cut in others
+            assert state_bytes(numel, ranks, stage) / GB == pytest.approx(float(printed), abs=last_digit * 1.0001)
+
+
+def test_zero_table_2() -> None:
+    # Its theoretical half: billions of parameters on 32 GB, of stages 0 to 3 over 64 devices, no model parallelism.
+    for stage, printed in enumerate((2, 7.6, 14.4, 128)):
+        assert 32 * GB / (state_bytes(1e9, 64, stage) / 1e9) / 1e9 == pytest.approx(printed, abs=0.05)
+
+
+def test_what_a_split_master_saves() -> None:
+    assert sum(plane.num_bytes(2048) for plane in regions([[(2048,)]])[0].planes) == 14 * 2048
+
+
+def played(
+    its: tuple[Region, ...],
+    *,
+    stage: int = 0,
+    ranks: int = 1,
+    rates: dict[str, float] | None = None,
+    capacity: int = 1,
+    on_device: bool = False,
+    compute_s: tuple[float, float] = (0.0, 0.0),
+    inline: bool = False,
+    saved_bytes: int = 0,
+) -> Simulated:
+    """Play a step; without a rate a link's seconds are its bytes."""
+    size = max(region.weight_bytes for region in its)
+    engine = Engine(
+        regions=its,
+        resident=frozenset(),
+        lasting=frozenset(),
+        layout=DiskLayout(sharding=Sharding(0, ranks, stage)),
+        memory=Memory(gradients=2 * size, shards=8 * size),
+        capacity_bytes=capacity * size,
+        lookahead=0 if inline else capacity - 1,
+        most=None,
+        on_device=on_device,
+        inline=inline,
+        activations="cpu" if saved_bytes else "device",
+    )
+    links = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_write", "collective")
+    given = rates if rates is not None else dict.fromkeys(links, 1.0)
+    seconds = {link: Throttle(given.get(link, math.inf)).seconds for link in links}
+    calls = [Call((region,), *compute_s, saved_bytes=saved_bytes) for region in its]
+    return simulate(calls, engine, seconds)
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_zero_communication_volumes(stage: int, volume: int) -> None:
+    # Section 7: 2P elements a step for stages 0 to 2, 3P for stage 3; exact for many ranks, and for weights that are
+    # gathered in forward and again in backward. Sums go in fp32 here, weights in bf16.
+    ranks, depth, numel = 512, 40, 2048 * 512
+    its = regions([[(numel,)]] * depth, ranks)
+    reduced = 4 * numel * depth // ranks * (2 if stage == 0 else 1)
+    exchanged = played(its, stage=stage, ranks=ranks).busy_s["collective"]
+    gathered = (exchanged - reduced) / 2
+    elements = (reduced / 4 + gathered) * ranks
+    assert elements / (numel * depth) == pytest.approx(volume, rel=0.02)
+
+
+def test_zero_offload_table_1_and_traffic() -> None:
+    # Table 1: 16 bytes a parameter on the GPU with everything there, 2 with gradients and updates on the CPU. (One here
+    # and the other there is no placement of ours.) Section 3.2: 4 bytes a parameter over PCIe.
+    depth, numel = 8, 1 << 20
+    assert state_bytes(1e9, 1, 0) / 1e9 == pytest.approx(16, abs=0.001)
+    its = regions([[(numel,)]] * depth)
+    units = [UnitPlan(region.name, (region,), resident=False) for region in its]
+    plan = plan_memory(units, its, parameters_tier="device", optimizer_tier="cpu", keeps_gradients=True, splits=False)
+    lasting = [a.num_bytes for a in plan if a.tier == "device" and a.name != BUFFER]
+    assert sum(lasting) == 2 * depth * numel
+    moved = played(its, capacity=depth)
+    assert moved.busy_s["h2d"] + moved.busy_s["d2h"] == 4 * depth * numel
+
+
+# ZeRO-Infinity, Figure 2(a): layers, hidden dimension in 1024; trillions of parameters, TB of model states, TB of
+# activation checkpoints at batch 32 and sequence 1024, GB of model state working memory.
+INFINITY_FIGURE_2A = (
+    (80, 10, 0.10, 1.83, 0.05, None),
+    (100, 20, 0.50, 9.16, 0.12, 6.25),
+    (128, 25, 1.01, 18.31, 0.20, 9.77),
+    (195, 64, 10.05, 182.81, 0.76, 64.00),
+    (315, 160, 101.47, 1845.70, 3.08, 400.00),
+)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "trillions", "states", "checkpoints", "working"), INFINITY_FIGURE_2A)
+def test_zero_infinity_figure_2a(
+    layers: int, hidden: int, trillions: float, states: float, checkpoints: float, working: float | None
+) -> None:
+    width = hidden * 1024
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    (region,) = regions([block], extra=[WHOLE_MASTER, FP32_GRADIENT])
+    assert layers * sum(region.sizes) / 1e12 == pytest.approx(trillions, abs=0.01)
+    assert layers * sum(p.num_bytes(region.numel) for p in region.planes) / TIB == pytest.approx(states, abs=0.01)
+    saved = played(regions([[(2048,)]]), saved_bytes=32 * 1024 * width * 2, rates={"d2h": 1.0})
+    assert layers * (saved.busy_s["d2h"] - 2 * 2048) / TIB == pytest.approx(checkpoints, abs=0.01)
+    if working is not None:  # of the largest operator, a unit by itself: its weights, and their gradient
+        its = regions([[(width, 4 * width)]])
+        plan = plan_memory(
+            [UnitPlan("unit 0", its, resident=False)],
+            its,
+            parameters_tier="cpu",
+            optimizer_tier="cpu",
+            keeps_gradients=True,
+            splits=False,
+        )
+        held = sum(a.num_bytes for a in plan if a.name.partition(" (")[0] in (SLOT, BUFFER))
+        assert held / GIB == pytest.approx(working, abs=0.01)
+
+
+PEAK = 70e12
+"""Of a V100, FLOP/s, as section 4.2 has it."""
+
+
+def efficiency(intensity: float, bandwidth: float) -> float:
+    """Return equation (6), of FLOP a byte and bytes a second."""
+    return intensity * bandwidth / (intensity * bandwidth + PEAK)
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 10e9, 70e9, 1e12])
+@pytest.mark.parametrize("tokens", [1024, 4096, 16384])
+def test_zero_infinity_efficiency_of_parameters_and_gradients(bandwidth: float, tokens: int) -> None:
+    # Equation (9) with (6): no overlap, 8 FLOP a parameter and token with recompute, of 8 bytes a parameter. We fetch
+    # once less, since a recompute runs under the fetch of its backward: 6 bytes, of a link that is 6/8 as fast here.
+    depth, numel = 100, 1 << 20
+    its = regions([[(numel,)]] * depth)
+    flop = 8 * tokens * numel
+    step = played(
+        its,
+        rates=dict.fromkeys(("h2d", "d2h"), bandwidth * 6 / 8),
+        compute_s=(flop / 4 / PEAK, flop * 3 / 4 / PEAK),
+        inline=True,
+    )
+    told = depth * flop / PEAK / step.seconds
+    # The last unit's backward follows on its forward, without a fetch between.
+    assert told == pytest.approx(efficiency(tokens, bandwidth), rel=0.01)
+
+
+def test_zero_infinity_section_4_2() -> None:
+    # "with a bandwidth of over 70 GB/s ... over 50 % efficiency for even the smallest batch size"
+    its = regions([[(1 << 20,)]] * 40)
+    flop = 8 * 1024 * (1 << 20)
+    rates = dict.fromkeys(("h2d", "d2h"), 70e9)
+    step = played(its, rates=rates, compute_s=(flop / 4 / PEAK, flop * 3 / 4 / PEAK), inline=True)
+    assert 0.5 < efficiency(1024, 70e9) < 40 * flop / PEAK / step.seconds
+    # Optimizer states: 90 % at 1.5 TB/s and batch 2. They are read and written once, 16 bytes a parameter; ours 12.
+    updated = played(its, rates={"update": 1.5e12}, compute_s=(flop / 2 / PEAK, flop * 3 / 2 / PEAK), inline=True)
+    assert 0.9 < efficiency(2 * 1024 / 4, 1.5e12) < 40 * 2 * flop / PEAK / updated.seconds
+    # Activation checkpoints: 50 % at 2 GB/s and a hidden dimension of 2048, by equation (11).
+    width, tokens = 2048, 4096
+    block = regions([[(12 * width, width)]] * 12)
+    moved, weights = (played(block, saved_bytes=saved) for saved in (2 * tokens * width, 0))
+    saved = sum(moved.busy_s[link] - weights.busy_s[link] for link in ("h2d", "d2h"))
+    intensity = 12 * 8 * tokens * 12 * width * width / saved
+    assert intensity == pytest.approx(24 * width)
+    assert efficiency(intensity, 2e9) > 0.5

@@ -1,0 +1,166 @@
+"""The search for a placement: against brute force, within every budget, and no deeper than pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as how
+from hypothesis import strategies as st
+
+from offload import Placement
+from offload.forecast.search import WORTH, Placed, Placer, placements, search
+from offload.forecast.workload import Workload
+from offload.machine.hardware import Hardware, Rates
+from offload.planning.plan import make_plan
+from offload.planning.settings import Settings
+from tests.engine.device import cpu_only
+from tests.forecast.planned import Stack, planned, workload
+
+pytestmark = cpu_only("plans here are a CPU's")
+
+WIDTH, DEPTH = 16, 4
+KIB = 1 << 10
+ANYWHERE: dict[str, Any] = {"parameters": "auto", "optimizer": "auto", "activations": "auto"}
+RATES = Rates(2e7, 2e7, 4e7, {"fp32": 1.0, "bf16": 2.0}, 1e11, 4e7, 0.0, 5e6, 5e6)
+MACHINE = Hardware("made up", "cuda", 1, 1 << 30, 1 << 30, 1 << 40, None, False, RATES)
+BASE = planned(Stack(WIDTH, DEPTH), Settings())
+
+
+def work() -> Workload:
+    return workload(WIDTH, DEPTH, Settings(), seconds=0.005, kept_bytes=30 * KIB)
+
+
+def placer(rates: Rates = RATES) -> Placer:
+    def plan_with(settings: Settings) -> Any:
+        return make_plan(settings, BASE.units, BASE.regions)
+
+    return Placer(BASE.regions, BASE.units, work(), replace(MACHINE, rates=rates), plan_with)
+
+
+def wanted(**placement: Any) -> Settings:
+    """Return settings that leave everything open, on throttled links: a CPU then plans with lanes."""
+    return Settings(
+        placement=Placement(**{**ANYWHERE, "nvme_dir": "/tmp", **placement}),
+        recompute="auto",
+        throttle={"collective": 1e12},
+    )
+
+
+@dataclass
+class Fake:
+    """An estimate that was made up, and notes what was asked of it."""
+
+    least_seconds: float
+    bound_seconds: float
+    step_seconds_: float
+    fits: bool = True
+    was_played: bool = False
+
+    @property
+    def step_seconds(self) -> float:
+        self.was_played = True
+        return self.step_seconds_
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=12))
+def test_what_is_found_is_what_brute_force_finds(drawn: list[tuple[int, int, int, bool]]) -> None:
+    fakes = [Fake(a, a + b, a + b + c, fits) for a, b, c, fits in drawn]
+    candidates = [Settings(seed=number) for number in range(len(fakes))]
+    found = search(candidates, lambda settings: fakes[settings.seed])
+    fitting = [(number, fake.step_seconds_) for number, fake in enumerate(fakes) if fake.fits]
+    fastest = min((seconds for _, seconds in fitting), default=0)
+    assert [each.settings.seed for each in found[:1]] == [n for n, s in fitting if s <= fastest * (1 + WORTH)][:1]
+    assert [each.estimate.step_seconds_ for each in found[1:]] == sorted(
+        each.estimate.step_seconds_ for each in found[1:]
+    )
+
+
+def test_what_cannot_be_faster_is_not_played() -> None:
+    fakes = [Fake(1.0, 3.0, 4.0), Fake(2.0, 2.0, 2.5), Fake(2.6, 2.6, 2.7)]
+    found = search([Settings(seed=number) for number in range(3)], lambda settings: fakes[settings.seed])
+    assert [each.settings.seed for each in found] == [1]
+    assert [fake.was_played for fake in fakes] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"device_memory": "110KiB"},
+        {"device_memory": "150KiB", "host_memory": "260KiB"},
+        {"device_memory": "400KiB", "activations": "device"},
+    ],
+    ids=str,
+)
+def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
+    place, candidates = placer(), list(placements(wanted(**placement), limited=True))
+    found = search(candidates, place.evaluate)
+    every = [place.evaluate(each) for each in candidates]
+    fastest = min(each.step_seconds for each in every if each.fits)
+    assert found[0].settings == next(
+        each.settings for each in every if each.fits and each.step_seconds <= fastest * (1 + WORTH)
+    )
+    for each in every:
+        if each.fits:
+            assert each.least_seconds <= each.step_seconds * 1.0001
+            assert each.bound_seconds <= each.step_seconds * 1.0001
+
+
+@how(max_examples=12, deadline=None)
+@given(st.integers(60, 500), st.integers(40, 400), st.sampled_from([5e6, 2e7, 1e10]))
+def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float) -> None:
+    settings = wanted(device_memory=device_kib * KIB, host_memory=host_kib * KIB)
+    place = placer(replace(RATES, h2d_bytes_per_s=link, d2h_bytes_per_s=link))
+    for found in search(placements(settings, limited=True), place.evaluate):
+        step = found.estimate.step
+        assert step is not None
+        held = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("device", "cpu")}
+        assert step.device_bytes <= device_kib * KIB
+        waiting = step.waiting_bytes if found.settings.placement.activations == "cpu" else 0
+        assert held["cpu"] + waiting <= host_kib * KIB
+        assert held["device"] <= device_kib * KIB
+
+
+def best(place: Placer, settings: Settings) -> Placed:
+    return search(placements(settings, limited=True), place.evaluate)[0].estimate
+
+
+def test_everything_is_on_the_device_where_that_fits() -> None:
+    found = best(placer(), wanted(device_memory="4MiB"))
+    placement = found.settings.placement
+    assert (placement.parameters, placement.optimizer, placement.activations) == ("device", "device", "device")
+    assert found.settings.recompute == "never"
+
+
+def test_nothing_goes_deeper_than_pays() -> None:
+    found = best(placer(), wanted(device_memory="150KiB"))
+    assert found.settings.placement.optimizer == "cpu"
+    assert "nvme" not in (found.settings.placement.parameters, found.settings.placement.activations)
+
+
+def test_what_memory_does_not_hold_is_on_disk() -> None:
+    found = best(placer(), wanted(device_memory="150KiB", host_memory="260KiB"))
+    assert found.step is not None
+    assert found.step.plan.layout.planes
+    assert found.fits
+
+
+def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
+    chosen = placer().choose(wanted(device_memory="150KiB"), limited=True)
+    assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update, chosen.clip)
+    assert placer().choose(chosen, limited=True) == chosen
+    impossible = wanted(device_memory="10KiB")
+    assert placer().choose(impossible, limited=True) is impossible
+
+
+def test_settings_that_say_what_they_want_are_left_alone() -> None:
+    chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
+    assert list(placements(chosen, limited=True)) == [chosen]
+
+
+def test_ranks_may_shard_less_than_they_are_told() -> None:
+    chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
+    stages = [each.zero_stage for each in placements(chosen, limited=True, num_ranks=2)]
+    assert stages == [0, 1, 2, 3]

@@ -1,0 +1,55 @@
+"""A few blocks stand for many that are alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.layout.regions import DiskLayout
+from offload.schedule.shortened import FEW, simulate_few
+from offload.schedule.simulation import Call, Engine, Memory, simulate
+from tests.schedule.test_simulation import NUMEL, regions
+
+SIZE = 4 * NUMEL
+DEPTH = 48
+LINKS = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_write")
+ON_DISK = ("exp_avg", "exp_avg_sq")
+
+
+def engine(slots: int = 4, **settings: Any) -> Engine:
+    memory = Memory(gradients=2 * SIZE, staging=2 * SIZE, updates=16 * SIZE)
+    made = Engine(regions(DEPTH), frozenset(), frozenset(), DiskLayout(), memory, slots * SIZE, DEPTH, None)
+    return replace(made, **settings)
+
+
+CASES = {
+    "few slots": engine(),
+    "half of them stay": engine(DEPTH // 2),
+    "all stay": engine(DEPTH),
+    "no clipping": engine(clip="none", keeps_gradients=False),
+    "speculative": engine(clip="speculative", corrects=True),
+    "on disk": engine(layout=DiskLayout(dict.fromkeys(range(DEPTH), ON_DISK), NUMEL)),
+    "half on disk": engine(layout=DiskLayout(dict.fromkeys(range(0, DEPTH, 2), ON_DISK), NUMEL)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ratio", [0.3, 1.5])
+def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) -> None:
+    its = CASES[name]
+    seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
+    calls = [Call((region,), 1.0, 2.0) for region in its.regions]
+    all_of_it, few = simulate(calls, its, seconds), simulate_few(calls, its, seconds, 6)
+    assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.05)
+    for link in ("d2h", "update", "nvme_write"):
+        assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link])
+    assert few.busy_s["h2d"] == pytest.approx(all_of_it.busy_s["h2d"], rel=0.05)
+
+
+def test_a_small_model_is_played_as_it_is() -> None:
+    its = replace(engine(), regions=regions(FEW))
+    calls = [Call((region,), 1.0, 2.0) for region in its.regions]
+    seconds = dict.fromkeys(LINKS, lambda num_bytes: num_bytes / SIZE)
+    assert simulate_few(calls, its, seconds, 6) == simulate(calls, its, seconds)
