@@ -234,6 +234,11 @@ class Engine:
         return self._steps.losses.num_chunks
 
     @property
+    def pins(self) -> bool:
+        """True where the host's memory is registered with the device's driver."""
+        return self._state.device.pinning is not None
+
+    @property
     def overlaps(self) -> bool:
         """True where copies and updates run beside compute."""
         return self._state.lanes.overlap

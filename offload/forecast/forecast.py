@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.distributed.imagined import ImaginedRanks
@@ -19,7 +20,7 @@ from offload.forecast.workload import Workload
 from offload.hf.models import empty_model, load_model_config, max_positions, model_kind
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import DescribedMachine, Machine
 
 DAY_S = 86400.0
 
@@ -131,26 +132,32 @@ class Teller:
 
     config: which model.
     num_ranks: of a machine.
+    architecture: of the model, where it was read already.
     """
 
     config: Config
     num_ranks: int
+    architecture: PreTrainedConfig | None = None
     _works: dict[Any, Workload | str] = field(default_factory=dict)
 
     @cached_property
     def _architecture(self) -> Any:
-        return load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        return self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
 
     @cached_property
     def _model(self) -> nn.Module:
         return empty_model(self.config.model, self._architecture)
 
-    def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
-        """Return what a configuration comes to on a machine, without the `times` if told so. Raises ConfigError."""
+    def tell(
+        self, config: Config, hardware: Hardware, *, times: bool = True, machine: Machine | None = None
+    ) -> Forecast:
+        """Return what a configuration comes to on a machine, which a plan asks as it is described, or as `machine`;
+        without the `times` if told so. Raises ConfigError.
+        """
         config.check_ranks(self.num_ranks)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
-        told, machine = settings(config), DescribedMachine(hardware, self.num_ranks)
+        told, machine = settings(config), machine or DescribedMachine(hardware, self.num_ranks)
         ranks, refusal = ImaginedRanks(self.num_ranks), ""
         try:
             prepared = prepare(self._model, told, ranks, machine)

@@ -232,7 +232,7 @@ class _Probe:
         self._chunk = [_Entry(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), held_bytes)]
         if unit is not None:
             # Its input is a copy of some columns of the hidden states, in the shape of their gradient.
-            unit = replace(unit, input_bytes=unit.gradient_bytes, backward_temporary_bytes=0, is_cut=False)
+            unit = replace(unit, input_bytes=unit.gradient_bytes, is_cut=False)
             self._chunk.insert(0, _Entry(unit, held_bytes))
         self._entries, self._held = before, held
 
@@ -400,6 +400,8 @@ class _Border(torch.autograd.Function):
             torch.empty_strided(*like[:2], dtype=like[2], device="meta") if source is None else tensors[source]
             for source, like in zip(seen.sources, seen.likes, strict=True)
         )
+        if seen.work.keeps_graph:  # a graph that is kept has its results as well
+            ctx.results = [t.detach() for t in outputs]
         plain = [t for t, differs in zip(outputs, seen.differentiable, strict=True) if not differs]
         ctx.mark_non_differentiable(*plain)
         return outputs
@@ -407,7 +409,7 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         ctx.probe.backward_of(ctx.number)
-        tensors, ctx.tensors = ctx.tensors, ()
+        tensors, ctx.tensors, ctx.results = ctx.tensors, (), ()
         found = [
             torch.empty_like(t) if need else None for t, need in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]

@@ -158,22 +158,31 @@ class _Holds:
     def _operations(self, work: Workload, kept: frozenset[int], waiting_bytes: int) -> int:
         """Return the most that is held on the device at once, less what waits at the end of the forward."""
         parts, held, most = work.num_micro_batches, 0, 0
+        # The head in pieces has a whole gradient of the hidden states, which stay as well.
+        last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
+        hidden = sum(last) * parts if work.num_chunks > 1 else 0
         for number, call in self._each(work):
             is_kept = number in kept
             held += _over_all(call, call.input_bytes, work) - self._waits(call, is_kept)[1]
-            if call.name is None or not call.is_cut:
+            if call.name is None:
                 held += call.saved_bytes * parts
                 most = max(most, held + max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts)
                 continue
+            if not call.is_cut:
+                of_weights = max(0, call.backward_temporary_bytes - call.result_bytes - call.gradient_bytes)
+                most = max(most, held + 2 * hidden + parts * (2 * call.result_bytes + call.gradient_bytes) + of_weights)
+                continue
             if is_kept:
                 held += call.saved_bytes * parts
+                if parts > 1 and not call.keeps_graph:  # with the results, of which the next unit gets a joined copy
+                    held += call.result_bytes * parts
             joined = 2 * parts if parts > 1 else 0
             forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
             graph = call.saved_bytes if is_kept else 0
             backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
             if self._waits(call, is_kept)[1]:  # they come back, a micro-batch at a time, two of them at once
                 backward += min(2, parts) * call.input_bytes
-            backward = parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
+            backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
             most = max(most, held + max(forward, backward))
         return max(0, most - waiting_bytes)
 

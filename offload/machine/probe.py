@@ -70,20 +70,29 @@ def probe(
     dirs: Sequence[str | Path] = (),
     *,
     refresh: bool = False,
+    measures: bool = True,
     sizes: Sizes = Sizes(),
     cache_dir: Path | None = None,
 ) -> Hardware:
     """Measure this machine, or take what was measured before: in two to four seconds, or at once.
 
     device: as torch names it; None for the accelerator that there is, else the CPU, whose links are copies in memory.
-    dirs: the folders of the nvme tier, over which files are striped. refresh: measure again. cache_dir: where rates are
-    kept, by default the user's. Raises ConfigError for a folder that is no use, DoesNotFitError for one that is full.
+    dirs: the folders of the nvme tier, over which files are striped. refresh: measure again. measures: else
+    LookupError is raised where nothing was kept. cache_dir: where rates are kept, by default the user's. Raises
+    ConfigError for a folder that is no use, DoesNotFitError for one that is full.
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
     kept = _Kept(_user_cache() if cache_dir is None else cache_dir, refresh)
     about = _about_machine(accelerator)
-    found = kept.get(about, _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
-    found |= kept.get(_about_disks(places), _OF_DISKS, lambda: _disk_rates(places, sizes)) if places else {}
+
+    def measured(rates: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if not measures:
+            raise LookupError("the rates of this machine were not measured yet")
+        return rates()
+
+    found = kept.get(about, _OF_MACHINE, lambda: measured(lambda: _machine_rates(accelerator, sizes)))
+    if places:
+        found |= kept.get(_about_disks(places), _OF_DISKS, lambda: measured(lambda: _disk_rates(places, sizes)))
     free = least(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     said = f"measured on {found.pop('day')}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from offload.accelerators import own_accelerator
 from offload.checkpoint.stored import rebuild_model
@@ -22,6 +23,8 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, common, format_bytes
+from offload.forecast.forecast import Forecast
+from offload.forecast.here import foretell, summary
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -47,7 +50,8 @@ Say = Callable[[str], None]
 class Run:
     """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
     where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
-    model of a run that begins with nothing once more, as the engine was given it.
+    model of a run that begins with nothing once more, as the engine was given it. forecast: what it will hold and take;
+    None where that is not known, and on ranks other than 0.
     """
 
     config: Config
@@ -58,6 +62,7 @@ class Run:
     files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
     rebuild: Callable[[], BuiltModel]
+    forecast: Forecast | None
 
 
 def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
@@ -122,6 +127,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         for text in built.notes:
             note(text)
         built.model.train()
+    foretold = _foretell(config, architecture, comm, note)
+    if foretold is not None:
+        say(f"plan: {summary(foretold)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
     made = engine(config, built, comm)
@@ -136,7 +144,22 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
-    return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild)
+    return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild, foretold)
+
+
+def _foretell(config: Config, architecture: PreTrainedConfig, comm: Comm, note: Say) -> Forecast | None:
+    """Return what the run will hold and take, on rank 0; None where that is not known."""
+    if comm.rank or comm.size != comm.local_size:
+        return None
+    try:
+        found = foretell(config, architecture, comm.size)
+    except Exception as error:  # a run needs no forecast, and what is wrong with it the engine says better
+        note(f"what this run will hold is not foretold: {error}")
+        return None
+    if not found.fits:
+        short = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in found.memory.shortfalls.items())
+        note(f"by the plan this does not fit: {short or 'as the engine says'} too few.")
+    return found
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

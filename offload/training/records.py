@@ -11,6 +11,7 @@ from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.engine.steps import StepResult
 from offload.errors import format_bytes
+from offload.forecast.forecast import Forecast
 from offload.machine.environment import describe_environment
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
@@ -20,9 +21,17 @@ from offload.training.run_folder import RunFolder
 class NoRecords:
     """Of the ranks other than 0. In a record bytes, memory and lanes are rank 0's; loss, norm and tokens all ranks'."""
 
-    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
+    def open(
+        self,
+        config: Config,
+        engine: Engine,
+        result: StepResult,
+        pids: Sequence[int],
+        last_step: int,
+        forecast: Forecast | None = None,
+    ) -> None:
         """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
-        `last_step`: at which it went on.
+        `last_step`: at which it went on; `forecast`: what was foretold.
         """
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
@@ -58,9 +67,19 @@ class Records(NoRecords):
         self._metrics: MetricsLog | None = None
         self._trace: Trace | None = None
 
-    def open(self, config: Config, engine: Engine, result: StepResult, pids: Sequence[int], last_step: int) -> None:
+    def open(
+        self,
+        config: Config,
+        engine: Engine,
+        result: StepResult,
+        pids: Sequence[int],
+        last_step: int,
+        forecast: Forecast | None = None,
+    ) -> None:
         self._folder.write_config(config)
-        self._folder.write_json("plan.json", {"fits": True, "tiers": tiers(engine, config)})
+        held = tiers(engine, config)
+        told = {"fits": True, "tiers": held} if forecast is None else forecast.to_dict()
+        self._folder.write_json("plan.json", {**told, "held": held})
         self._folder.write_json(
             "env.json",
             {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
@@ -108,14 +127,16 @@ class Records(NoRecords):
 
 
 def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
-    """Return what plan.json says of each tier: bytes, budget and allocations by name, of this rank."""
+    """Return what this rank holds of each tier: bytes, budget and allocations by name, as a forecast tells it."""
     budgets = {
         "device": config.offload.device_memory,
         "cpu": config.offload.host_memory,
+        "pinned": config.offload.host_memory,
         "nvme": config.offload.nvme_memory,
     }
     found: dict[str, dict[str, Any]] = {}
-    for tier, name, num_bytes in engine.allocations:
+    for where, name, num_bytes in engine.allocations:
+        tier = "pinned" if where == "cpu" and engine.pins else where
         held = found.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
         held["bytes"] += num_bytes
         held["allocations"].append({"name": name, "bytes": num_bytes})

@@ -107,7 +107,7 @@ class Trainer:
             self._records = Records(self._folder)
         run = make_run(start, comm, self._say, self._notes.add)
         self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
-        self._engine, self._files = run.engine, run.files
+        self._engine, self._files, self._forecast = run.engine, run.files, run.forecast
         self._notes.exchange()
         self._stands = Standing(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
@@ -245,7 +245,7 @@ class Trainer:
         if self._is_first:
             self._saves.begin()
         try:
-            self._records.open(self.config, self._engine, result, pids, self._stands.first_step)
+            self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         held = tiers(self._engine, self.config)

@@ -1,0 +1,104 @@
+"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_against_actual.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_against_actual import CASES, Case, compare
+from offload.config.config import Config
+from offload.forecast.alternatives import forecast
+from offload.forecast.forecast import Teller
+from offload.machine.hardware import Hardware
+from offload.planning.memory import Allocation
+
+SMALL = Case(rows=2, length=32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        replace(SMALL, precision="bf16", micro_batch_size=1, recompute="never", states="int8"),
+        replace(SMALL, activations="cpu", optimizer="nvme", head_chunk_bytes=1 << 16),
+        replace(SMALL, family="gpt2", recompute="auto", device_memory="24MiB"),
+        replace(SMALL, parameters="device", optimizer="device", rule="lion"),
+    ],
+    ids=str,
+)
+def test_what_is_told_is_held(case: Case) -> None:
+    found = compare(case)
+    assert found["worst_ratio"] == pytest.approx(1, abs=0.02), found["worst_allocation"]
+    assert found["waiting_ratio"] == pytest.approx(1, abs=0.1)
+    assert found["operations_ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_there_are_as_many_configurations_as_are_promised() -> None:
+    assert len(set(CASES)) == len(CASES) >= 24
+
+
+def config(**values: object) -> Config:
+    return Config.load(None, {"model.preset": "small", "data.sequence_length": 256, **values})
+
+
+GPU = Hardware.read("rtx-4090")
+
+
+def names(allocations: tuple[Allocation, ...], tier: str) -> set[str]:
+    return {a.name.split(" (")[0] for a in allocations if a.tier == tier}
+
+
+def test_without_a_gpu_nothing_is_pinned() -> None:
+    where = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.activations": "cpu"}
+    where["train.recompute"] = "always"
+    teller = Teller(config(), 1)
+    on_gpu = teller.tell(config(**where), GPU, times=False).memory.allocations
+    cpu = GPU.with_(device="cpu", device_bytes=None)
+    on_cpu = teller.tell(config(**where), cpu, times=False).memory.allocations
+    states = {"weights", "exp avg", "exp avg sq", "gradients", "activation checkpoints"}
+    assert names(on_gpu, "pinned") == states | {"low"}
+    assert names(on_gpu, "cpu") == set()
+    assert names(on_cpu, "pinned") == set()
+    assert names(on_cpu, "cpu") == states | {"operations"}
+    assert "operations" in names(on_gpu, "device")
+
+
+def test_budgets_are_those_of_the_machine_or_less() -> None:
+    teller = Teller(config(), 1)
+    free = teller.tell(config(), GPU, times=False).memory
+    assert free.budgets["device"] == int(0.9 * GPU.device_bytes)  # type: ignore[operator]
+    held = teller.tell(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
+    assert held.budgets["device"] == 300 << 20
+    assert held.total("device") <= 300 << 20
+    assert len(held.kept) <= len(free.kept)
+
+
+def test_more_ranks_share_the_host() -> None:
+    where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
+    one, two = (Teller(where, n).tell(where, GPU, times=False).memory for n in (1, 2))
+    assert two.host_bytes == one.host_bytes // 2
+    assert two.total("pinned") == pytest.approx(one.total("pinned") / 2, rel=0.01)
+
+
+def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
+    small = GPU.with_(host_bytes=300 << 20)
+    where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
+    found = forecast(where, small)
+    assert not found.fits
+    assert found.fix == "--optimizer.states int8", "bf16 moments do not do"
+
+
+def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: object) -> object:
+        from offload.forecast.measure import CannotMeasureError
+
+        raise CannotMeasureError("X asks for a value")
+
+    monkeypatch.setattr("offload.forecast.forecast.measure", fails)
+    found = Teller(config(), 1).tell(config(), GPU)
+    assert found.timing is None
+    assert found.to_dict()["step_seconds"] is None
+    assert "X asks for a value" in found.notes[0]
+    assert "unit inputs" not in names(found.memory.allocations, "device")
