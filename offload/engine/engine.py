@@ -24,10 +24,11 @@ from offload.engine.exporting import export_model
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import meet
 from offload.engine.loss.loss import LossFunction
+from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
-from offload.engine.steps import StepResult, Steps
+from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
@@ -183,13 +184,13 @@ class Engine:
     @property
     def lr(self) -> float:
         """The learning rate of the next update. To be set between steps, on all ranks alike."""
-        return self._steps.lr
+        return self._steps.method.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
-        self._steps.lr = value
+        self._steps.method.lr = value
 
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
@@ -230,7 +231,7 @@ class Engine:
     @property
     def spans(self) -> list[Span]:
         """What every lane did in the last step."""
-        return self._steps.spans
+        return self._steps.method.spans
 
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now.
@@ -387,6 +388,7 @@ class Engine:
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()
+        self._steps.method.free()
         self._state.close(restore and (is_sound or self.comm.size == 1))
         self.comm.release()
         if self._owned_comm is not None:

@@ -148,6 +148,7 @@ def _make_plan(
             stagings=2 if overlap else 1,
             workspace_bytes=workspace,
             update_ring_bytes=update_ring_bytes,
+            num_directions=settings.optimizer.num_directions,
         )
 
     update_ring_bytes = 0
@@ -164,7 +165,7 @@ def _make_plan(
                 # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
                 room = max(0, budget - sum(a.num_bytes for a in most if a.tier == "device"))
-        staging = staging_bytes(regions, 2 if overlap else 1, sharding)
+        staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         reserved = staging, sum(rings.values()) + factors
         layout = _choose_layout(

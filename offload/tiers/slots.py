@@ -66,6 +66,8 @@ class Slots:
         self.needs: Callable[[Region], None] = lambda _: None
         """Called before a region's weights are fetched."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self.beside = torch.empty(0, dtype=torch.uint8)
+        """Memory of the device in which units have weights for a while that are near those in a slot."""
         self.resize(slot_bytes)
 
     # -- cargoes ---------------------------------------------------------------------------------------------
@@ -187,12 +189,11 @@ class Slots:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
-        distance = tensor.data_ptr() - self._memory.data_ptr()
-        return 0 <= distance < self._memory.nbytes or tensor.untyped_storage().data_ptr() in self._storages
+        return self.streams(tensor.data_ptr()) or tensor.untyped_storage().data_ptr() in self._storages
 
     def streams(self, address: int) -> bool:
-        """True where an address lies in the memory through which cargoes stream."""
-        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
+        """True where an address lies in memory through which weights of several units pass."""
+        return any(0 <= address - its.data_ptr() < its.nbytes for its in (self._memory, self.beside))
 
     def addresses(self, cargo: int) -> range:
         """Return the addresses at which a cargo lies while it is in use."""
@@ -273,7 +274,7 @@ class Slots:
 
     def free(self) -> None:
         """Let go of the device's memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = self.beside = torch.empty(0, dtype=torch.uint8)
         self._slots.clear()
         self._lying.clear()
         self._resident.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.engine.steps import StepResult
+from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.machine.environment import describe_environment
 from offload.telemetry.metrics import MetricsLog
