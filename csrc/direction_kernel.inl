@@ -8,15 +8,19 @@
 #include "philox.inl"
 
 template <class Lane>
+OFFLOAD_INLINE inline typename Lane::Int masked(typename Lane::Int x, int32_t mask) {
+  return Lane::and_int(x, Lane::set_int(mask));
+}
+
+template <class Lane>
 OFFLOAD_INLINE inline typename Lane::Vec normal(typename Lane::Int word) {
-  const auto masked = [](typename Lane::Int x, int32_t mask) { return Lane::and_int(x, Lane::set_int(mask)); };
   auto x = Lane::template shift_right<8>(word);
-  x = Lane::add_int(masked(x, 0x555555), masked(Lane::template shift_right<1>(x), 0x555555));
-  x = Lane::add_int(masked(x, 0x333333), masked(Lane::template shift_right<2>(x), 0x333333));
-  x = Lane::add_int(masked(x, 0x0F0F0F), masked(Lane::template shift_right<4>(x), 0x0F0F0F));
-  x = Lane::add_int(Lane::add_int(masked(x, 0xFF), masked(Lane::template shift_right<8>(x), 0xFF)),
+  x = Lane::add_int(masked<Lane>(x, 0x555555), masked<Lane>(Lane::template shift_right<1>(x), 0x555555));
+  x = Lane::add_int(masked<Lane>(x, 0x333333), masked<Lane>(Lane::template shift_right<2>(x), 0x333333));
+  x = Lane::add_int(masked<Lane>(x, 0x0F0F0F), masked<Lane>(Lane::template shift_right<4>(x), 0x0F0F0F));
+  x = Lane::add_int(Lane::add_int(masked<Lane>(x, 0xFF), masked<Lane>(Lane::template shift_right<8>(x), 0xFF)),
                     Lane::template shift_right<16>(x));
-  const auto spread = Lane::sub(Lane::mul(Lane::to_float(masked(word, 0xFF)), Lane::set(2)), Lane::set(6399));
+  const auto spread = Lane::sub(Lane::mul(Lane::to_float(masked<Lane>(word, 0xFF)), Lane::set(2)), Lane::set(6399));
   const auto whole = Lane::add(Lane::mul(Lane::to_float(x), Lane::set(512)), spread);  // exact up to here
   return Lane::mul(whole, Lane::set(kDirectionScale));
 }

@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "whether checkpoints and Hugging Face folders are whole",
     "doctor": "what this machine has, and which paths are live on it",
+    "replay": "the weights that a run without gradients ended with, from its log",
     "bench": "this machine against what it could do and what others do on it",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +127,21 @@ class Engine:
             self._state.snapshot.check(trains=False)
             return self._steps.evaluate(batch, loss_fn)
 
+    def replay(self, records: Iterable[Any]) -> None:
+        """Make the steps of a run with MeZO again, bit for bit, from the weights that it began with: `records` are what
+        `step` returned as `measured`, lines of the run's metrics.jsonl, or (step, seed, slopes), in order. No batch is
+        needed, and no pass is made. Collective.
+
+        Raises ConfigError where the rule is another one, or has other settings than the run's.
+        """
+        self._recovery.settle("replay")
+        self._own_loop.refuse_middle("engine.replay")
+        with self.counters.unchanged():
+            self._steps.replay(records)
+            self._state.executor.forget()
+            self._state.runner.claims.weights_change()
+            self._state.slots.refresh(always=True)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._recovery.check_usable()
@@ -212,6 +227,11 @@ class Engine:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.comm.size
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, those from before a loaded checkpoint included."""
+        return self._state.runner.step_number
 
     @property
     def prefetch(self) -> int:

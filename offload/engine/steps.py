@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from offload.engine.loss.parts import Losses
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
-from offload.engine.methods.result import StepResult
+from offload.engine.methods.result import Measured, StepResult
 from offload.engine.recording.rehearsal import Rehearsal
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
@@ -82,6 +82,25 @@ class Steps:
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
         return self._again(lambda departed: self._evaluate(batch, known, loss_fn, departed))
+
+    def replay(self, records: Iterable[Any]) -> None:
+        """Make the steps of records again. Raises ConfigError."""
+        method, state = self.method, self._state
+        if not isinstance(method, Forwards):
+            raise ConfigError(
+                f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
+                "their gradients: give the engine MeZO(...), as that run had it."
+            )
+        for record in records:
+            measured = Measured.of(record)
+            if measured.step <= state.runner.step_number:
+                raise ConfigError(
+                    f"a record is of step {measured.step}, and {state.runner.step_number} steps are made: a replay "
+                    "begins at the weights from before its first step, and takes each step once, in order."
+                )
+            with self._recovery.ending():
+                method.replay(measured)
+        state.lanes.drain_updates()
 
     def _step(self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
         state = self._state

@@ -76,7 +76,7 @@ class MeZO(UpdateRule):
         if self.magnitude_quantile == 1.0:
             return math.inf
         rank = max(1, math.ceil(self.magnitude_quantile * weights.numel()))
-        return float(weights.float().abs_().kthvalue(rank).values)
+        return float(weights.abs().float().kthvalue(rank).values)
 
     def slopes(self, losses: Sequence[tuple[float, float]]) -> list[float]:
         """Return how steep the loss is along each direction, from what it is on both sides (SPSA, Spall 1992)."""

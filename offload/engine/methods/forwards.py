@@ -14,7 +14,7 @@ from offload.engine.methods.perturbed import Perturbed
 from offload.engine.methods.result import Measured, StepResult
 from offload.engine.methods.side_by_side import SideBySide
 from offload.engine.state import EngineState
-from offload.errors import NonFiniteError
+from offload.errors import ConfigError, NonFiniteError
 from offload.optim.mezo import MeZO
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
@@ -66,6 +66,15 @@ class Forwards(Method):
                 measured=None if skipped else measured,
             )
         )
+
+    def replay(self, measured: Measured) -> None:
+        """Make a step again, from what it measured. Collective."""
+        if len(measured.slopes) != self._rule.num_directions:
+            raise ConfigError(
+                f"the record of step {measured.step} has {len(measured.slopes)} slopes, and "
+                f"optimizer.num_perturbations is {self._rule.num_directions}: give MeZO the settings of that run."
+            )
+        self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
 
     def free(self) -> None:
         self._perturbed.free()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from offload.errors import ConfigError
 from offload.telemetry.timeline import LaneTime
 
 
@@ -26,6 +27,23 @@ class Measured(NamedTuple):
     """Its learning rate; None for the engine's."""
     losses: tuple[tuple[float, float], ...] = ()
     """On both sides of the weights, along each direction. A replay does not ask for them."""
+
+    @classmethod
+    def of(cls, record: Any) -> Measured:
+        """Return what a record says: one of these, the first three or more of its fields, or a line of a run's
+        metrics.jsonl. Raises ConfigError.
+        """
+        try:
+            if isinstance(record, Mapping):
+                record = record["step"], record["seed"], record["projected_grad"], record.get("lr")
+            step, seed, slopes, lr = (*record, None)[:4]
+            slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
+            return cls(int(step), int(seed), slopes, None if lr is None else float(lr))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a record is {record!r}; a step is replayed from (step, seed, slopes), from what engine.step returned "
+                "as `measured`, or from a line of metrics.jsonl."
+            ) from error
 
 
 @dataclass(frozen=True)
