@@ -18,6 +18,8 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, tokens
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
 
 RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
@@ -369,3 +371,28 @@ def test_a_run_is_resumed_and_replayed(precision: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a record is"):
         again.replay([None])
     again.close()
+
+
+# -- ranks -------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_are_one_up_to_the_order_of_sums(tmp_path: Path) -> None:
+    """Each computes its rows; losses are exchanged alone, and the stages of ZeRO have the same bits."""
+    rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)
+    how: dict[str, Any] = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
+    runs = [
+        {**how, "zero_stage": stage, "placement": {"parameters": place, "optimizer": place}}
+        for stage, place in ((0, "device"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "device"))
+    ]
+    found = run(2, trained, runs=runs)
+    engine = Engine(build(CASES["plain"].make), rule)
+    for step in range(3):
+        result = engine.step(CASES["plain"].batch(step, 4))
+        for rank in found:
+            for its in rank:
+                assert its.steps[step][0] == pytest.approx(result.loss.item(), rel=1e-5)
+    for rank in found:
+        for its in rank:
+            assert_same(its.weights, found[0][0].weights)
+            assert_same(its.weights, weights(engine), within=1e-3)
+    engine.close()
