@@ -183,6 +183,7 @@ class Engine:
         """
         self._recovery.check_usable()
         with self._recovery.working():
+            self._state.updates.flush()
             self._state.lanes.finish()
         self._recovery.check_sound()
 
@@ -362,6 +363,7 @@ class Engine:
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.torn = f"{path} was read in part"
+            self._steps.method.forget()
             self._state.store.forgive()
             self._state.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):

@@ -117,6 +117,7 @@ class OwnLoop:
         recovery.recover()
         state.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
+            state.updates.flush()
             state.slots.settle()
             if not torch.is_grad_enabled():
                 rehearsal.on_inference(args, kwargs)

@@ -128,6 +128,7 @@ class Steps:
             state.undo.in_eval_mode(state.model),
             torch.no_grad(),
         ):
+            state.updates.flush()
             state.slots.settle()
             state.executor.begin(known.kind)
             total = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
@@ -196,6 +197,8 @@ class Steps:
     ) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._recovery.ending():
+            if known.is_new or departed is not None:
+                self._state.updates.flush()
             self._state.slots.settle()
             found = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
             self.losses.head, self.losses.form = found.head, found.form

@@ -43,9 +43,16 @@ def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
     return 4 * region.numel if wide else region.weight_bytes
 
 
-def slot_bytes(unit: UnitPlan, resident: set[int]) -> int:
-    """Bytes of a unit's weights in a device slot, without the regions that are on the device anyway."""
-    return sum(region.weight_bytes for region in unit.regions if region.index not in resident)
+def slot_bytes(unit: UnitPlan, resident: set[int], layout: DiskLayout = DiskLayout()) -> int:  # noqa: B008 (frozen)
+    """Bytes of a unit's weights in a device slot, and of what comes up beside them, without the regions that are on the
+    device anyway.
+    """
+    return sum(cargo_bytes(region, layout) for region in unit.regions if region.index not in resident)
+
+
+def cargo_bytes(region: Region, layout: DiskLayout) -> int:
+    """Bytes of a region in a slot."""
+    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.rides(region))
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
@@ -143,7 +150,7 @@ def plan_memory(
         kept = sum(region.weight_bytes for region in regions if region.index in resident)
         plan.append(Allocation("device", "resident weights", kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
-        plan.append(_slots(units, resident, stay, ahead))
+        plan.append(_slots(units, resident, stay, ahead, layout))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
     plan.append(Allocation("device", WORKSPACE, workspace_bytes))
@@ -163,12 +170,13 @@ def plan_memory(
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
-def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int) -> Allocation:
+def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int, layout: DiskLayout) -> Allocation:
     """Return the memory through which units stream: for the largest, for neighbours, or for all where they stay."""
     cargoes = {
-        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident) for unit in units
+        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, layout)
+        for unit in units
     }
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
     if stay:
         return Allocation("device", f"{SLOT} (all units stay)", sum(cargoes.values()))
     sizes = [size for size in cargoes.values() if size]

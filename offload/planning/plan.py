@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,8 @@ def make_plan(
     accelerator = own_accelerator(settings.device)
     sharding, free = Sharding(comm.rank, comm.size, settings.zero_stage), find_free(comm, accelerator)
     plan_with = partial(_make_plan, settings, units, regions, accelerator, sharding, free, comm.local_size)
+    if not settings.optimizer.has_gradients:  # ranks have a part of the weights each, which is updated where it rests
+        return plan_with("cpu" if settings.update == "cpu" or sharding.size > 1 else "device")
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
@@ -157,7 +159,8 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
-        if update == "device":
+        in_slots = update == "device" and not settings.optimizer.has_gradients
+        if update == "device" and not in_slots:
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
             update_ring_bytes = device_updates.ring_bytes(DiskLayout({}, most_numel, sharding), regions)
@@ -171,6 +174,7 @@ def _make_plan(
         layout = _choose_layout(
             placement, free, regions, settings.keeps_gradients, sharding, *reserved, most_numel, room
         )
+        layout = replace(layout, in_slots=in_slots)
         rings |= ring_bytes(layout, regions)
         update_ring_bytes = device_updates.ring_bytes(layout, regions) if layout.cuts_memory else 0
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
@@ -198,8 +202,8 @@ def _make_plan(
     allocations = plan_for(*tiers, ahead, buffers)
     most = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
-    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
+    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident, layout))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}

@@ -143,8 +143,6 @@ class Settings:
         """Why states that rest on the host are updated there, whatever `update` says; empty where they need not be."""
         if self.delay:
             return "train.delay is 1, which keeps the weights from before an update on the host"
-        if not self.optimizer.has_gradients:
-            return f"{type(self.optimizer).__name__} updates weights where they rest"
         whole = next((type(rule).__name__ for rule in self.optimizer.parts if rule.by_matrix), "")
         return f"{whole} updates parameters as a whole, which cannot stream in pieces" if whole else ""
 

@@ -97,6 +97,8 @@ class Updates:
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
         self._due: dict[Region, Callable[[], None]] = {}
         """What is to be updated, and it is known how, in this order, and was not submitted yet."""
+        self.flush: Callable[[], None] = lambda: None
+        """Makes updates that were put off until their weights come up: somebody reads these before."""
         self._early = EarlyReads(store)
         slots.needs = self._submit_due
 
@@ -402,7 +404,7 @@ class Updates:
                     planes,
                     landed.fence,
                     state.stays,
-                    partial(_refuse_weights, region, self.lr),
+                    partial(refuse_weights, region, self.lr),
                     f"{verb} {region.name}",
                     region.update_bytes(tile.end - tile.begin),
                 )
@@ -432,7 +434,8 @@ class Updates:
         )
 
 
-def _refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
+def refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
+    """Raise NonFiniteError: an update has made weights that are no numbers."""
     raise NonFiniteError(
         f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
         "too large. Lower --optimizer.lr, and go on from the last checkpoint."

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from offload.engine.gradients.updates import Work
+from offload.engine.methods.pending import Pending
 from offload.engine.methods.result import Measured
 from offload.engine.state import EngineState
 from offload.layout.regions import Region
@@ -23,8 +24,8 @@ _BLOCKS = "(blocks)"
 class Descent:
     """Knows which parameters take part in a step, and moves them against its slopes."""
 
-    def __init__(self, state: EngineState, rule: MeZO) -> None:
-        self._state, self.rule = state, rule
+    def __init__(self, state: EngineState, rule: MeZO, pending: Pending) -> None:
+        self._state, self.rule, self._pending = state, rule, pending
         blocks = [unit for unit in state.units if unit.is_block]
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
         self._num_blocks = len(blocks)
@@ -55,14 +56,16 @@ class Descent:
         rank: Callable[[Region], float],
         go_on: Callable[[], None],
     ) -> None:
-        """Submit the updates of a step in the order of `rank`. `thresholds`: of parameters, by their indices, of which
-        weights were left out.
+        """Submit the updates of a step in the order of `rank`, or put them off until their weights come up.
+        `thresholds`: of parameters, by their indices, of which weights were left out.
         """
         assert measured.lr is not None
         estimate = Estimate(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed)
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
+        self._pending.flush()  # of units that no pass has come to
+        self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
         self._state.updates.descend(works, go_on)
 
     def _work(
@@ -82,6 +85,7 @@ class Descent:
     def replay(self, measured: Measured) -> None:
         """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
         state, thresholds = self._state, dict[int, float]()
+        self._pending.flush()
         if self.rule.magnitude_quantile < 1.0:
             state.lanes.drain_updates()
             for index, its in self.touched(measured.step, measured.seed).items():

@@ -10,6 +10,7 @@ import torch
 from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.methods.descent import Descent
 from offload.engine.methods.method import Method, Parts
+from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
 from offload.engine.methods.result import Measured, StepResult
 from offload.engine.methods.side_by_side import SideBySide
@@ -27,9 +28,10 @@ class Forwards(Method):
         super().__init__(state, counters, settings)
         assert isinstance(settings.optimizer, MeZO)
         self._rule, self._seed, self._skips = settings.optimizer, settings.seed, settings.skips
-        self.descent = Descent(state, self._rule)
+        self._pending = Pending(state, self.lr)
+        self.descent = Descent(state, self._rule, self._pending)
         self._perturbed = Perturbed(state, self._rule, settings.seed)
-        self._side_by_side = SideBySide(state, self._perturbed)
+        self._side_by_side = SideBySide(state, self._pending, self._perturbed)
 
     def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
         state = self._state
@@ -67,6 +69,9 @@ class Forwards(Method):
             )
         )
 
+    def forget(self) -> None:
+        self._pending.forget()
+
     def replay(self, measured: Measured) -> None:
         """Make a step again, from what it measured. Collective."""
         if len(measured.slopes) != self._rule.num_directions:
@@ -91,6 +96,7 @@ class Forwards(Method):
             return total
 
         found = self._side_by_side.run(loss, 2 * self._rule.num_directions)
+        self._pending.check()
         values = self.sum(*device.bring_down(torch.stack(found))().tolist())
         return list(zip(values[::2], values[1::2], strict=True))
 

@@ -38,6 +38,9 @@ class Method(ABC):
     def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
         """Train on a batch: make passes over `parts`, and update. `tokens`: its targets."""
 
+    def forget(self) -> None:  # noqa: B027 (most have nothing)
+        """All states are about to be written anew."""
+
     def free(self) -> None:  # noqa: B027 (most have none)
         """The engine closes: let go of the device's memory."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments, deliver, without_caches
@@ -27,8 +28,8 @@ class SideBySide:
     numbers, and none sees what another's code has noted in modules above the units.
     """
 
-    def __init__(self, state: EngineState, perturbed: Perturbed) -> None:
-        self._state, self._perturbed = state, perturbed
+    def __init__(self, state: EngineState, pending: Pending, perturbed: Perturbed) -> None:
+        self._state, self._pending, self._perturbed = state, pending, perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
         self._residents = [unit for unit in state.units if unit.resident]
         self._above: list[nn.Module] = []
@@ -118,6 +119,7 @@ class SideBySide:
         if self._open is not unit or number in self._have_run:  # a pass may go another way than the others
             self._leave()
             self._state.runner.enter(unit)
+            self._pending.make(unit)
             self._open, self._have_run = unit, set()
         self._have_run.add(number)
 
