@@ -67,7 +67,8 @@ class Lockstep(Generic[_T]):
             self._wakes[own].acquire()
         except BaseException as error:  # an interrupt: who has the turn ends first, and those behind it
             self._error = self._error or error
-            self._wakes[own].acquire()
+            if self.current != own:
+                self._wakes[own].acquire()
             raise
         self._check()
 
