@@ -1,4 +1,4 @@
-// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py and offload/native/io.py, the
+// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py, directions.py and io.py, the
 // only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

@@ -1,5 +1,5 @@
 """The C++ kernels (csrc/bind.cpp) and I/O engines (csrc/bind_io.cpp). Arrays are addresses;
-`offload.native.kernels` and `offload.native.io` check what they point to.
+`offload.native.kernels`, `directions` and `io` check what they point to.
 
 `isa` is the number of an instruction set in csrc/cpu.h.
 """
