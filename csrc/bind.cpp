@@ -1,4 +1,4 @@
-// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py and offload/native/io.py, the
+// The Python module offload._core. Arrays arrive as addresses and lengths: offload/native/kernels.py, directions.py and io.py, the
 // only callers, have checked device, dtype, length and contiguity before, for torch tensors and numpy arrays alike.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bind.h"
@@ -64,6 +65,25 @@ int64_t py_update(Address master, Address lo, int states, const std::vector<Addr
 void py_draw(Address out, int64_t n, uint64_t key, uint32_t step, uint32_t purpose, uint64_t element, int threads,
              int isa) {
   draw(at<uint32_t>(out), n, {key, step, purpose}, element, execution(threads, isa));
+}
+
+void py_perturb(Address weights, Address plus, Address minus, bool is_bf16, int64_t n, uint64_t key, uint32_t step,
+                uint32_t first_purpose, uint64_t element, float threshold, float eps, int threads, int isa) {
+  const Directions directions{key, step, first_purpose, element, threshold};
+  const auto run = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    perturb<T>({typed, at<T>(plus), at<T>(minus)}, n, directions, eps, execution(threads, isa));
+  };
+  if (is_bf16) run(at<uint16_t>(weights));
+  else run(at<float>(weights));
+}
+
+int64_t py_descend(Address master, Address lo, int64_t n, uint64_t key, uint32_t step, uint32_t first_purpose,
+                   uint64_t element, float threshold, const std::vector<float>& coefficients, float lr,
+                   float weight_decay, int threads, int isa) {
+  const DescendScalars scalars{coefficients.data(), static_cast<int>(coefficients.size()), lr, weight_decay};
+  return descend({at<void>(master), at<int16_t>(lo), n}, {key, step, first_purpose, element, threshold}, scalars,
+                 execution(threads, isa));
 }
 
 void py_split(Address master, Address hi, Address lo, int64_t n, int threads, int isa) {
@@ -137,6 +157,8 @@ NB_MODULE(_core, module) {
   module.def("lion", &py_update<LionScalars, &lion>, no_gil);
   module.def("sgd", &py_update<SgdScalars, &sgd>, no_gil);
   module.def("draw", &py_draw, no_gil);
+  module.def("perturb", &py_perturb, no_gil);
+  module.def("descend", &py_descend, no_gil);
   module.def("split", &py_split, no_gil);
   module.def("join", &py_join, no_gil);
   module.def("to_bf16", &py_to_bf16, no_gil);

@@ -96,6 +96,42 @@ struct SgdScalars {
 // With one fp32 moment, or none where that is null. Returns as adamw does.
 int64_t sgd(const UpdateArrays& arrays, const SgdScalars& scalars, Execution how);
 
+// Random directions over weights of one parameter, of which the first is number `element`, a multiple of 64. Direction k of a
+// step is drawn for purpose first_purpose + 65536 k. Where a weight is larger than the threshold it is 0.
+struct Directions {
+  uint64_t key;
+  uint32_t step;
+  uint32_t first_purpose;
+  uint64_t element;
+  float threshold;
+};
+
+// plus, minus = weights + eps z, weights - eps z.
+template <class T>  // float, or uint16_t for bfloat16, which is rounded to nearest, ties to even
+struct PerturbArrays {
+  const T* weights;
+  T* plus;
+  T* minus;
+};
+template <class T>
+void perturb(const PerturbArrays<T>& arrays, int64_t n, const Directions& directions, float eps, Execution how);
+
+struct DescendArrays {  // as in UpdateArrays
+  void* master;
+  int16_t* lo;
+  int64_t n;
+};
+
+struct DescendScalars {
+  const float* coefficients;  // of each direction
+  int num_coefficients;
+  float lr;
+  float weight_decay;
+};
+
+// weight -= lr (the sum of coefficient * z + weight_decay * weight). Returns as adamw does.
+int64_t descend(const DescendArrays& arrays, const Directions& directions, const DescendScalars& scalars, Execution how);
+
 // Writes 32 random bits for each of n elements, of which the first is number `element`, a multiple of 64.
 void draw(uint32_t* out, int64_t n, const Draws& draws, uint64_t element, Execution how);
 

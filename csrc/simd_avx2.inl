@@ -87,6 +87,7 @@ struct Wide {
   }
   static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
   static Int low_half(Int a) { return _mm256_and_si256(a, _mm256_set1_epi32(0xFFFF)); }
   template <int kBits>
   static Int shift_right(Int a) { return _mm256_srli_epi32(a, kBits); }

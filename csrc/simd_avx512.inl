@@ -83,6 +83,7 @@ struct Wide {
   }
   static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
   static Int low_half(Int a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xFFFF)); }
   template <int kBits>
   static Int shift_right(Int a) { return _mm512_srli_epi32(a, kBits); }

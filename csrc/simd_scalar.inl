@@ -74,6 +74,7 @@ struct Narrow {
   }
   static Int add_int(Int a, Int b) { return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }
   static Int max_int(Int a, Int b) { return a > b ? a : b; }
+  static Int and_int(Int a, Int b) { return a & b; }
   static Int low_half(Int a) { return a & 0xFFFF; }
   template <int kBits>
   static Int shift_right(Int a) { return static_cast<int32_t>(static_cast<uint32_t>(a) >> kBits); }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offload.optim.adamw import AdamW as AdamW
     from offload.optim.lion import Lion as Lion
     from offload.optim.lomo import LOMO as LOMO
+    from offload.optim.mezo import MeZO as MeZO
     from offload.optim.muon import Muon as Muon
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
@@ -32,6 +33,7 @@ _HOMES = {
     "AdamW": "offload.optim.adamw",
     "LOMO": "offload.optim.lomo",
     "Lion": "offload.optim.lion",
+    "MeZO": "offload.optim.mezo",
     "Muon": "offload.optim.muon",
     "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",

@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": "whether checkpoints and Hugging Face folders are whole",
     "parity": "whether offloaded training is resident training, on one's own model",
     "doctor": "what this machine has, and which paths are live on it",
+    "replay": "the weights that a run without gradients ended with, from its log",
     "bench": "this machine against what it could do and what others do on it",
 }
 

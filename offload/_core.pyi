@@ -1,5 +1,5 @@
 """The C++ kernels (csrc/bind.cpp) and I/O engines (csrc/bind_io.cpp). Arrays are addresses;
-`offload.native.kernels` and `offload.native.io` check what they point to.
+`offload.native.kernels`, `directions` and `io` check what they point to.
 
 `isa` is the number of an instruction set in csrc/cpu.h.
 """
@@ -75,6 +75,38 @@ def sgd(
     /,
 ) -> int: ...
 def draw(out: int, n: int, key: int, step: int, purpose: int, element: int, threads: int, isa: int, /) -> None: ...
+def perturb(
+    weights: int,
+    plus: int,
+    minus: int,
+    is_bf16: bool,
+    n: int,
+    key: int,
+    step: int,
+    first_purpose: int,
+    element: int,
+    threshold: float,
+    eps: float,
+    threads: int,
+    isa: int,
+    /,
+) -> None: ...
+def descend(
+    master: int,
+    lo: int,
+    n: int,
+    key: int,
+    step: int,
+    first_purpose: int,
+    element: int,
+    threshold: float,
+    coefficients: Sequence[float],
+    lr: float,
+    weight_decay: float,
+    threads: int,
+    isa: int,
+    /,
+) -> int: ...
 def split(master: int, hi: int, lo: int, n: int, threads: int, isa: int, /) -> None: ...
 def join(hi: int, lo: int, master: int, n: int, threads: int, isa: int, /) -> None: ...
 def to_bf16(source: int, out: int, n: int, threads: int, isa: int, /) -> None: ...

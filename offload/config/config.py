@@ -264,6 +264,11 @@ class Config(BaseModel):
                     f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
                     f"--optimizer.name {' or '.join(having)}."
                 )
+        if rule == "mezo" and self.train.max_grad_norm is not None and self.origin("train.max_grad_norm") != "default":
+            raise ConfigError(
+                f"train.max_grad_norm is {_show(self.train.max_grad_norm)}, and mezo has no gradients to clip: leave "
+                "it out, or set it to none."
+            )
         states = self.optimizer.states
         if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
             lacking = rule if states == "fp32" else f"{rule} with states in {states}"

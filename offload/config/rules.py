@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RuleName = Literal["adamw", "lion", "sgd", "adafactor", "lomo", "adalomo", "muon"]
+RuleName = Literal["adamw", "lion", "sgd", "adafactor", "lomo", "adalomo", "muon", "mezo"]
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,11 @@ OFFERS: Mapping[str, Offer] = {
     "adalomo": Offer(("beta2_decay", "d"), 10.0, _UNCLIPPED),
     "muon": Offer(
         ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"), 1.0, {"optimizer.weight_decay": 0.1}
+    ),
+    # Its steps are as noisy as the model is wide: its paper (arXiv:2305.17333, table 15) has 1e-7 to 1e-6 for 2e-5.
+    "mezo": Offer(
+        ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile"),
+        0.05,
+        {**_UNCLIPPED, "optimizer.eps": 1e-3},
     ),
 }

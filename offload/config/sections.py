@@ -313,7 +313,8 @@ class OptimizerSection(Section):
         description="Update rule. lion has one moment, and takes 4 bytes less of each parameter; sgd has one or none; "
         "adafactor and adalomo keep a number for each row and column; lomo keeps nothing; muon has one moment and "
         "orthogonalises the updates of the blocks' matrices, beside adamw for the rest. With lomo and adalomo no "
-        "gradient waits: clipping costs a second backward.",
+        "gradient waits: clipping costs a second backward. mezo makes no backward: it measures the loss on both sides "
+        "of the weights, and keeps nothing.",
     )
     reset: bool = Field(
         default=False,
@@ -324,7 +325,7 @@ class OptimizerSection(Section):
         default=None,
         description="Peak learning rate. none: 2e-5 for pretrained weights, 1e-3 for random ones (4e-3 for tiny); with "
         "lion a tenth of it, with adafactor and adalomo, for which it is a share of the weights, ten times, with lomo "
-        "a hundred times.",
+        "a hundred times, with mezo a twentieth.",
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
@@ -338,12 +339,14 @@ class OptimizerSection(Section):
         "after it, 0.9 and 0.99 unless set. AdamW() in Python has torch's instead, 0.9 and 0.999.",
     )
     eps: Rate = Field(
-        default=1e-8, description="Term added to the root of the second moment. For adamw, and with muon for the rest."
+        default=1e-8,
+        description="Term added to the root of the second moment, for adamw, and with muon for the rest. For mezo: how "
+        "far on either side of the weights the loss is measured, 1e-3 unless set.",
     )
     weight_decay: Rate = Field(
         default=0.01,
         description="Decoupled weight decay, scaled by the learning rate; with sgd added to the gradient. With lion "
-        "and muon 0.1 unless set, with adafactor, lomo and adalomo 0.",
+        "and muon 0.1 unless set, with adafactor, lomo, adalomo and mezo 0.",
     )
     beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
         default=None,
@@ -369,6 +372,19 @@ class OptimizerSection(Section):
         default=None,
         description="For muon: how the learning rate goes by a matrix's shape. none: match_rms_adamw, so that one rate "
         "is good for muon and for adamw beside it. Muon() in Python has torch's instead, original.",
+    )
+    num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = Field(
+        default=None, description="For mezo: random directions of a step, of two forward passes each. none: 1."
+    )
+    layer_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="For mezo: the share of the model's blocks that a step perturbs and updates, others in each step. "
+        "none: all of them.",
+    )
+    magnitude_quantile: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="For mezo: of each parameter the weights of least magnitude take part, up to this quantile. none: "
+        "all of them.",
     )
     decay_1d: bool = Field(
         default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."

@@ -3,7 +3,8 @@
 To read one step, from the call to the updated weights, in order:
 
     engine/engine.py                  the public calls
-    engine/steps.py                   a step: batch, loss, backward, update
+    engine/steps.py                   a step: batch, loss, the method of training
+    engine/methods/backward.py        forward, backward, update; or, without gradients, forwards.py
     engine/loss/batch_agreement.py    what ranks tell each other of a batch first
     engine/loss/parts.py              the loss in parts, each with its backward
     engine/units/unit.py              a module whose parameters travel, its forward rerouted

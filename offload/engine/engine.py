@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,11 @@ from offload.engine.exporting import export_model
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import meet
 from offload.engine.loss.loss import LossFunction
+from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
-from offload.engine.steps import StepResult, Steps
+from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
@@ -125,6 +126,21 @@ class Engine:
             self._state.snapshot.check(trains=False)
             return self._steps.evaluate(batch, loss_fn)
 
+    def replay(self, records: Iterable[Any]) -> None:
+        """Make the steps of a run with MeZO again, bit for bit, from the weights that it began with: `records` are what
+        `step` returned as `measured`, lines of the run's metrics.jsonl, or (step, seed, slopes), in order. No batch is
+        needed, and no pass is made. Collective.
+
+        Raises ConfigError where the rule is another one, or has other settings than the run's.
+        """
+        self._recovery.settle("replay")
+        self._own_loop.refuse_middle("engine.replay")
+        with self.counters.unchanged():
+            self._steps.replay(records)
+            self._state.executor.forget()
+            self._state.runner.claims.weights_change()
+            self._state.slots.refresh(always=True)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
         self._recovery.check_usable()
@@ -166,6 +182,7 @@ class Engine:
         """
         self._recovery.check_usable()
         with self._recovery.working():
+            self._state.updates.flush()
             self._state.lanes.finish()
         self._recovery.check_sound()
 
@@ -182,13 +199,13 @@ class Engine:
     @property
     def lr(self) -> float:
         """The learning rate of the next update. To be set between steps, on all ranks alike."""
-        return self._steps.lr
+        return self._steps.method.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
-        self._steps.lr = value
+        self._steps.method.lr = value
 
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
@@ -210,6 +227,11 @@ class Engine:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.comm.size
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, those from before a loaded checkpoint included."""
+        return self._state.runner.step_number
 
     @property
     def prefetch(self) -> int:
@@ -246,7 +268,7 @@ class Engine:
     @property
     def spans(self) -> list[Span]:
         """What every lane did in the last step."""
-        return self._steps.spans
+        return self._steps.method.spans
 
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now.
@@ -357,6 +379,7 @@ class Engine:
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
             self._recovery.torn = f"{path} was read in part"
+            self._steps.method.forget()
             self._state.store.forgive()
             self._state.lanes.forget_failures()
             with as_one(self.comm, "reading of the checkpoint"):
@@ -403,6 +426,7 @@ class Engine:
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()
+        self._steps.method.free()
         self._state.close(restore and (is_sound or self.comm.size == 1))
         self.comm.release()
         if self._owned_comm is not None:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch_agreement import meet
+from offload.engine.methods.result import StepResult
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
-from offload.engine.steps import StepResult, Steps
+from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_copy
 from offload.errors import ConfigError
 from offload.planning.settings import check_max_grad_norm
@@ -48,6 +49,7 @@ class OwnLoop:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, as given."""
+        self._steps.require_backward()
         with self._recovery.ending():
             self._open_step()  # the units may have been called one by one
             loss.backward()
@@ -66,7 +68,7 @@ class OwnLoop:
         """
         self._refuse_nothing("update")
         check_max_grad_norm(max_grad_norm)
-        state, lr = self._state, self._steps.lr
+        state, lr = self._state, self._steps.method.lr
         meet(state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr)
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
@@ -74,7 +76,7 @@ class OwnLoop:
         if max_grad_norm is not None:
             state.updates.clip_to(max_grad_norm or None)
         with self._recovery.ending():
-            result = self._steps.end(loss, None, "own loop")
+            result = self._steps.require_backward().end(loss, None, "own loop")
             self.forget()
             return result
 
@@ -84,6 +86,7 @@ class OwnLoop:
         self.is_open = False
 
     def _refuse_nothing(self, what: str) -> None:
+        self._steps.require_backward()
         if not self.has_gradients():
             raise ConfigError(
                 f"engine.{what}() was called with no engine.backward(loss) or loss.backward() before it: there is "
@@ -114,11 +117,13 @@ class OwnLoop:
         recovery.recover()
         state.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
+            state.updates.flush()
             state.slots.settle()
             if not torch.is_grad_enabled():
                 rehearsal.on_inference(args, kwargs)
                 return
             recovery.check_sound()
+            self._steps.require_backward()
             rehearsal.forget_other_modes()
             if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
                 rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
@@ -128,5 +133,5 @@ class OwnLoop:
         self._state.accumulate()
         if not self.is_open:
             self._state.spare_memory.give_back()
-            self._steps.begin("own loop", waits=True)
+            self._steps.require_backward().begin("own loop", waits=True)
             self.is_open = True

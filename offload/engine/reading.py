@@ -49,5 +49,6 @@ class Reading:
                 "set offload.zero_stage to 2 at most, where each rank has all weights."
             )
         with torch.inference_mode(False), recovery.working(), self._counters.unchanged():
+            state.updates.flush()
             state.lanes.drain_updates()  # its own is waited for by its fence; where another's fails, there is no step
             return state.store.read_here(info.index)

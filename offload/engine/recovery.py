@@ -111,6 +111,7 @@ class Recovery:
         """Let every update that is on its way arrive, before the host reads the states. Collective."""
         self.check_usable()
         meet(self._state.comm, operation)
+        self._state.updates.flush()
         self._state.lanes.drain_updates()
         if self._state.comm.size > 1:
             self._state.lanes.finish()

@@ -65,7 +65,8 @@ class EngineState:
         self.closed = self.is_ours = False
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
-        self._staged = [] if keeps_gradients else [r for r in regions if "gradients" not in plan.layout.of(r)]
+        has_staging = settings.optimizer.has_gradients and not keeps_gradients
+        self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients = keeps_gradients
         device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")

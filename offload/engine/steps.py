@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,18 +15,20 @@ from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassPlan, RankBatch, meet
 from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
 from offload.engine.loss.parts import Losses
+from offload.engine.methods.backward import Backward
+from offload.engine.methods.forwards import Forwards
+from offload.engine.methods.method import Method
+from offload.engine.methods.result import Measured, StepResult
 from offload.engine.recording.rehearsal import Rehearsal
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError
 from offload.errors import ConfigError, DoesNotFitError
-from offload.layout.regions import Region
 from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
-from offload.planning.machines import Measured
+from offload.planning.machines import MeasuredSpeeds
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
-from offload.telemetry.timeline import LaneTime, Span
 
 _Result = TypeVar("_Result")
 _MOST_DEPARTURES = 3
@@ -46,48 +46,35 @@ def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
     )
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives."""
-
-    loss: torch.Tensor
-    """0-dim fp32 CPU tensor; NaN in an own loop whose losses `engine.backward` was not given."""
-    grad_norm: float
-    """The norm of the gradients before clipping."""
-    tokens: int | None
-    """The targets: labels that are not ignored, of a causal model after the shift, or all numbers of a regression.
-    Without labels the rows of the batch; with a loss_fn and nothing but tensors [rows, ...] the elements of the first.
-    None in own loops."""
-    skipped: bool
-    """Whether the update was skipped for a gradient that is not finite."""
-    corrected: int = 0
-    """How many regions speculative clipping had updated with another coefficient than the true one."""
-    coarse: bool = False
-    """One of them was too far off for the correction to be as exact as docs/design.md says."""
-    seconds: float = 0.0
-    """Of the step on this thread."""
-    lanes: Mapping[str, LaneTime] = field(default_factory=dict)
-    """How long each lane was busy in it, and how long compute waited for it."""
-
-
 class Steps:
-    """Makes steps and evaluations of batches; own loops begin and end theirs here. `lr`: of the next update. `spans`:
-    what every lane did in the last step.
-    """
+    """Makes steps and evaluations of batches, by the `method` of training that the update rule asks for."""
 
     def __init__(self, state: EngineState, recovery: Recovery, counters: Counters, settings: Settings) -> None:
         self._state, self._recovery, self._counters = state, recovery, counters
-        self._rule, self.lr, self._micro_rows = settings.optimizer, settings.optimizer.lr, settings.micro_batch_size
+        self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
         self.rehearsal = Rehearsal(state, counters, cuts=settings.micro_batch_size is not None or state.comm.size > 1)
         self._modules = list(state.model.modules())
-        self._expected: tuple[Hashable, bool] = (None, False)  # the kind of the next step, and whether it wraps
-        self.spans: list[Span] = []
+        self.method: Method = (
+            Backward(state, counters, settings, self.losses, self._moment)
+            if settings.optimizer.has_gradients
+            else Forwards(state, counters, settings)
+        )
+
+    def require_backward(self) -> Backward:
+        """Return the method of training, where it makes backward passes. Raises ConfigError."""
+        if not isinstance(self.method, Backward):
+            raise ConfigError(
+                f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
+                "loss_fn), whose loss_fn may be any number, instead of a forward, engine.backward and engine.update. "
+                "For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
+            )
+        return self.method
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
         self.rehearsal.forget_other_modes()
-        known = self._meet("step", batch, loss_fn, self.lr)
+        known = self._meet("step", batch, loss_fn, self.method.lr)
         batch = self._bring(batch)
         return self._again(lambda departed: self._step(batch, known, loss_fn, departed))
 
@@ -96,6 +83,25 @@ class Steps:
         known = self._meet("evaluate", batch, loss_fn)
         batch = self._bring(batch)
         return self._again(lambda departed: self._evaluate(batch, known, loss_fn, departed))
+
+    def replay(self, records: Iterable[Any]) -> None:
+        """Make the steps of records again. Raises ConfigError."""
+        method, state = self.method, self._state
+        if not isinstance(method, Forwards):
+            raise ConfigError(
+                f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
+                "their gradients: give the engine MeZO(...), as that run had it."
+            )
+        for record in records:
+            measured = Measured.of(record)
+            if measured.step <= state.runner.step_number:
+                raise ConfigError(
+                    f"a record is of step {measured.step}, and {state.runner.step_number} steps are made: a replay "
+                    "begins at the weights from before its first step, and takes each step once, in order."
+                )
+            with self._recovery.ending():
+                method.replay(measured)
+        state.lanes.drain_updates()
 
     def _step(self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
         state = self._state
@@ -107,41 +113,8 @@ class Steps:
             )
         self.resolve_clip(known.num_elements)
         with self._recovery.ending():
-            state.accumulate(self._micro_rows is not None and self.losses.is_plain)
             state.spare_memory.begin_step(known.num_elements)
-            passes = partial(self._passes, batch, known, rule, loss_fn)
-            if state.updates.learns_first:
-                return self._learn_and_step(passes, tokens, known.kind)
-            self.begin(known.kind)
-            return self.end(passes(), tokens, known.kind)
-
-    def _passes(self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None) -> torch.Tensor:
-        """Go forward and backward over a batch; return its loss, on the device."""
-        loss = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
-        # Closed now, and not when somebody lets go of a traceback that holds it.
-        with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
-            for part_loss in part_losses:
-                if part_loss.requires_grad:
-                    part_loss.backward()
-                loss += part_loss.detach().to(torch.float32)
-        return loss
-
-    def _learn_and_step(self, passes: Callable[[], torch.Tensor], tokens: int | None, kind: Hashable) -> StepResult:
-        """Make a step whose first backward is for the norm alone; the second one, from the same generators and
-        buffers, updates.
-        """
-        state = self._state
-        before = Moment(state.device, self._modules, self._may_move())
-        self.begin(kind, learns=True)
-        loss = passes()
-        norm = state.updates.learn()
-        if math.isfinite(norm):
-            before.put_back()
-            state.executor.end()
-            self._begin_pass(kind, norm=norm)
-            self._counters.begin_pass()
-            loss = passes()
-        return self.end(loss, tokens, kind)
+            return self.method.step(partial(self.losses.parts, batch, known, rule, loss_fn), known, tokens)
 
     def _evaluate(
         self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
@@ -156,6 +129,7 @@ class Steps:
             state.undo.in_eval_mode(state.model),
             torch.no_grad(),
         ):
+            state.updates.flush()
             state.slots.settle()
             state.executor.begin(known.kind)
             total = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
@@ -164,59 +138,9 @@ class Steps:
                     total += part_loss.to(torch.float32)
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
-            state.executor.expect(*self._expected)
-            return self._sum(state.device.bring_down(total)())
-
-    def begin(self, kind: Hashable, waits: bool = False, learns: bool = False) -> None:
-        """Begin a step of that kind, whose gradients may come from now on. `waits`: and from several backwards.
-        `learns`: from one of which nothing but the norm is wanted.
-        """
-        self._state.lanes.timeline.begin_step()
-        self._counters.begin_step()
-        self._begin_pass(kind, waits, learns)
-
-    def _begin_pass(self, kind: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None) -> None:
-        state = self._state
-        state.runner.begin_step()
-        state.updates.begin_step(
-            self.lr, waits or state.gradients.accumulates, state.runner.step_number, learns=learns, norm=norm
-        )
-        state.executor.begin(kind, wraps=state.updates.is_immediate)
-
-    def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
-        """Finish the gradients, clip, update, and start on the next step's weights."""
-        state = self._state
-        first = state.executor.first_uses()
-
-        def rank(region: Region) -> float:
-            if state.slots.is_resident(region):
-                return -1  # the step begins with it
-            return min(first.get(state.slots.cargo_of(unit.regions), math.inf) for unit in state.users[region.index])
-
-        def go_on() -> None:
-            peak_bytes = state.runner.end_step()
-            state.executor.end()
-            if tokens is not None:  # own loops hold as many graphs at once as they like: nothing is ever left over
-                state.spare_memory.end_step(peak_bytes)
-            state.executor.expect(*self._expected)
-
-        self._expected = kind, state.updates.is_immediate and not state.updates.learns_first
-        brought_loss = state.device.bring_down(loss)  # before the norm, for which the host waits
-        applied = state.updates.apply(rank, go_on)
-        loss = self._sum(brought_loss())
-        with suppress(Exception):  # what fails there fails the next pass: this step is made
-            state.slots.settle()  # a script may read what stays before that, which would wait for it as well
-        seconds, lanes, self.spans = state.lanes.end_step()
-        return StepResult(
-            loss,
-            applied.norm,
-            tokens,
-            skipped=applied.skipped,
-            corrected=applied.num_corrected,
-            coarse=applied.is_coarse,
-            seconds=seconds,
-            lanes=lanes,
-        )
+            state.executor.expect(*self.method.expected)
+            (loss,) = self.method.sum(float(state.device.bring_down(total)()))
+            return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now."""
@@ -235,7 +159,7 @@ class Steps:
 
     def _update_seconds(self) -> float:
         state = self._state
-        speeds = Measured(own_accelerator(str(state.device.torch_device)))
+        speeds = MeasuredSpeeds(own_accelerator(str(state.device.torch_device)))
         estimate = update_seconds if state.plan.update == "cpu" else streamed_update_seconds
         return estimate(self._rule, state.regions, state.plan.layout.sharding, state.throttles, speeds)
 
@@ -268,18 +192,13 @@ class Steps:
         self.losses.know(batch)
         return map_tensors(self._state.device.bring_up, batch)
 
-    def _sum(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what each rank has of a loss, on the CPU."""
-        comm = self._state.comm
-        if comm.size > 1:
-            loss = torch.tensor(comm.sum_in_order([float(loss)], "loss")[0], dtype=torch.float32)
-        return loss
-
     def _rehearsed(
         self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
     ) -> LossRule:
         """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
         with self._recovery.ending():
+            if known.is_new or departed is not None:
+                self._state.updates.flush()
             self._state.slots.settle()
             found = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
             self.losses.head, self.losses.form = found.head, found.form
@@ -298,7 +217,7 @@ class Steps:
         units that had found room on the device were in the way. What fails leaves modules and generators as they were.
         """
         state = self._state
-        before, departed, num_departures = Moment(state.device, self._modules, self._may_move()), None, 0
+        before, departed, num_departures = self._moment(), None, 0
         step_number = state.runner.step_number
 
         while True:
@@ -320,6 +239,10 @@ class Steps:
                     if isinstance(error, torch.OutOfMemoryError):
                         raise _misfit(error) from error
                     raise
+
+    def _moment(self) -> Moment:
+        """Return generators and modules as they are now."""
+        return Moment(self._state.device, self._modules, self._may_move())
 
     def _may_move(self) -> set[BufferPlace]:
         """Return the buffers that a pass may move: all but those of units that were seen not to."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.engine.engine import Engine
-from offload.engine.steps import StepResult
+from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError
 from offload.integrations.rules import rate_of
 

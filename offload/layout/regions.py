@@ -279,7 +279,8 @@ class DiskLayout:
     region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
     a rank's range ends; those of a rule by matrix where parameters do, however large these are. `cuts_memory`: so is
     what is trained and in memory, since it streams to where it is updated. `staying`: the regions of whose states only
-    weights and gradients do, as the others rest on the device.
+    weights and gradients do, as the others rest on the device. `in_slots`: weights in memory are updated in the slot in
+    which they come up, where they come up for one unit.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -287,6 +288,16 @@ class DiskLayout:
     sharding: Sharding = Sharding()
     cuts_memory: bool = False
     staying: frozenset[int] = frozenset()
+    in_slots: bool = False
+
+    def rides(self, region: Region) -> tuple[Plane, ...]:
+        """Return what a region has in its slot beside the weights, for their update there."""
+        is_updated = self.updates_in_slot(region) and region.has_low
+        return (region.plane("low"),) if is_updated else ()
+
+    def updates_in_slot(self, region: Region) -> bool:
+        """True where a region is updated when it comes up."""
+        return self.in_slots and region.trainable and len(region.units) == 1 and not self.of(region)
 
     def stays(self, region: Region, plane: Plane) -> bool:
         """True where a plane rests on the device, to which the rest of its region streams."""

@@ -66,6 +66,8 @@ class UpdateStep:
     """The place of the first weight in its flat parameter, for those."""
     shape: tuple[int, ...] = ()
     """That of the parameter, for rules by matrix, which get all of it."""
+    threshold: float = math.inf
+    """Weights of larger magnitude take no part, for rules that leave some out."""
     workspace: torch.Tensor | None = None
     """Memory of the device, uint8 [what `workspace_bytes` says at least], for those that compute there; None for
     memory beside the weights.
@@ -92,6 +94,16 @@ class UpdateRule(ABC):
     weight_decay: float
     decay_1d: bool
     groups: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def num_directions(self) -> int:
+        """Along how many directions a step measures the loss, by forward passes alone; 0 for a rule with gradients."""
+        return 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """True where a step makes a backward."""
+        return not self.num_directions
 
     @property
     def can_correct(self) -> bool:

@@ -10,6 +10,7 @@ from offload.optim.adalomo import AdaLomo
 from offload.optim.adamw import AdamW
 from offload.optim.lion import Lion
 from offload.optim.lomo import LOMO
+from offload.optim.mezo import MeZO
 from offload.optim.muon import Muon
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
@@ -22,6 +23,7 @@ _RULES: Mapping[str, type[UpdateRule]] = {
     "lomo": LOMO,
     "adalomo": AdaLomo,
     "muon": Muon,
+    "mezo": MeZO,
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -60,6 +61,53 @@ def update_tile(
             num_wrong += rule.update(states, gradients[span], by)
         else:
             num_wrong += rule.correct(states, gradients[span], by, applied_scale)
+    return num_wrong
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of a rule without gradients, as it was measured; all that its update goes by, beside the weights."""
+
+    step: int
+    """Its number, counted from 1."""
+    seed: int
+    """Of its directions."""
+    slopes: tuple[float, ...]
+    """How steep the loss is along each of them."""
+    lr: float
+    """The learning rate."""
+
+
+def descend_tile(
+    state: RegionState,
+    tile: Tile,
+    planes: Mapping[str, torch.Tensor],
+    touched: Sequence[bool],
+    thresholds: Mapping[int, float],
+    rules: Sequence[UpdateRule],
+    infos: Sequence[ParameterInfo],
+    estimate: Estimate,
+) -> int | torch.Tensor:
+    """Update the parameters of a tile of a region that took part in a step without gradients; return what `update_tile`
+    does. `planes` are flat over the tile. `thresholds`: of parameters, by their indices, of which some weights were
+    left out.
+    """
+    num_wrong: int | torch.Tensor = 0
+    slopes = torch.tensor(estimate.slopes, dtype=torch.float64, device="cpu")
+    for span, (_, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one=True):
+        assert position is not None
+        info = infos[state.region.parameters[position]]
+        by = UpdateStep(
+            estimate.step,
+            estimate.lr * lr_scale,
+            weight_decay,
+            scale=1.0,
+            key=parameter_key(info.name, estimate.seed),
+            element=tile.begin + span.start - state.region.offsets[position],
+            threshold=thresholds.get(info.index, math.inf),
+        )
+        states = {name: flat[span] for name, flat in planes.items()}
+        num_wrong += rules[state.region.rule].update(states, slopes, by)
     return num_wrong
 
 

@@ -63,7 +63,7 @@ class Machine(Protocol):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSpeeds:
     """The speeds of this machine, measured when they are asked for."""
 
     accelerator: Accelerator | None
@@ -95,8 +95,8 @@ class ThisMachine:
         return self.accelerator is not None
 
     @property
-    def speeds(self) -> Measured:
-        return Measured(self.accelerator)
+    def speeds(self) -> MeasuredSpeeds:
+        return MeasuredSpeeds(self.accelerator)
 
     def free(self, comm: Comm) -> Free:
         """Return the least that any rank has, as their plans have to be the same."""

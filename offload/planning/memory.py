@@ -13,6 +13,7 @@ from offload.schedule.build import window_bytes
 SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
+PERTURBED = "perturbed weights"
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,16 @@ def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
     return 4 * region.numel if wide else region.weight_bytes
 
 
-def slot_bytes(unit: UnitPlan, resident: set[int]) -> int:
-    """Bytes of a unit's weights in a device slot, without the regions that are on the device anyway."""
-    return sum(region.weight_bytes for region in unit.regions if region.index not in resident)
+def slot_bytes(unit: UnitPlan, resident: set[int], layout: DiskLayout = DiskLayout()) -> int:  # noqa: B008 (frozen)
+    """Bytes of a unit's weights in a device slot, and of what comes up beside them, without the regions that are on the
+    device anyway.
+    """
+    return sum(cargo_bytes(region, layout) for region in unit.regions if region.index not in resident)
+
+
+def cargo_bytes(region: Region, layout: DiskLayout) -> int:
+    """Bytes of a region in a slot."""
+    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.rides(region))
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
@@ -83,6 +91,18 @@ def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
+def perturbed_bytes(units: Iterable[UnitPlan], num_directions: int) -> int:
+    """Bytes of the device for weights on both sides of where they are: of the unit that computes, along one direction,
+    and of all that stay, along each.
+    """
+    passing = max((_trained_bytes(unit) for unit in units if not unit.resident), default=0)
+    return 2 * (passing + num_directions * sum(_trained_bytes(unit) for unit in units if unit.resident))
+
+
+def _trained_bytes(unit: UnitPlan) -> int:
+    return sum(region.weight_bytes for region in unit.regions if region.trainable)
+
+
 def plan_memory(
     units: Sequence[UnitPlan],
     regions: Sequence[Region],
@@ -98,12 +118,14 @@ def plan_memory(
     stagings: int = 1,
     workspace_bytes: int = 0,
     update_ring_bytes: int = 0,
+    num_directions: int = 0,
 ) -> list[Allocation]:
     """Return every lasting allocation of a run. `splits`: a step has several micro-batches, whose gradients add
     up in fp32. `ahead`: how many units are fetched before they are needed. `buffers`, `stagings`: how many neighbours'
     gradients have room on the device and, where they do not wait there, on the host. `layout`: what is on disk;
     `rings`: the bytes of the buffers through which it moves. `workspace_bytes`: what an update takes on the device;
-    `update_ring_bytes`: the ring there through which states of the host stream to be updated.
+    `update_ring_bytes`: the ring there through which states of the host stream to be updated. `num_directions`: along
+    which a step without gradients measures the loss; 0 for one with a backward.
     """
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
@@ -118,7 +140,7 @@ def plan_memory(
             key = states_tier, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
-    if not keeps_gradients:
+    if not keeps_gradients and not num_directions:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
         plan.append(Allocation(states_tier, "gradient staging", staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
@@ -128,9 +150,13 @@ def plan_memory(
         kept = sum(region.weight_bytes for region in regions if region.index in resident)
         plan.append(Allocation("device", "resident weights", kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
-        plan.append(_slots(units, resident, stay, ahead))
+        plan.append(_slots(units, resident, stay, ahead, layout))
     if states_tier == "cpu":
         plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
+    plan.append(Allocation("device", WORKSPACE, workspace_bytes))
+    if num_directions:
+        plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
+        return [allocation for allocation in plan if allocation.num_bytes]
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, units)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
     passing = [
@@ -141,16 +167,16 @@ def plan_memory(
     plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
     plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
-    plan.append(Allocation("device", WORKSPACE, workspace_bytes))
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
-def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int) -> Allocation:
+def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int, layout: DiskLayout) -> Allocation:
     """Return the memory through which units stream: for the largest, for neighbours, or for all where they stay."""
     cargoes = {
-        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident) for unit in units
+        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, layout)
+        for unit in units
     }
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
     if stay:
         return Allocation("device", f"{SLOT} (all units stay)", sum(cargoes.values()))
     sizes = [size for size in cargoes.values() if size]

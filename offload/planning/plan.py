@@ -97,6 +97,8 @@ def make_plan(
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
     )
+    if not settings.optimizer.has_gradients:  # ranks have a part of the weights each, which is updated where it rests
+        return plan_with("cpu" if settings.update == "cpu" or sharding.size > 1 else "device")
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
@@ -145,6 +147,7 @@ def _make_plan(
             stagings=2 if overlap else 1,
             workspace_bytes=workspace,
             update_ring_bytes=update_ring_bytes,
+            num_directions=settings.optimizer.num_directions,
         )
 
     update_ring_bytes = 0
@@ -157,7 +160,8 @@ def _make_plan(
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-        if update == "device":
+        in_slots = update == "device" and not settings.optimizer.has_gradients
+        if update == "device" and not in_slots:
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
             update_ring_bytes = device_updates.ring_bytes(DiskLayout({}, most_numel, sharding), regions)
@@ -165,12 +169,13 @@ def _make_plan(
                 # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
                 room = max(0, budget - sum(a.num_bytes for a in most if a.tier == "device"))
-        staging = staging_bytes(regions, 2 if overlap else 1, sharding)
+        staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         reserved = staging, sum(rings.values()) + factors
         layout = _choose_layout(
             placement, free, regions, settings.keeps_gradients, sharding, *reserved, most_numel, room
         )
+        layout = replace(layout, in_slots=in_slots)
         rings |= ring_bytes(layout, regions)
         update_ring_bytes = device_updates.ring_bytes(layout, regions) if layout.cuts_memory else 0
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
@@ -198,8 +203,8 @@ def _make_plan(
     allocations = plan_for(*tiers, ahead, buffers)
     most = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident))
-    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident))} of weights). "
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
+    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident, layout))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
         floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}

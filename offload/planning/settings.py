@@ -29,7 +29,7 @@ class Settings:
     placement: which states live on which tier, and the budgets.
     precision: in what the device computes: fp32, or bf16 with fp32 masters.
     max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping. A rule that has a `clip_norm`
-        goes by that instead.
+        goes by that instead; one without gradients has nothing to clip.
     clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
     on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
     micro_batch_size: rows that a unit computes at a time; None for all of a batch.
@@ -113,13 +113,19 @@ class Settings:
                 f"train.delay is 1, and the gradients of {type(self.optimizer).__name__} do not wait for a later step: "
                 "set --train.delay 0, or another --optimizer.name."
             )
+        if self.delay and not self.optimizer.has_gradients:
+            raise ConfigError(
+                f"train.delay is 1, and {type(self.optimizer).__name__} has no backward pass beside which an update "
+                "could run late: set --train.delay 0."
+            )
         if self.update == "device" and self.host_bound:
             raise ConfigError(f"offload.update is device, and {self.host_bound}: set --offload.update cpu or auto.")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
         check_max_grad_norm(norm)
-        object.__setattr__(self, "max_grad_norm", self.optimizer.clip_norm or norm or None)
+        clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None
+        object.__setattr__(self, "max_grad_norm", clips_to)
         parse_device(self.device)
         parse_throttle(self.throttle)
         parse_size(self.head_chunk_bytes, "train.head_chunk_bytes")
@@ -165,7 +171,8 @@ class Settings:
         """True where gradients wait on the host: for the norm, for the certainty that they are finite, for a
         correction, or as updates are late.
         """
-        return self.judges_gradients and not self.optimizer.drops_gradients
+        waits = self.optimizer.has_gradients and not self.optimizer.drops_gradients
+        return self.judges_gradients and waits
 
     @property
     def judges_gradients(self) -> bool:

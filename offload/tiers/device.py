@@ -62,6 +62,10 @@ class CpuDevice:
         """Within, what this thread computes on the device is beside everything else."""
         return nullcontext()
 
+    def entered(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what another thread enters to compute as this one does now."""
+        return nullcontext
+
     def lend(self, tensor: torch.Tensor) -> None:
         """The caller's stream uses a tensor of another one, whose memory is nobody else's before that is done."""
 
@@ -159,6 +163,15 @@ class AcceleratorDevice:
         if self._beside is None:
             self._beside = self._module.Stream(self.torch_device)
         return self._module.stream(self._beside)
+
+    def entered(self) -> Callable[[], AbstractContextManager[Any]]:
+        stream = self._accelerator.current_stream()
+
+        def enter() -> AbstractContextManager[Any]:
+            self._accelerator.enter()
+            return self._module.stream(stream)
+
+        return enter
 
     def lend(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._accelerator.current_stream())

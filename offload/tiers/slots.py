@@ -27,6 +27,7 @@ class Slot:
     cargo: int
     begin: int
     end: int
+    is_whole: bool = False  # the master weights have come up, as far as they are updated there
     fence: Fence = field(default_factory=lambda: Fence("slot"))
 
 
@@ -65,7 +66,11 @@ class Slots:
         self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated on the host
         self.needs: Callable[[Region], None] = lambda _: None
         """Called before a region's weights are fetched."""
+        self.brings_masters: Callable[[Region], bool] = lambda _: False
+        """Asked then whether all of the master weights are to come up, for an update in the slot."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self.beside = torch.empty(0, dtype=torch.uint8)
+        """Memory of the device in which units have weights for a while that are near those in a slot."""
         self.resize(slot_bytes)
 
     # -- cargoes ---------------------------------------------------------------------------------------------
@@ -83,7 +88,10 @@ class Slots:
 
     def cargo_bytes(self, cargo: int) -> int:
         """Return the bytes that a cargo takes in a slot."""
-        return sum([region.weight_bytes for region in self.cargoes[cargo]])
+        return sum([self._slot_bytes(region) for region in self.cargoes[cargo]])
+
+    def _slot_bytes(self, region: Region) -> int:
+        return region.weight_bytes + sum([plane.num_bytes(region.numel) for plane in self._store.rides(region)])
 
     @property
     def capacity_bytes(self) -> int:
@@ -107,7 +115,7 @@ class Slots:
         evicted = [self._lying[other] for other in evicts if other in self._lying]
         gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
         self._lying = {other: s for other, s in self._lying.items() if s not in gone}
-        slot = Slot(cargo, offset, end)
+        slot = Slot(cargo, offset, end, is_whole=any(map(self.brings_masters, self.cargoes[cargo])))
         rest = [  # who comes where nothing was overwritten yet has to wait for the same
             Slot(other.cargo, *part, fence=other.fence)
             for other in gone
@@ -120,9 +128,10 @@ class Slots:
             fills = [*fills, self._poison(gone, fills)]
         tickets: list[Ticket] = []
         for region in self.cargoes[cargo]:
-            flat = self._memory[offset : offset + region.weight_bytes].view(region.plane("weights").dtype)
-            offset += region.weight_bytes
-            tickets += self._bring_up(region, flat, fills, is_ahead)
+            planes = self._planes_at(region, offset)
+            flat = planes.pop("weights")
+            offset += self._slot_bytes(region)
+            tickets += self._bring_up(region, flat, fills, is_ahead, planes if slot.is_whole else {})
         slot.fence.fill(*tickets)
         self._lying[cargo] = slot  # now that all of it is on its way
 
@@ -154,6 +163,17 @@ class Slots:
             for slot in slots:
                 self._poison([slot], slot.fence.before_fill())
 
+    def need_masters(self, regions: Collection[Region]) -> None:
+        """Regions are to be updated in their slots: those that lie there without their master weights come up anew."""
+        needed, lacking = set(regions), []
+        for slot in self._lying.values():
+            its = needed.intersection(self.cargoes[slot.cargo])
+            if its and not slot.is_whole and any(map(self._store.rides, its)):
+                lacking.append(slot)
+            elif its:
+                slot.is_whole = True
+        self._retire(lacking)
+
     def forget(self) -> None:
         """Nothing that streams is on the device any more (the step was given up)."""
         self._retire(list(self._lying.values()))
@@ -170,11 +190,32 @@ class Slots:
             elif region.index in self._resident:
                 placed[region] = self._resident[region.index][0]
             else:
-                flat = self._memory[end : end + region.weight_bytes]
-                placed[region] = flat.view(region.plane("weights").dtype)
-                end += region.weight_bytes
+                placed[region] = self._planes_at(region, end)["weights"]
+                end += self._slot_bytes(region)
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return placed
+
+    def masters(self, regions: Sequence[Region]) -> dict[Region, dict[str, torch.Tensor]]:
+        """Return the planes of the master weights of those regions of a unit that are updated in their slot, in which
+        they are; none where its weights have come up alone.
+        """
+        slot, found = self._lying.get(self.cargo_of(regions)), {}
+        if slot is not None and slot.is_whole:
+            begin = slot.begin
+            for region in self.cargoes[slot.cargo]:
+                if self._store.updates_in_slot(region):
+                    found[region] = self._planes_at(region, begin)
+                begin += self._slot_bytes(region)
+        return found
+
+    def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
+        """Return what of a region lies in a slot from `begin` on, in its order."""
+        found = {}
+        for plane in (region.plane("weights"), *self._store.rides(region)):
+            num_bytes = plane.num_bytes(region.numel)
+            found[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
+            begin += num_bytes
+        return found
 
     def parameters(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters, by index, that view the weights of `regions` where they are now."""
@@ -187,12 +228,11 @@ class Slots:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
-        distance = tensor.data_ptr() - self._memory.data_ptr()
-        return 0 <= distance < self._memory.nbytes or tensor.untyped_storage().data_ptr() in self._storages
+        return self.streams(tensor.data_ptr()) or tensor.untyped_storage().data_ptr() in self._storages
 
     def streams(self, address: int) -> bool:
-        """True where an address lies in the memory through which cargoes stream."""
-        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
+        """True where an address lies in memory through which weights of several units pass."""
+        return any(0 <= address - its.data_ptr() < its.nbytes for its in (self._memory, self.beside))
 
     def addresses(self, cargo: int) -> range:
         """Return the addresses at which a cargo lies while it is in use."""
@@ -273,7 +313,7 @@ class Slots:
 
     def free(self) -> None:
         """Let go of the device's memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = self.beside = torch.empty(0, dtype=torch.uint8)
         self._slots.clear()
         self._lying.clear()
         self._resident.clear()
@@ -293,25 +333,40 @@ class Slots:
             slot.fence.read(*marks)
             del self._lying[slot.cargo]
 
-    def _bring_up(self, region: Region, flat: torch.Tensor, fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them."""
+    def _bring_up(
+        self,
+        region: Region,
+        flat: torch.Tensor,
+        fills: Sequence[Ticket],
+        is_ahead: bool,
+        rides: Mapping[str, torch.Tensor] = {},
+    ) -> list[Ticket]:
+        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them; `rides`: where what
+        comes up beside them goes.
+        """
         self.needs(region)
         if self._store.tier == "device":
             return self._put_together(region, flat, fills, is_ahead)
         tickets = []
         for tile in self._store[region].held:
-            lease, target = tile.fetch(is_ahead), flat[tile.begin : tile.end]
+            lease = tile.fetch(is_ahead, *rides)
+            targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **rides}.items()}
+            num_bytes = sum([target.nbytes for target in targets.values()])
             ticket = self._lanes.h2d.submit(
-                partial(self._device.copy, target, lease.planes["weights"]),
+                partial(self._copy, targets, lease.planes),
                 reads=lease.reads,
                 fills=fills,
                 name=region.name,
-                num_bytes=target.nbytes,
+                num_bytes=num_bytes,
             )
             lease.done_reading(ticket)
             tickets.append(ticket)
-            self._counters.count("h2d_bytes", target.nbytes, is_ahead)
+            self._counters.count("h2d_bytes", num_bytes, is_ahead)
         return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
+
+    def _copy(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+        for name, target in targets.items():
+            self._device.copy(target, sources[name])
 
     def _put_together(
         self, region: Region, flat: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool

@@ -47,10 +47,10 @@ class Tile:
     fence: Fence = field(default_factory=lambda: Fence("weights"))
     shown: Fence | None = None
 
-    def fetch(self, is_ahead: bool) -> Lease:
-        """Lend the weights to the device. `is_ahead`: for the next step."""
+    def fetch(self, is_ahead: bool, *rides: str) -> Lease:
+        """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
         if self.shown is None:
-            return self._lend(("weights",), fetches=True, is_ahead=is_ahead)
+            return self._lend(("weights", *rides), fetches=True, is_ahead=is_ahead)
         fence, weights = self.shown, {"weights": self.planes[SHOWN]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
@@ -258,6 +258,14 @@ class Store:
                     mine[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
             tiles.append(Tile(begin, end, mine, record))
         return tiles
+
+    def rides(self, region: Region) -> tuple[Plane, ...]:
+        """Return what a region has in a slot beside its weights."""
+        return self._layout.rides(region)
+
+    def updates_in_slot(self, region: Region) -> bool:
+        """True where a region is updated in its slot, when it comes up."""
+        return self.tier == "cpu" and self._layout.updates_in_slot(region)
 
     @property
     def lends_early(self) -> bool:

@@ -17,7 +17,7 @@ from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.gradients.updates import COARSE_RATIO
-from offload.engine.steps import StepResult
+from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error

@@ -105,6 +105,15 @@ Outcome all_kernels(int64_t n, Execution how) {
   with_all(in_bytes, lion_step);
   std::vector<uint32_t> drawn(static_cast<size_t>(n));
   draw(drawn.data(), n, {0x0123456789ABCDEF, 7, 3}, 640, how);
+  const Directions directions{0x0123456789ABCDEF, 7, 1, 640, 0.5f};
+  const float slopes[] = {0.5f, -2.0f};
+  const DescendScalars descent{slopes, 2, 1e-3f, 0.1f};
+  std::vector<float> plus(static_cast<size_t>(n)), minus(static_cast<size_t>(n));
+  perturb<float>({p.data(), plus.data(), minus.data()}, n, directions, 1e-2f, how);
+  descend({p.data(), nullptr, n}, directions, descent, how);
+  std::vector<uint16_t> short_plus(static_cast<size_t>(n)), short_minus(static_cast<size_t>(n));
+  perturb<uint16_t>({hi.data(), short_plus.data(), short_minus.data()}, n, directions, 1e-2f, how);
+  descend({hi.data(), lo.data(), n}, directions, descent, how);
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);
@@ -117,10 +126,10 @@ Outcome all_kernels(int64_t n, Execution how) {
   sum_squares(half.data(), offsets.data(), sizes.data(), sums.data() + 3, 3, how);
 
   Outcome outcome{p, hi, lo, sums};
-  for (const auto* x : {&m, &v, &g}) outcome.floats.insert(outcome.floats.end(), x->begin(), x->end());
+  for (const auto* x : {&m, &v, &g, &plus, &minus}) outcome.floats.insert(outcome.floats.end(), x->begin(), x->end());
   outcome.floats.insert(outcome.floats.end(), m_scales.begin(), m_scales.end());
   outcome.floats.insert(outcome.floats.end(), v_scales.begin(), v_scales.end());
-  for (const auto* x : {&rounded, &small_m, &small_v}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
+  for (const auto* x : {&rounded, &small_m, &small_v, &short_plus, &short_minus}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
   for (const auto* x : {&m_codes, &v_codes}) outcome.hi.insert(outcome.hi.end(), x->begin(), x->end());
   for (const uint32_t word : drawn) outcome.sums.push_back(word);
 

@@ -16,11 +16,11 @@ from offload.optim.adamw import AdamW
 from offload.planning import device_updates, machines
 from offload.planning.device_updates import is_faster, ring_bytes, tile_numel
 from offload.planning.disk import lay_out
-from offload.planning.machines import Measured
+from offload.planning.machines import MeasuredSpeeds
 from offload.planning.memory import UnitPlan, plan_memory
 from tests.planning.test_disk import region
 
-GPU = Measured(Accelerator(torch.device("cuda"), None))
+GPU = MeasuredSpeeds(Accelerator(torch.device("cuda"), None))
 WHERE = ("device", "cpu", "nvme")
 ON_HOST = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 

@@ -53,6 +53,7 @@ class GradientFlow:
     ) -> None:
         """`staging`: memory beside the states, through which what comes down passes."""
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+        self._exist = settings.optimizer.has_gradients
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
         debug, regions = bool(settings.debug), [state.region for state in store.states]
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
@@ -134,6 +135,8 @@ class GradientFlow:
         """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes
         are of another kind.
         """
+        if not self._exist:
+            return
         if for_good:
             self._lasting_so_far.discard(region.index)
         if region.trainable and region.index not in self._lasting:

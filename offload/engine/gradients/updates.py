@@ -29,6 +29,10 @@ COARSE_RATIO = 8.0
 """Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
 
 
+Work = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
+"""Updates a tile, given its planes and gradients; returns how many of its weights are no longer finite."""
+
+
 @dataclass
 class Landed:
     """A region whose gradients have landed: in memory, or with its states (None) on disk. With which coefficient it is
@@ -91,8 +95,10 @@ class Updates:
         self.lr = settings.optimizer.lr
         self._so_far = [0.0]
         self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
-        self._due: dict[Region, Landed] = {}
-        """What is to be updated with a norm that is known, in this order, and was not submitted yet."""
+        self._due: dict[Region, Callable[[], None]] = {}
+        """What is to be updated, and it is known how, in this order, and was not submitted yet."""
+        self.flush: Callable[[], None] = lambda: None
+        """Makes updates that were put off until their weights come up: somebody reads these before."""
         self._early = EarlyReads(store)
         slots.needs = self._submit_due
 
@@ -172,13 +178,30 @@ class Updates:
             go_on()
         applied = self._clip(rank)
         if not self.is_immediate:
-            self._slots.refresh()
-            go_on()
-            self._submit_due()
+            self._end(go_on)
+            return applied
+        self._settle()
+        return applied
+
+    def descend(self, works: Mapping[Region, Work], go_on: Callable[[], None]) -> None:
+        """Submit the updates of a step without gradients, in this order, and `go_on` as `apply` does."""
+        for region, work in works.items():
+            landed = Landed(region, torch.empty(0, device="cpu"), Fence("no gradients"))
+            self._due[region] = partial(self._enter, landed, work, "update", publishes=True)
+        self._slots.invalidate(self._due)
+        self._end(go_on)
+
+    def _end(self, go_on: Callable[[], None]) -> None:
+        """What is left to update is due: let weights come up for the next step, and submit it."""
+        self._slots.refresh()
+        go_on()
+        self._submit_due()
+        self._settle()
+
+    def _settle(self) -> None:
         self._place.check()
         self._lanes.settle()  # what is on its way belongs to a step that is over
         self.is_updating = False  # only now: whoever is interrupted before would give those updates up
-        return applied
 
     def clip_to(self, max_norm: float | None) -> None:
         """Clip the gradients of this step, whose updates wait for their norm, to another one than usual."""
@@ -207,7 +230,8 @@ class Updates:
         for state in waiting:
             # Of several ranks another may have what this one lacks.
             if self._store.comm.size > 1 or any(self._measures.touched[state.region.index]):
-                self._due[state.region] = Landed(state.region, state.gradients, state.landing, scale)
+                landed = Landed(state.region, state.gradients, state.landing, scale)
+                self._due[state.region] = partial(self._submit, landed, self._measures.touched[state.region.index])
             else:
                 self._early.give_back(state.tiles)
         self._slots.invalidate(self._due)
@@ -235,7 +259,7 @@ class Updates:
         """
         if last is None or last in self._due:
             for region in list(self._due):
-                self._submit(self._due.pop(region), self._measures.touched[region.index])
+                self._due.pop(region)()
                 if region is last:
                     break
 
@@ -355,7 +379,7 @@ class Updates:
     def _enter(
         self,
         landed: Landed,
-        work: Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor],
+        work: Work,
         verb: str,
         publishes: bool,
     ) -> None:
@@ -380,7 +404,7 @@ class Updates:
                     planes,
                     landed.fence,
                     state.stays,
-                    partial(_refuse_weights, region, self.lr),
+                    partial(refuse_weights, region, self.lr),
                     f"{verb} {region.name}",
                     region.update_bytes(tile.end - tile.begin),
                 )
@@ -410,7 +434,8 @@ class Updates:
         )
 
 
-def _refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
+def refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
+    """Raise NonFiniteError: an update has made weights that are no numbers."""
     raise NonFiniteError(
         f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
         "too large. Lower --optimizer.lr, and go on from the last checkpoint."

@@ -37,7 +37,7 @@ class Candidate:
     """A unit before anything is allocated: a module, the places of its parameters, and whether it streams or stays.
 
     A parent whose children are units of their own keeps only the parameters that hang directly on it (`whole` is
-    False), and stays.
+    False), and stays. `is_block`: it is an element of one of the outermost lists.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Candidate:
     places: list[Place]
     whole: bool
     resident: bool
+    is_block: bool = False
 
     @property
     def parameters(self) -> list[int]:
@@ -117,7 +118,8 @@ def find_units(model: nn.Module, infos: list[ParameterInfo]) -> list[Candidate]:
     inside: set[int] = set()
     for block in _blocks(model):
         if id(block) not in inside:
-            units.append(Candidate(names[id(block)], block, places(block.modules()), whole=True, resident=False))
+            its = places(block.modules())
+            units.append(Candidate(names[id(block)], block, its, whole=True, resident=False, is_block=True))
             inside.update(id(module) for module in block.modules())
     largest = max((sum(bytes_of[i] for i in unit.parameters) for unit in units), default=0)
     for name, module in model.named_modules():

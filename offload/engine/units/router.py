@@ -14,24 +14,24 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
 
-_Calls = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+Calls = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Router:
-    """Takes the calls of all units: for the runner, with a backward or without; or for a recording, while there is one.
+    """Takes the calls of all units: for the runner, with a backward or without; or for whom they are `diverted` to.
 
     `give_up` ends what an interrupt has left half done.
     """
 
     def __init__(self, runner: UnitRunner) -> None:
         self._runner, self._undo = runner, runner.undo
-        self._recording: _Calls | None = None
+        self._diverted: Calls | None = None
         self.give_up: Callable[[], None] = runner.reset
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
-        if self._recording is not None:
-            return self._recording(unit, args, kwargs)
+        if self._diverted is not None:
+            return self._diverted(unit, args, kwargs)
         if self._undo.where in (Where.ENGINE, Where.FAILED):
             self.give_up()
         self._undo.where = Where.ENGINE
@@ -58,13 +58,24 @@ class Router:
         return deliver(call_unit_without_graph(unit, runner, arguments), args, kwargs)
 
     @contextmanager
-    def recorded(self, recording: _Calls) -> Iterator[None]:
+    def recorded(self, recording: Calls) -> Iterator[None]:
         """Within, the units' calls go to a recording, and gradients nowhere."""
         gradients = self._runner.gradients
 
         def restore() -> None:
-            self._recording, gradients.drops = None, False
+            gradients.drops = False
+
+        with self.diverted(recording), self._undo.afterwards(restore):
+            gradients.drops = True
+            yield
+
+    @contextmanager
+    def diverted(self, calls: Calls) -> Iterator[None]:
+        """Within, the units' calls go there."""
+
+        def restore() -> None:
+            self._diverted = None
 
         with self._undo.afterwards(restore):
-            self._recording, gradients.drops = recording, True
+            self._diverted = calls
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -218,6 +218,18 @@ class UnitRunner:
             return [None]
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
+
+    @property
+    def standing(self) -> tuple[tuple[int, int] | None, bool, Mapping[str, int]]:
+        """The micro-batches, and how often each unit was called, of the pass that runs: another one that runs by turns
+        with it has its own.
+        """
+        return self._batch, self._is_cut, dict(self._num_calls)
+
+    @standing.setter
+    def standing(self, value: tuple[tuple[int, int] | None, bool, Mapping[str, int]]) -> None:
+        self._batch, self._is_cut, num_calls = value
+        self._num_calls = dict(num_calls)
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,

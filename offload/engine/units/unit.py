@@ -36,7 +36,7 @@ class Unit:
         self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
         self.modules = list(self.module.modules())
-        self.whole, self.resident = candidate.whole, candidate.resident
+        self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
         self._frozen: frozenset[int] = frozenset()

@@ -1,0 +1,127 @@
+"""A step of MeZO against two plain forward passes and its update, and against the ideal schedule on played links.
+
+python -m benchmarks.zeroth_order > benchmarks/results/zeroth_order.json     # two minutes
+
+`fits`: a model that stays on the device, against plain PyTorch that runs it twice without gradients and moves its
+weights by the same kernel. `streamed`: the links each carry, in the time of both passes, what a step moves over them;
+the ideal step takes the largest of what passes, h2d and d2h take alone, and its first fetch. Contenders take turns in
+blocks of steps; a ratio is the median over the rounds of two times measured a moment apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload import Engine, MeZO, Placement
+from offload.benches.report import Result, document
+from offload.native.directions import Stretch, descend, perturb
+from offload.optim.rule import parameter_key
+
+LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 8, 128
+STEPS, ROUNDS = 2, 5
+RULE = MeZO(lr=1e-6, eps=1e-3)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": 512}
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    return LlamaForCausalLM(config)
+
+
+class Plain:
+    """Two forwards and the update; or, as MeZO is written, with weights that are perturbed before each."""
+
+    def __init__(self, batch: dict[str, Any], perturbs: bool) -> None:
+        self._model, self._batch, self._perturbs, self._step = make_model().train(), batch, perturbs, 0
+        self._model.config.use_cache = False
+        self._keys = [(p, parameter_key(name, 0)) for name, p in self._model.named_parameters()]
+        self._own = [p.detach().clone() for p, _ in self._keys]
+        self._sides = [[torch.empty_like(p) for p, _ in self._keys] for _ in range(2)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._step += 1
+        losses = []
+        for side in range(2):
+            for index, (p, key) in enumerate(self._keys if self._perturbs else ()):
+                if not side:
+                    both = (sides[index].view(-1) for sides in self._sides)
+                    perturb(self._own[index].view(-1), *both, RULE.eps, Stretch(key, self._step))
+                p.data = self._sides[side][index]
+            losses.append(float(self._model(**self._batch).loss))
+        slope = RULE.slopes([(losses[0], losses[1])])
+        for own, (_, key) in zip(self._own, self._keys, strict=True):
+            descend(own.view(-1), slope, Stretch(key, self._step), lr=RULE.lr)
+
+
+def rounds(steps: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contender, round after round."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            taken[name].append((time.perf_counter() - begin) / STEPS)
+    return taken
+
+
+def result(name: str, taken: list[float], reference: str, others: list[float]) -> Result:
+    ratio = statistics.median(a / b for a, b in zip(taken, others, strict=True))
+    details = {"over_reference": ratio, "rounds_ms": [1e3 * each for each in taken]}
+    return Result(name, 1e3 * statistics.median(taken), "ms a step", reference, 1 / ratio, details)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ids = torch.randint(512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def engine(**settings: Any) -> Engine:
+        return Engine(make_model(), RULE, **settings)
+
+    fits = engine(placement=Placement(parameters="device", optimizer="device"))
+    passes, plain = Plain(batch, perturbs=False), Plain(batch, perturbs=True)
+    taken = rounds({"fits": lambda: fits.step(batch), "passes": passes.step, "plain": plain.step})
+    results = [
+        result("fits", taken["fits"], "two plain forwards and the update", taken["passes"]),
+        result("fits, as MeZO is written", taken["fits"], "with perturbed weights", taken["plain"]),
+    ]
+    fits.close()
+
+    host = Placement(parameters="cpu", optimizer="cpu")
+    free = engine(placement=host, throttle={"h2d": 10**15})
+    alone = rounds({"free": lambda: free.step(batch)})["free"]
+    regions = free._state.regions
+    moved = sum(region.weight_bytes for region in regions)
+    free.close()
+    for where in ("device", "cpu"):
+        rate = moved / (0.9 * statistics.median(alone))
+        links = {"h2d": rate, "d2h": rate} if where == "device" else {"h2d": rate}
+        played = engine(placement=host, throttle=links, update=where)
+        unplayed = engine(placement=host, throttle={"h2d": 10**15}, update=where)
+        taken = rounds({"played": lambda e=played: e.step(batch), "free": lambda e=unplayed: e.step(batch)})
+        first = max(region.weight_bytes for region in regions) / rate
+        ideal = [max(each, moved / rate) + first for each in taken["free"]]
+        results.append(result(f"streamed, updates on the {where}", taken["played"], "the ideal schedule", ideal))
+        played.close()
+        unplayed.close()
+    print(document(results))
+    for each in results:
+        print(f"{each.name}: {each.details['over_reference']:.3f} of {each.reference}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The update of a step without gradients, from what the step has measured, wherever the weights rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from offload.engine.gradients.updates import Work
+from offload.engine.methods.pending import Pending
+from offload.engine.methods.result import Measured
+from offload.engine.state import EngineState
+from offload.layout.regions import Region
+from offload.optim.mezo import MeZO
+from offload.optim.rule import parameter_key
+from offload.optim.update import Estimate, descend_tile
+from offload.tiers.store import Tile
+
+_BLOCKS = "(blocks)"
+"""In the place of a parameter's name, for the key of what chooses blocks."""
+
+
+class Descent:
+    """Knows which parameters take part in a step, and moves them against its slopes."""
+
+    def __init__(self, state: EngineState, rule: MeZO, pending: Pending) -> None:
+        self._state, self.rule, self._pending = state, rule, pending
+        blocks = [unit for unit in state.units if unit.is_block]
+        numbers = {unit.name: number for number, unit in enumerate(blocks)}
+        self._num_blocks = len(blocks)
+        # Weights that are tied over blocks go with the first one, those that something else uses are always in.
+        self._block_of = {
+            region.index: min(numbers[name] for name in region.units)
+            for region in state.regions
+            if all(name in numbers for name in region.units)
+        }
+
+    def touched(self, step: int, seed: int) -> dict[int, Sequence[bool]]:
+        """Return which parameters take part in a step, by the index of their region: of each region with some."""
+        state = self._state
+        active = self.rule.active_blocks(self._num_blocks, parameter_key(_BLOCKS, seed), step)
+        found: dict[int, Sequence[bool]] = {}
+        for region in state.regions:
+            block = self._block_of.get(region.index)
+            if region.trainable and (block is None or block in active):
+                its = [index not in state.snapshot.frozen for index in region.parameters]
+                if any(its):
+                    found[region.index] = its
+        return found
+
+    def update(
+        self,
+        measured: Measured,
+        thresholds: Mapping[int, float],
+        rank: Callable[[Region], float],
+        go_on: Callable[[], None],
+    ) -> None:
+        """Submit the updates of a step in the order of `rank`, or put them off until their weights come up.
+        `thresholds`: of parameters, by their indices, of which weights were left out.
+        """
+        assert measured.lr is not None
+        estimate = Estimate(measured.step, measured.seed, measured.slopes, measured.lr)
+        touched = self.touched(measured.step, measured.seed)
+        regions = sorted((self._state.regions[index] for index in touched), key=rank)
+        works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
+        self._pending.flush()  # of units that no pass has come to
+        self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
+        self._state.updates.descend(works, go_on)
+
+    def _work(
+        self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: Estimate
+    ) -> Work:
+        state, engine = self._state.store[region], self._state
+
+        def work(tile: Tile, planes: Mapping[str, torch.Tensor], _gradients: torch.Tensor) -> int | torch.Tensor:
+            states = {name: flat for name, flat in planes.items() if name != "gradients"}
+            num_wrong = descend_tile(state, tile, states, touched, thresholds, engine.rules, engine.infos, estimate)
+            if tile is state.tiles[-1]:
+                state.count(touched)
+            return num_wrong
+
+        return work
+
+    def replay(self, measured: Measured) -> None:
+        """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
+        state, thresholds = self._state, dict[int, float]()
+        self._pending.flush()
+        if self.rule.magnitude_quantile < 1.0:
+            state.lanes.drain_updates()
+            for index, its in self.touched(measured.step, measured.seed).items():
+                for parameter, takes_part in zip(state.regions[index].parameters, its, strict=True):
+                    if takes_part:
+                        used = state.store.read_range(parameter, 0, state.infos[parameter].numel, travelling=True)
+                        thresholds[parameter] = self.rule.threshold(used)
+        self.update(measured, thresholds, lambda region: region.index, partial(self._end_step, measured.step))
+
+    def _end_step(self, number: int) -> None:
+        self._state.runner.step_number = number

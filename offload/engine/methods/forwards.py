@@ -1,0 +1,105 @@
+"""Training without a backward: two forwards along each random direction, and the update from how the losses differ."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+
+import torch
+
+from offload.engine.loss.batch_agreement import PassPlan
+from offload.engine.methods.descent import Descent
+from offload.engine.methods.method import Method, Parts
+from offload.engine.methods.pending import Pending
+from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.result import Measured, StepResult
+from offload.engine.methods.side_by_side import SideBySide
+from offload.engine.state import EngineState
+from offload.errors import ConfigError, NonFiniteError
+from offload.optim.mezo import MeZO
+from offload.planning.settings import Settings
+from offload.telemetry.counters import Counters
+
+
+class Forwards(Method):
+    """MeZO, its passes side by side. Each rank computes its rows, and a step exchanges their losses alone."""
+
+    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
+        super().__init__(state, counters, settings)
+        assert isinstance(settings.optimizer, MeZO)
+        self._rule, self._seed, self._skips = settings.optimizer, settings.seed, settings.skips
+        self._pending = Pending(state, self.lr)
+        self.descent = Descent(state, self._rule, self._pending)
+        self._perturbed = Perturbed(state, self._rule, settings.seed)
+        self._side_by_side = SideBySide(state, self._pending, self._perturbed)
+
+    def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
+        state = self._state
+        state.lanes.timeline.begin_step()
+        self._counters.begin_step()
+        state.runner.begin_step()
+        number = state.runner.step_number
+        state.updates.begin_step(self.lr, True, number)
+        state.executor.begin(known.kind)
+        self._perturbed.begin(number + 1, self.descent.touched(number + 1, self._seed))
+        losses = self._measure(parts)
+        slopes = self._rule.slopes(losses)
+        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses))
+        skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
+        if skipped and not self._skips:
+            raise NonFiniteError(
+                f"the losses of step {number + 1} on both sides of the weights are {_shown(losses)}. Lower "
+                "--optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip goes "
+                "on without such steps."
+            )
+        self.expected = known.kind, False
+        rank = self._order()
+        if skipped:
+            self._go_on(is_batch=True)
+        else:
+            self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._go_on(is_batch=True))
+        mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
+        return self._finish(
+            StepResult(
+                torch.tensor(mean, dtype=torch.float32, device="cpu"),
+                math.sqrt(sum(slope * slope for slope in slopes) / len(slopes)),
+                tokens,
+                skipped=skipped,
+                measured=None if skipped else measured,
+            )
+        )
+
+    def forget(self) -> None:
+        self._pending.forget()
+
+    def replay(self, measured: Measured) -> None:
+        """Make a step again, from what it measured. Collective."""
+        if len(measured.slopes) != self._rule.num_directions:
+            raise ConfigError(
+                f"the record of step {measured.step} has {len(measured.slopes)} slopes, and "
+                f"optimizer.num_perturbations is {self._rule.num_directions}: give MeZO the settings of that run."
+            )
+        self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
+
+    def free(self) -> None:
+        self._perturbed.free()
+
+    def _measure(self, parts: Parts) -> list[tuple[float, float]]:
+        """Return the losses of all ranks on both sides of the weights, along each direction."""
+        device = self._state.device
+
+        def loss() -> torch.Tensor:
+            total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
+            with closing(parts()) as part_losses:
+                for part_loss in part_losses:
+                    total += part_loss.to(torch.float32)
+            return total
+
+        found = self._side_by_side.run(loss, 2 * self._rule.num_directions)
+        self._pending.check()
+        values = self.sum(*device.bring_down(torch.stack(found))().tolist())
+        return list(zip(values[::2], values[1::2], strict=True))
+
+
+def _shown(losses: list[tuple[float, float]]) -> str:
+    return ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)

@@ -1,0 +1,81 @@
+"""What a method of training is to the rest: a step from the parts of a loss to the update."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Hashable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from offload.engine.loss.batch_agreement import PassPlan
+from offload.engine.methods.result import StepResult
+from offload.engine.state import EngineState
+from offload.layout.regions import Region
+from offload.planning.settings import Settings
+from offload.telemetry.counters import Counters
+from offload.telemetry.timeline import Span
+
+Parts = Callable[[], Generator[torch.Tensor, None, None]]
+"""Runs the model over a batch once, and yields its loss in parts, those of all ranks adding up."""
+
+
+class Method(ABC):
+    """Makes steps of one engine, over its units, passes and updates. `lr`: of the next update. `expected`: the kind of
+    the next step, and whether its weights may come up while this one goes on. `spans`: what every lane did in the last
+    step.
+    """
+
+    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
+        self._state, self._counters = state, counters
+        self.lr = settings.optimizer.lr
+        self.expected: tuple[Hashable, bool] = (None, False)
+        self.spans: list[Span] = []
+
+    @abstractmethod
+    def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
+        """Train on a batch: make passes over `parts`, and update. `tokens`: its targets."""
+
+    def forget(self) -> None:  # noqa: B027 (most have nothing)
+        """All states are about to be written anew."""
+
+    def free(self) -> None:  # noqa: B027 (most have none)
+        """The engine closes: let go of the device's memory."""
+
+    def sum(self, *losses: float) -> list[float]:
+        """Return the sums of what each rank has of losses, on all of them."""
+        comm = self._state.comm
+        return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
+
+    def _order(self) -> Callable[[Region], float]:
+        """Return when the next step will need each region, by the pass that is ending."""
+        state = self._state
+        first = state.executor.first_uses()
+
+        def rank(region: Region) -> float:
+            if state.slots.is_resident(region):
+                return -1  # the step begins with it
+            return min(first.get(state.slots.cargo_of(unit.regions), math.inf) for unit in state.users[region.index])
+
+        return rank
+
+    def _go_on(self, is_batch: bool) -> None:
+        """It is known how all is updated: begin to bring up the weights of the next step. `is_batch`: of which the
+        engine knows all.
+        """
+        state = self._state
+        peak_bytes = state.runner.end_step()
+        state.executor.end()
+        if is_batch:  # own loops hold as many graphs at once as they like: nothing is ever left over
+            state.spare_memory.end_step(peak_bytes)
+        state.executor.expect(*self.expected)
+
+    def _finish(self, result: StepResult) -> StepResult:
+        """The step is made: return its result with what the lanes did."""
+        state = self._state
+        with suppress(Exception):  # what fails there fails the next pass: this step is made
+            state.slots.settle()  # a script may read what stays before that, which would wait for it as well
+        seconds, lanes, self.spans = state.lanes.end_step()
+        return replace(result, seconds=seconds, lanes=lanes)

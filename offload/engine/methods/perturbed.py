@@ -1,0 +1,123 @@
+"""Weights on both sides of where they are, on the device: what the passes of a step without gradients compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import nn
+
+from offload.engine.state import EngineState
+from offload.engine.units.unit import Unit
+from offload.native import directions
+from offload.native.directions import Stretch
+from offload.optim.mezo import MeZO
+from offload.optim.rule import parameter_key
+from offload.planning.memory import PERTURBED
+
+_SIDES = 2
+
+
+class Perturbed:
+    """Makes the weights of a unit from those that came up, along a direction of the step: for the unit that computes in
+    memory that all units share, and once a step for units that stay on the device. Pass number 2 k computes with w +
+    eps z of direction k, the next one with w - eps z. Nothing of that is stored beyond the step.
+
+    `thresholds`: of the step's parameters, by their indices, the magnitude above which weights take no part, where some
+    take none.
+    """
+
+    def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
+        self._state, self._rule, self._seed = state, rule, seed
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[tuple[int, int], Mapping[int, nn.Parameter]] = {}
+        self._laid_out: Hashable = None
+        self._taking: frozenset[int] = frozenset()
+        self._step = 0
+        self._made: tuple[int, int] | None = None  # unit and direction that the shared memory has
+        self.thresholds: dict[int, float] = {}
+        self._key = cache(lambda index: parameter_key(state.infos[index].name, seed))
+
+    def begin(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
+        """Begin the passes of a step, in which these parameters take part, by their regions; compute has come after the
+        fetch of what stays.
+        """
+        self._step, self._made, self.thresholds = step, None, {}
+        self._taking = frozenset(
+            parameter
+            for index, its in touched.items()
+            for parameter, takes_part in zip(self._state.regions[index].parameters, its, strict=True)
+            if takes_part
+        )
+        self._lay_out()
+        for unit in self._state.units:
+            for direction in range(self._rule.num_directions if unit.resident else 0):
+                self._fill(unit, direction, _SIDES * direction)
+
+    def enter(self, unit: Unit, number: int) -> None:
+        """Hang the weights of a unit, which are on the device, as pass `number` is to see them, in its module."""
+        direction, side = divmod(number, _SIDES)
+        if self._made != (unit.number, direction) and not unit.resident:
+            self._fill(unit, direction, 0)
+            self._made = unit.number, direction
+        unit.install(self._live(unit, number if unit.resident else side))
+
+    def _live(self, unit: Unit, place: int) -> dict[int, nn.Parameter]:
+        moved = self._views.get((unit.number, place), {})
+        return {index: moved[index] if index in self._taking else parameter for index, parameter in unit.live().items()}
+
+    def _fill(self, unit: Unit, direction: int, place: int) -> None:
+        """Make both sides of a unit's weights, in the places `place` and the next one."""
+        plus, minus = (self._views.get((unit.number, place + side), {}) for side in range(_SIDES))
+        for region, flat in self._state.slots.place(unit.regions).items():
+            for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+                if index in self._taking:
+                    weights = flat[offset : offset + size]
+                    if self._rule.magnitude_quantile < 1.0 and index not in self.thresholds:
+                        self.thresholds[index] = self._rule.threshold(weights)
+                    of = Stretch(self._key(index), self._step)
+                    if index in self.thresholds:
+                        of = of._replace(threshold=self.thresholds[index])
+                    both = plus[index].detach().view(-1), minus[index].detach().view(-1)
+                    directions.perturb(weights, *both, self._rule.eps, of, direction=direction)
+
+    # -- where they lie --------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Take memory for the units as they are now: one that was read from outside may stay since the last step."""
+        units = [unit for unit in self._state.units if any(region.trainable for region in unit.regions)]
+        sizes = {unit: sum(region.weight_bytes for region in unit.regions if region.trainable) for unit in units}
+        shared = max((size for unit, size in sizes.items() if not unit.resident), default=0)
+        begins, end = {}, _SIDES * shared
+        for unit in units:
+            num_places = _SIDES * (self._rule.num_directions if unit.resident else 1)
+            begin, step = (end, sizes[unit]) if unit.resident else (0, shared)
+            for place in range(num_places):
+                begins[unit, place] = begin + place * step
+            end += num_places * step if unit.resident else 0
+        laid_out = frozenset(begins.items())
+        if laid_out == self._laid_out:
+            return
+        self.free()
+        self._memory = self._state.slots.beside = self._state.device.allocate(PERTURBED, end)
+        self._laid_out = laid_out
+        for (unit, place), begin in begins.items():
+            self._views[unit.number, place] = dict(self._parameters(unit, begin))
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self._state.device.ledger.drop(PERTURBED)
+        self._views, self._laid_out = {}, None
+        self._memory = self._state.slots.beside = torch.empty(0, dtype=torch.uint8)
+
+    def _parameters(self, unit: Unit, begin: int) -> dict[int, nn.Parameter]:
+        """Return Parameters, by index, over a copy of what of a unit is trained."""
+        made = {}
+        for region in unit.regions:
+            if region.trainable:
+                flat = self._memory[begin : begin + region.weight_bytes].view(region.plane("weights").dtype)
+                begin += region.weight_bytes
+                for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+                    made[index] = nn.Parameter(flat[offset : offset + size].view(self._state.infos[index].shape))
+        return made

@@ -1,0 +1,74 @@
+"""What a step gives, and what of it makes its update again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.errors import ConfigError
+from offload.telemetry.timeline import LaneTime
+
+
+class Measured(NamedTuple):
+    """What a step by forward passes alone has measured. With the weights from before it, the step follows from that:
+    `engine.replay` takes these.
+    """
+
+    step: int
+    """Its number, counted from 1."""
+    seed: int
+    """Of its directions."""
+    slopes: tuple[float, ...]
+    """How steep the loss is along each of them: MeZO's projected gradients."""
+    lr: float | None = None
+    """Its learning rate; None for the engine's."""
+    losses: tuple[tuple[float, float], ...] = ()
+    """On both sides of the weights, along each direction. A replay does not ask for them."""
+
+    @classmethod
+    def of(cls, record: Any) -> Measured:
+        """Return what a record says: one of these, the first three or more of its fields, or a line of a run's
+        metrics.jsonl. Raises ConfigError.
+        """
+        try:
+            if isinstance(record, Mapping):
+                record = record["step"], record["seed"], record["projected_grad"], record.get("lr")
+            step, seed, slopes, lr = (*record, None)[:4]
+            slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
+            return cls(int(step), int(seed), slopes, None if lr is None else float(lr))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a record is {record!r}; a step is replayed from (step, seed, slopes), from what engine.step returned "
+                "as `measured`, or from a line of metrics.jsonl."
+            ) from error
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives."""
+
+    loss: torch.Tensor
+    """0-dim fp32 CPU tensor; NaN in an own loop whose losses `engine.backward` was not given."""
+    grad_norm: float
+    """The norm of the gradients before clipping; without gradients the root mean square of the slopes that were
+    measured.
+    """
+    tokens: int | None
+    """The targets: labels that are not ignored, of a causal model after the shift, or all numbers of a regression.
+    Without labels the rows of the batch; with a loss_fn and nothing but tensors [rows, ...] the elements of the first.
+    None in own loops."""
+    skipped: bool
+    """Whether the update was skipped for a gradient that is not finite."""
+    corrected: int = 0
+    """How many regions speculative clipping had updated with another coefficient than the true one."""
+    coarse: bool = False
+    """One of them was too far off for the correction to be as exact as docs/design.md says."""
+    seconds: float = 0.0
+    """Of the step on this thread."""
+    lanes: Mapping[str, LaneTime] = field(default_factory=dict)
+    """How long each lane was busy in it, and how long compute waited for it."""
+    measured: Measured | None = None
+    """Of a step without gradients: what it measured, from which its update follows. None where it was skipped."""

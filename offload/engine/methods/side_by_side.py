@@ -1,0 +1,171 @@
+"""Forward passes side by side: unit by unit, so that a unit's weights come up once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.engine.methods.pending import Pending
+from offload.engine.methods.perturbed import Perturbed
+from offload.engine.state import EngineState
+from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.call import Surroundings
+from offload.engine.units.drawn import Drawn
+from offload.engine.units.unit import Unit
+from offload.lanes.lockstep import Lockstep
+
+_Attributes = dict[tuple[nn.Module, str], Any]
+
+
+class SideBySide:
+    """Runs a function that calls the model several times at once: each pass goes on to the end of its next unit, then
+    the other passes do (ZO2, arXiv:2503.12668, figure 4, on modules as they are). All of them draw the same random
+    numbers, and none sees what another's code has noted in modules above the units.
+    """
+
+    def __init__(self, state: EngineState, pending: Pending, perturbed: Perturbed) -> None:
+        self._state, self._pending, self._perturbed = state, pending, perturbed
+        self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
+        self._residents = [unit for unit in state.units if unit.resident]
+        self._above: list[nn.Module] = []
+        self._kept: dict[int, _Standing] = {}
+        self._begin: _Standing | None = None
+        self._open: Unit | None = None  # whose weights are up
+        self._have_run: set[int] = set()
+        self._num_passes = 0
+
+    def run(self, function: Callable[[], torch.Tensor], num_passes: int) -> list[torch.Tensor]:
+        """Return what each pass has returned, in order."""
+        state = self._state
+        self._residents = [unit for unit in state.units if unit.resident]
+        inside = {module for unit in state.units if not unit.resident for module in unit.modules}
+        self._above = [module for module in state.model.modules() if module not in inside]
+        self._num_passes, self._open, self._kept = num_passes, None, {}
+        self._begin = _Standing(state, self._above)
+        passes = [self._pass(function) for _ in range(num_passes)]
+        with state.router.diverted(self._call), self._residents_moved():
+            try:
+                results = self._lockstep.run(passes)
+            finally:
+                self._kept, self._begin = {}, None
+            self._leave()
+        return results
+
+    def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Return the function as it runs in a thread of its own: with what torch keeps for each as it is in this."""
+        state = self._state
+        surroundings, enter = Surroundings(state.device.torch_device.type), state.device.entered()
+
+        def run() -> torch.Tensor:
+            with enter(), torch.no_grad():
+                return surroundings.run(function, state.undo)
+
+        return run
+
+    @contextmanager
+    def _residents_moved(self) -> Iterator[None]:
+        """Within, units that stay on the device have the weights of the pass whose turn it is."""
+
+        def restore() -> None:
+            for unit in self._residents:
+                unit.install(unit.live())
+
+        with self._state.undo.afterwards(restore):
+            self._move_residents(0)
+            yield
+
+    def _move_residents(self, number: int) -> None:
+        for unit in self._residents:
+            self._perturbed.enter(unit, number)
+
+    # -- a unit's call ---------------------------------------------------------------------------------------
+
+    def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit's forward for the pass whose turn it is, as the module would."""
+        runner, device = self._state.runner, self._state.device
+        arguments = Arguments(without_caches(args, kwargs))
+        runner.count(unit, arguments)
+        rows, results = runner.rows_of(unit), []
+        # Ranks start from the same seed, and must not draw the same.
+        ambient = device.random_state() if len(rows) > 1 or runner.has_peers else None
+        self._enter(unit)
+        self._perturbed.enter(unit, self._lockstep.current)
+        try:
+            for number, span in enumerate(rows):
+                if ambient is not None:
+                    runner.seed(unit, number)
+                inputs = unit.traits.cut_inputs(arguments.tensors, span)
+                result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
+                result.tensors = [runner.own(t) for t in result.tensors]
+                results.append(result)
+        finally:
+            unit.install(unit.resting)
+            if ambient is not None:
+                device.set_random_state(ambient)
+        filled = results[0].fill(unit.traits.join_outputs(results))
+        if len(self._have_run) == self._num_passes:
+            self._leave()
+        self._lockstep.turn()
+        return deliver(filled, args, kwargs)
+
+    def _enter(self, unit: Unit) -> None:
+        """Bring a unit's weights up, unless another pass has and this one has not yet run over them."""
+        number = self._lockstep.current
+        if self._open is not unit or number in self._have_run:  # a pass may go another way than the others
+            self._leave()
+            self._state.runner.enter(unit)
+            self._pending.make(unit)
+            self._open, self._have_run = unit, set()
+        self._have_run.add(number)
+
+    def _leave(self) -> None:
+        if self._open is not None:
+            self._state.runner.leave()
+            self._open = None
+
+    def _switched(self, leaves: int, comes: int) -> None:
+        """Another pass has its turn: all is as it was when it had it last."""
+        assert self._begin is not None
+        self._kept[leaves] = _Standing(self._state, self._above)
+        self._kept.get(comes, self._begin).put_back(self._begin.attributes)
+        self._move_residents(comes)
+
+
+class _Standing:
+    """What a pass has of its own between two of its turns: generators, micro-batches, and tensors that its code has
+    noted in modules. (Hooks that it has registered are everybody's, and so are notes of that.)
+    """
+
+    def __init__(self, state: EngineState, modules: list[nn.Module]) -> None:
+        self._state = state
+        self._random, self._drawn = state.device.random_state(), Drawn.so_far()
+        self._ours, self._batch = state.is_ours, state.runner.standing
+        self.attributes: _Attributes = {
+            (module, key): value
+            for module in modules
+            for key, value in vars(module).items()
+            if key == "forward" or (key[:1] != "_" and _has_tensors(value))
+        }
+
+    def put_back(self, begin: _Attributes) -> None:
+        """All is as it was. `begin`: the attributes with which all passes began."""
+        state = self._state
+        state.device.set_random_state(self._random)
+        self._drawn.put_back()
+        state.is_ours, state.runner.standing = self._ours, self._batch
+        for module, key in self.attributes.keys() | begin.keys():
+            if (module, key) in self.attributes:
+                vars(module)[key] = self.attributes[module, key]
+            else:
+                vars(module).pop(key, None)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, tuple | list | dict) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

@@ -1,0 +1,165 @@
+"""Random directions over the weights of a parameter, made where they are used and never stored (SPSA; MeZO,
+arXiv:2305.17333, algorithm 1): to perturb weights by one, and to take a step against several.
+
+z of an element is a function of (key, step, which direction, element) and of nothing else, with the same bits in C++
+(`csrc/direction_kernel.inl`) and, here, in torch on any device: no result depends on fused operations. What z is, and
+what it is drawn from: docs/design.md, "Randomness".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from offload.errors import ConfigError
+from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, flat, on_cpu, tensor
+from offload.native.core import core as _core
+from offload.native.kernels import _execution
+
+if TYPE_CHECKING:
+    import torch
+
+PURPOSE = 1
+"""Of what is drawn for the first direction of a step; the next one adds 65536."""
+_NEXT = 1 << 16
+_SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 as every number here is by torch
+_PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: in the cache, and of few launches
+
+
+class Stretch(NamedTuple):
+    """Which directions are meant, and over which weights of a parameter."""
+
+    key: int
+    """64 bits that stand for the parameter and the run's seed."""
+    step: int
+    """The step, 32 bits."""
+    element: int = 0
+    """The place of the first weight in its flat parameter, a multiple of 64."""
+    threshold: float = math.inf
+    """Where the magnitude of a weight, as the device uses it, is larger, z is 0."""
+
+    def check(self) -> None:
+        """Raise ConfigError where something of it cannot be."""
+        if not (0 <= self.key < 2**64 and 0 <= self.step < 2**32 and self.element >= 0 and self.element % 64 == 0):
+            raise ConfigError(
+                f"key is {self.key}, step {self.step} and element {self.element}; they must be of 64 and of 32 bits, "
+                "and a multiple of 64."
+            )
+
+
+def perturb(
+    weights: Any,
+    plus: Any,
+    minus: Any,
+    eps: float,
+    of: Stretch,
+    *,
+    direction: int = 0,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Fill plus and minus with weights + eps z and weights - eps z: float32 [n], or bfloat16 [n], rounded to nearest,
+    all three alike. `direction`: which of the step.
+    """
+    of.check()
+    how = of.key, of.step, PURPOSE + _NEXT * direction, of.element, of.threshold
+    if _core is None or not on_cpu(weights):
+        first = tensor("weights", weights, FP32_OR_BF16)
+        both = [tensor(name, each, FP32_OR_BF16, first) for name, each in (("plus", plus), ("minus", minus))]
+        for piece in _pieces(first):
+            moved = _direction(first[piece], of, direction, piece).mul_(eps)
+            both[0][piece] = first[piece].float() + moved
+            both[1][piece] = first[piece].float() - moved
+        return
+    address, n, is_bf16 = flat("weights", weights, FP32_OR_BF16)
+    kinds = BF16 if is_bf16 else FP32
+    addresses = flat("plus", plus, kinds, n)[0], flat("minus", minus, kinds, n)[0]
+    _core.perturb(address, *addresses, is_bf16, n, *how, eps, *_execution(threads, isa))
+
+
+def descend(
+    master: Any,
+    coefficients: Sequence[float],
+    of: Stretch,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> int | torch.Tensor:
+    """Take a step against directions: weight -= lr (the sum of coefficient * z + weight_decay * weight), in fp32, each
+    operation rounded by itself, the directions in their order. Return how many weights are no longer finite: of an
+    accelerator as a 0-dim int64 tensor there.
+
+    master: float32 [n], or the halves (hi: bfloat16 [n], lo: int16 [n]), of which `of.threshold` is compared with hi.
+    """
+    of.check()
+    if not coefficients:
+        raise ConfigError("coefficients are none; there is one for each direction of the step, at least one.")
+    whole, lo = master if isinstance(master, tuple) else (master, None)
+    name, kinds = ("master", FP32) if lo is None else ("hi", BF16)
+    if _core is None or not on_cpu(whole):
+        first = tensor(name, whole, kinds)
+        low = None if lo is None else tensor("lo", lo, BITS16, first)
+        count = _descend(first, low, coefficients, of, lr, weight_decay)
+        return int(count) if on_cpu(whole) else count
+    address, n, _ = flat(name, whole, kinds)
+    low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
+    where = of.key, of.step, PURPOSE, of.element, of.threshold
+    return _core.descend(
+        address, low_address, n, *where, list(coefficients), lr, weight_decay, *_execution(threads, isa)
+    )
+
+
+def normal(words: torch.Tensor) -> torch.Tensor:
+    """Return a number of mean 0 and variance 1 for each word of int32 [n]: float32 [n]."""
+    upper = words.bitwise_right_shift(8).bitwise_and_(0xFFFFFF)
+    ones = upper.bitwise_and(0x555555).add_(upper.bitwise_right_shift(1).bitwise_and_(0x555555))
+    ones = ones.bitwise_and(0x333333).add_(ones.bitwise_right_shift(2).bitwise_and_(0x333333))
+    ones = ones.bitwise_and(0x0F0F0F).add_(ones.bitwise_right_shift(4).bitwise_and_(0x0F0F0F))
+    ones = ones.bitwise_and(0xFF).add_(ones.bitwise_right_shift(8).bitwise_and_(0xFF)).add_(ones >> 16)
+    whole = ones.mul_(512).add_(words.bitwise_and(0xFF).mul_(2)).sub_(6399)
+    return whole.float().mul_(_SCALE)
+
+
+def _descend(
+    first: torch.Tensor,
+    low: torch.Tensor | None,
+    coefficients: Sequence[float],
+    of: Stretch,
+    lr: float,
+    weight_decay: float,
+) -> torch.Tensor:
+    import torch
+
+    from offload.native import torch_fallback
+
+    num_nonfinite = torch.zeros((), dtype=torch.int64, device=first.device)
+    for piece in _pieces(first):
+        weights = first[piece] if low is None else torch_fallback.join(first[piece], low[piece])
+        slope: torch.Tensor | None = None
+        for which, coefficient in enumerate(coefficients):
+            term = _direction(first[piece], of, which, piece).mul_(coefficient)
+            slope = term if slope is None else slope.add_(term)
+        assert slope is not None
+        slope.add_(weights * weight_decay)
+        weights.sub_(slope.mul_(lr))
+        num_nonfinite += weights.isfinite().logical_not_().sum()
+        if low is not None:
+            torch_fallback.split(weights, first[piece], low[piece])
+    return num_nonfinite
+
+
+def _direction(used: torch.Tensor, of: Stretch, direction: int, piece: slice) -> torch.Tensor:
+    """Return z over a piece of the weights, as the device uses them."""
+    from offload.native import philox
+
+    purpose = PURPOSE + _NEXT * direction
+    z = normal(philox.words(used.numel(), of.key, of.step, purpose, of.element + piece.start, used.device))
+    return z if of.threshold == math.inf else z.masked_fill_((used.abs() <= of.threshold).logical_not_(), 0.0)
+
+
+def _pieces(flat: torch.Tensor) -> list[slice]:
+    step = _PIECE if flat.is_cpu else _PIECE_OF_DEVICE
+    return [slice(begin, min(begin + step, flat.numel())) for begin in range(0, flat.numel(), step)]

@@ -1,0 +1,100 @@
+"""Training by forward passes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.native import directions, kernels
+from offload.native.directions import Stretch
+from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
+
+_BLOCKS = 2
+"""The purpose for which the words are drawn that choose the blocks of a step."""
+
+
+@dataclass(frozen=True)
+class MeZO(UpdateRule):
+    """Zeroth-order descent (Malladi et al., arXiv:2305.17333, algorithm 1; streamed as by ZO2, arXiv:2503.12668): along
+    a random direction z the loss is measured at `eps` on either side of the weights, and these move by
+
+        -lr ((loss(w + eps z) - loss(w - eps z)) / (2 eps) z + weight_decay w)
+
+    with the mean over `num_perturbations` directions in place of the first term (n-SPSA, equation 2). There are no
+    gradients, no moments and no saved inputs; the loss needs no gradient either. `groups` and `decay_1d` as
+    `UpdateRule` says, but for `rule`: the loss is measured for all parameters at once.
+
+    `layer_fraction`: the share of a model's blocks that a step perturbs and updates, at least one of them, chosen anew
+    in each (LeZO, arXiv:2410.09823); what is in no block always takes part. `magnitude_quantile`: of each parameter the
+    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751, equation 3).
+    """
+
+    lr: float = 1e-6
+    eps: float = 1e-3
+    num_perturbations: int = 1
+    weight_decay: float = 0.0
+    layer_fraction: float = 1.0
+    magnitude_quantile: float = 1.0
+    decay_1d: bool = False
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("eps", self.eps)
+        if not self.eps:
+            raise ConfigError("optimizer.eps is 0, at which a loss has no slope; set --optimizer.eps to 1e-3, say.")
+        count = self.num_perturbations
+        if type(count) is not int or not 1 <= count < 1 << 15:
+            raise ConfigError(f"optimizer.num_perturbations is {count!r}; it must be a whole number, at least 1.")
+        for key in ("layer_fraction", "magnitude_quantile"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+                raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number above 0, at most 1 (for all).")
+        if any("rule" in values for _, values in self.groups):
+            raise ConfigError(
+                "optimizer.groups gives some parameters another rule, and MeZO measures one loss for all of them "
+                "without a gradient: leave `rule` out, freeze those parameters, or set another --optimizer.name."
+            )
+
+    @property
+    def num_directions(self) -> int:
+        return self.num_perturbations
+
+    @property
+    def by_parameter(self) -> bool:
+        return True
+
+    def threshold(self, weights: torch.Tensor) -> float:
+        """Return the magnitude up to which the weights of a parameter take part, as the device uses them: fp32 or bf16
+        [n]; infinity for all.
+        """
+        if self.magnitude_quantile == 1.0:
+            return math.inf
+        rank = max(1, math.ceil(self.magnitude_quantile * weights.numel()))
+        return float(weights.abs().float().kthvalue(rank).values)
+
+    def slopes(self, losses: Sequence[tuple[float, float]]) -> list[float]:
+        """Return how steep the loss is along each direction, from what it is on both sides (SPSA, Spall 1992)."""
+        return [(plus - minus) / (2.0 * self.eps) for plus, minus in losses]
+
+    def active_blocks(self, num_blocks: int, key: int, step: int) -> frozenset[int]:
+        """Return the blocks that take part in a step: those whose random words are least."""
+        count = max(1, round(self.layer_fraction * num_blocks))
+        if count >= num_blocks:
+            return frozenset(range(num_blocks))
+        words = torch.empty(num_blocks, dtype=torch.int32, device="cpu")
+        kernels.draw(words, key=key, step=step, purpose=_BLOCKS)
+        return frozenset(words.argsort(stable=True)[:count].tolist())
+
+    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+        """Take a step along the directions that `by` names; `gradients` are the slopes that were measured, on the CPU,
+        fp64 [num_perturbations].
+        """
+        coefficients = (gradients / len(gradients)).tolist()
+        of = Stretch(by.key, by.step, by.element, by.threshold)
+        return directions.descend(master(states), coefficients, of, lr=by.lr, weight_decay=by.weight_decay)

@@ -1,0 +1,62 @@
+"""`python -m offload.replay`: the weights that a run without gradients ended with, from its start and its log."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from offload.config.command_line import parse_options, run_command, say
+from offload.errors import ConfigError
+
+DESCRIPTION = (
+    "Make the steps of a run with --optimizer.name mezo again, bit for bit, without its data and without a pass: from "
+    "the weights that it began with and the numbers in its metrics.jsonl. The result is a Hugging Face folder. "
+    "Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments, 3 does not fit."
+)
+
+
+@dataclasses.dataclass
+class Options:
+    base: Annotated[
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="BASE_FOLDER", help="the model that the run began with, or one of the run's checkpoints"),
+    ]
+    run: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="the run folder, with config.yaml, metrics.jsonl")
+    ]
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help="a new or empty folder; RUN/replayed unless set")] = ""
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        tyro.conf.arg(
+            metavar="{auto,bf16,fp32}",
+            help="of the weights: auto is what the model was trained in, fp32 are the master weights",
+        ),
+    ] = "auto"
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+
+
+def main(words: list[str]) -> int:
+    options = parse_options(Options, words, prog="python -m offload.replay", description=DESCRIPTION)
+    base, run = Path(options.base).expanduser(), Path(options.run).expanduser()
+    out = Path(options.out).expanduser() if options.out else run / "replayed"
+    for folder, needs in ((base, ()), (run, ("config.yaml", "metrics.jsonl"))):
+        missing = [name for name in needs if not (folder / name).is_file()] if folder.is_dir() else ["the folder"]
+        if missing:
+            raise ConfigError(
+                f"{folder} lacks {missing[0]}; give the folder that a run began with, and that of the run."
+            )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; set --out to a new or empty folder.")
+    from offload.training.replay import replay_run  # imports torch
+
+    num_steps = replay_run(base, run, out, options.dtype, say)
+    print(f"{out}: the weights after {num_steps} steps of {run}.")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

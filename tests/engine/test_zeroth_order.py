@@ -1,0 +1,445 @@
+"""Training without a backward, against MeZO in plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import AdamW, Engine, MeZO, Placement, Settings
+from offload.errors import ConfigError, NonFiniteError
+from offload.planning import disk
+from tests.engine.compare import assert_same, weights
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, tokens
+from tests.engine.ranks import run
+from tests.engine.ranks_child import CASES, trained
+from tests.engine.zeroth_order import PlainMeZO
+
+RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
+
+
+def train_both(
+    model: nn.Module, rule: MeZO = RULE, *, num_steps: int = 3, precision: str = "fp32", **settings: Any
+) -> Engine:
+    """Train with both; losses and weights have the same bits after every step."""
+    plain = PlainMeZO(model, rule, precision)
+    engine = Engine(model, rule, precision=precision, head_chunk_bytes=None, **settings)
+    for number, batch in enumerate(batches(num_steps)):
+        torch.manual_seed(number)
+        wanted = plain.step(batch)
+        torch.manual_seed(number)
+        result = engine.step(batch)
+        assert result.measured is not None
+        assert list(result.measured.losses) == wanted, f"step {number}"
+        assert_same(weights(engine), plain.masters, when=f"after step {number}")
+    return engine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [*CAUSAL, *UNSHIFTED])
+def test_it_is_plain_mezo(make: Callable[[], nn.Module], precision: str) -> None:
+    train_both(build(make), precision=precision).close()
+
+
+def make_model(num_layers: int = 4) -> nn.Module:
+    return build(lambda: llama(num_hidden_layers=num_layers))
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"placement": Placement(parameters="cpu", optimizer="cpu")},
+    "lanes": {"debug": 3, "placement": Placement(parameters="cpu", optimizer="cpu")},
+    "stays": {"placement": Placement(parameters="device", optimizer="cpu")},
+    "prefetch": {"prefetch": 2, "debug": 4, "placement": Placement(parameters="cpu", optimizer="cpu")},
+    "tight": {"prefetch": 0, "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="128KiB")},
+    "leftover": {"debug": 5, "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="4MiB")},
+    "throttled": {"throttle": {"h2d": "200MiB", "update": "400MiB"}, "placement": Placement(parameters="cpu")},
+    "nvme": {"placement": {"parameters": "nvme", "optimizer": "nvme"}},
+    "half": {"placement": {"parameters": "cpu", "optimizer": "nvme"}},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_where_states_rest_changes_no_bit(
+    place: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
+    settings = dict(PLACES[place])
+    if isinstance(settings.get("placement"), dict):
+        settings["placement"] = Placement(**settings["placement"], nvme_dir=tmp_path)
+    train_both(make_model(), precision=precision, **settings).close()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        replace(RULE, num_perturbations=3),
+        replace(RULE, magnitude_quantile=0.3),
+        replace(RULE, magnitude_quantile=0.3, num_perturbations=2),
+    ],
+    ids=["directions", "sparse", "both"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_directions_and_quantiles(rule: MeZO, precision: str) -> None:
+    train_both(make_model(2), rule, precision=precision, **PLACES["cpu"]).close()
+
+
+def moved(engine: Engine, before: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names of the parameters that are not as they were."""
+    return {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
+
+
+def test_a_fraction_of_the_layers_takes_part() -> None:
+    """What is in no block always does; of the blocks half, others in each step, and the rest keeps every bit."""
+    rule = replace(RULE, layer_fraction=0.5, weight_decay=0.0)
+    engine, plain = Engine(make_model(), rule, **PLACES["cpu"]), PlainMeZO(make_model(), rule)
+    plain.masters = weights(engine)
+    seen = set()
+    for batch in batches(5):
+        before = weights(engine)
+        engine.step(batch)
+        names = moved(engine, before)
+        blocks = frozenset(int(name.split(".")[2]) for name in names if ".layers." in name)
+        assert len(blocks) == 2
+        assert names == {n for n in before if ".layers." not in n or int(n.split(".")[2]) in blocks}
+        plain.step(batch, taking=names.__contains__)
+        assert_same(weights(engine), plain.masters)
+        seen.add(blocks)
+    assert len(seen) > 1
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["cpu", "lanes", "stays", "prefetch", "leftover", "throttled"])
+def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, precision: str) -> None:
+    """Each weight goes up once a step, with what its update needs, and down once where it took part."""
+    rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7)
+    slots, host = (
+        Engine(make_model(), rule, precision=precision, update=update, **PLACES[place]) for update in ("auto", "cpu")
+    )
+    regions, resident = slots._state.regions, slots._state.slots.is_resident
+    down_bytes = 0
+    for number, batch in enumerate(batches(4)):
+        assert slots.step(batch).measured == host.step(batch).measured
+        if place != "cpu":
+            continue
+        touched = slots._steps.method.descent.touched(number + 1, 0)
+        assert slots.counters.d2h_bytes == down_bytes
+        assert host.counters.d2h_bytes == 0
+        up_bytes = sum(region.weight_bytes for region in regions)
+        assert host.counters.h2d_bytes == up_bytes
+        rides = down_bytes // 2 if precision == "bf16" else 0
+        assert slots.counters.h2d_bytes == up_bytes + rides
+        down_bytes = sum(4 * r.numel for r in regions if r.index in touched and not resident(r))
+    slots.evaluate(tokens(9))
+    assert_same(weights(slots), weights(host))
+    slots.close()
+    host.close()
+
+
+@pytest.mark.parametrize("look", ["evaluate", "forward", "state_dict", "checkpoint", "restore"])
+def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> None:
+    slots, host = (Engine(make_model(), RULE, update=update, **PLACES["cpu"]) for update in ("device", "cpu"))
+    for batch in batches(2):
+        slots.step(batch)
+        host.step(batch)
+    assert slots._steps.method._pending._works
+    if look == "evaluate":
+        assert slots.evaluate(tokens(9)) == host.evaluate(tokens(9))
+    elif look == "forward":
+        with torch.no_grad():
+            assert slots.model(**tokens(9)).loss == host.model(**tokens(9)).loss
+    elif look == "checkpoint":
+        slots.save_checkpoint(tmp_path / "saved")
+        slots.step(tokens(3))
+        slots.load_checkpoint(tmp_path / "saved")
+        assert_same(weights(slots), weights(host))
+    else:
+        wanted, model = weights(host), slots.model
+        if look == "restore":
+            slots.close(restore=True)
+        found = {name: value for name, value in model.state_dict().items() if name in wanted}
+        assert_same(found, wanted)
+    slots.close()
+    host.close()
+
+
+def test_the_device_needs_no_more_for_more_layers() -> None:
+    peaks = []
+    for num_layers in (4, 16):
+        engine = Engine(make_model(num_layers), RULE, **PLACES["cpu"])
+        engine.step(tokens())
+        engine.step(tokens(1))
+        peaks.append(engine.counters.peak_device_bytes)
+        engine.close()
+    assert peaks[0] == peaks[1]
+
+
+def test_there_are_no_gradients_and_no_moments() -> None:
+    engine = Engine(make_model(), RULE, **PLACES["cpu"], precision="bf16")
+    engine.step(tokens())
+    assert {name for tier, name, _ in engine.allocations if tier == "cpu"} == {"weights", "low"}
+    wanted = {"unit slot", "resident weights", "perturbed weights"}
+    assert {name.split(" (")[0] for tier, name, _ in engine.allocations if tier == "device"} == wanted
+    engine.close()
+
+
+# -- the loss ----------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
+    whole = Engine(make_model(2), RULE)
+    results = [whole.step(batch) for batch in batches(2)]
+    for settings in ({"micro_batch_size": 2}, {"head_chunk_bytes": 64 * 4 * 4 * 3}):
+        engine = Engine(make_model(2), RULE, **settings, **PLACES["cpu"])
+        for batch, wanted in zip(batches(2), results, strict=True):
+            found = engine.step(batch)
+            assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-5)
+        if "head_chunk_bytes" in settings:
+            assert engine._steps.losses.head is not None
+        engine.close()
+    whole.close()
+
+
+def test_passes_draw_the_same_numbers() -> None:
+    """Dropout masks of both sides are alike, with micro-batches too: where the weights are, so are the losses."""
+    for settings in ({}, {"micro_batch_size": 2}):
+        engine = Engine(build(gpt2), MeZO(lr=0.0, eps=1e-30), **settings)
+        result = engine.step(tokens())
+        assert result.measured is not None
+        ((plus, minus),) = result.measured.losses
+        assert plus == minus
+        engine.close()
+
+
+class Quadratic(nn.Module):
+    """A loss of which the difference of both sides is the directional derivative, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([block(x).square().sum() for block in self.blocks]).sum()
+
+
+def test_the_estimate_is_the_directional_derivative() -> None:
+    torch.manual_seed(0)
+    model, x = Quadratic(), torch.randn(4, 16)
+    plain = PlainMeZO(model, MeZO())
+    plain.num_steps = 1
+    loss = plain.model(x)
+    loss.backward()
+    wanted = sum(float((p.grad * plain.direction(name, 0)).sum()) for name, p in plain.model.named_parameters())
+    engine = Engine(model, MeZO(eps=1e-2), **PLACES["cpu"])
+    result = engine.step({"x": x})
+    assert result.measured is not None
+    assert result.measured.slopes[0] == pytest.approx(wanted, rel=1e-3)
+    assert result.grad_norm == abs(result.measured.slopes[0])
+    engine.close()
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](torch.tanh(self.blocks[0](x)))
+
+
+def accuracy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (outputs.argmax(1) == batch["labels"]).float().mean()
+
+
+def points(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 8, generator=generator)
+    return {"x": x, "labels": (x[:, 0] > x[:, 1]).long()}
+
+
+@pytest.mark.parametrize("objective", ["loss", "accuracy"])
+def test_a_small_task_is_learned(objective: str) -> None:
+    is_smooth = objective == "loss"
+    rule = MeZO(lr=0.05 if is_smooth else 0.02, eps=1e-2 if is_smooth else 0.1, num_perturbations=4 if is_smooth else 8)
+    engine = Engine(Classifier(), rule)
+
+    def loss_fn(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        if objective == "accuracy":
+            return -accuracy(outputs, batch)
+        return nn.functional.cross_entropy(outputs, batch["labels"])
+
+    before = float(engine.evaluate(points(999), accuracy))
+    for seed in range(60):
+        engine.step(points(seed), loss_fn)
+    after = float(engine.evaluate(points(999), accuracy))
+    assert before < 0.7
+    assert after >= 0.8
+    engine.close()
+
+
+# -- what ends it otherwise --------------------------------------------------------------------------------
+
+
+def test_loops_with_gradients_are_refused() -> None:
+    engine = Engine(make_model(2), RULE)
+    forward, backward = partial(engine.model, **tokens()), partial(engine.backward, torch.zeros(()))
+    for call in (forward, backward, engine.update, engine.grad_norm):
+        with pytest.raises(ConfigError, match=r"engine\.step"):
+            call()
+    with torch.no_grad():
+        engine.model(**tokens())
+    engine.step(tokens())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"delay": 1}, "train.delay 0"),
+        ({"clip": "speculative"}, "no correction"),
+        ({"optimizer": {"eps": 0.0}}, "optimizer.eps"),
+        ({"optimizer": {"layer_fraction": 0.0}}, "layer_fraction"),
+        ({"optimizer": {"magnitude_quantile": 2}}, "magnitude_quantile"),
+        ({"optimizer": {"num_perturbations": 0}}, "num_perturbations"),
+        ({"optimizer": {"groups": [("norm", {"rule": AdamW()})]}}, "another rule"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Settings(**{**settings, "optimizer": MeZO(**settings.get("optimizer", {}))})
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_loss_that_is_not_finite(on_nonfinite: str) -> None:
+    engine = Engine(Classifier(), RULE, on_nonfinite=on_nonfinite)
+    before, good = weights(engine), points(0)
+    bad = {**good, "x": good["x"] / 0}
+    if on_nonfinite == "stop":
+        with pytest.raises(NonFiniteError, match=r"losses of step 1"):
+            engine.step(bad, lambda outputs, batch: outputs.sum())
+    else:
+        result = engine.step(bad, lambda outputs, batch: outputs.sum())
+        assert result.skipped
+        assert result.measured is None
+    assert_same(weights(engine), before)
+    assert engine.step(good, lambda outputs, batch: outputs.square().sum()).measured is not None
+    engine.close()
+
+
+class Told(Exception):
+    """Raised on purpose."""
+
+
+class Breaks(nn.Module):
+    """Raises in its call number `at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(8, 8), [-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left[0] -= 1
+        if not self.left[0]:
+            raise Told
+        return self.linear(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Breaks() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
+    engine, twin = (Engine(Chain(), RULE, **PLACES["lanes"]) for _ in range(2))
+    batch = {"x": torch.randn(4, 8)}
+    for each in (engine, twin):
+        each.step(batch)
+    engine.model.blocks[1].left[0] = call
+    random = torch.get_rng_state()
+    with pytest.raises(Told):
+        engine.step(batch)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+    assert torch.equal(torch.get_rng_state(), random)
+    for _ in range(2):
+        assert engine.step(batch).measured == twin.step(batch).measured
+    assert_same(weights(engine), weights(twin))
+    engine.close()
+    twin.close()
+
+
+# -- going on, and going again -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_resumed_and_replayed(precision: str, tmp_path: Path) -> None:
+    rule = MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1)
+    settings = {**PLACES["cpu"], "precision": precision, "seed": 5}
+    engine, records = Engine(make_model(), rule, **settings), []
+    for number, batch in enumerate(batches(5)):
+        if number == 3:
+            engine.save_checkpoint(tmp_path / "saved")
+        engine.lr = 1e-3 / (1 + number)
+        records.append(engine.step(batch).measured)
+    wanted = weights(engine)
+    engine.close()
+
+    resumed = Engine(make_model(), rule, **settings | PLACES["device"])
+    resumed.load_checkpoint(tmp_path / "saved")
+    for number, batch in list(enumerate(batches(5)))[3:]:
+        resumed.lr = 1e-3 / (1 + number)
+        assert resumed.step(batch).measured == records[number]
+    assert_same(weights(resumed), wanted)
+    resumed.close()
+
+    again = Engine(make_model(), rule, **settings | {"seed": 0})
+    again.replay(records[:2])
+    again.replay((r.step, r.seed, r.slopes, r.lr) for r in records[2:])
+    assert_same(weights(again), wanted)
+    with pytest.raises(ConfigError, match="5 steps are made"):
+        again.replay(records[:1])
+    with pytest.raises(ConfigError, match="a record is"):
+        again.replay([None])
+    again.close()
+
+
+# -- ranks -------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_are_one_up_to_the_order_of_sums(tmp_path: Path) -> None:
+    """Each computes its rows; losses are exchanged alone, and the stages of ZeRO have the same bits."""
+    rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)
+    how: dict[str, Any] = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
+    runs = [
+        {**how, "zero_stage": stage, "placement": {"parameters": place, "optimizer": place}}
+        for stage, place in ((0, "device"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "device"))
+    ]
+    found = run(2, trained, runs=runs)
+    engine = Engine(build(CASES["plain"].make), rule)
+    for step in range(3):
+        result = engine.step(CASES["plain"].batch(step, 4))
+        for rank in found:
+            for its in rank:
+                assert its.steps[step][0] == pytest.approx(result.loss.item(), rel=1e-5)
+    for rank in found:
+        for its in rank:
+            assert_same(its.weights, found[0][0].weights)
+            assert_same(its.weights, weights(engine), within=1e-3)
+    engine.close()

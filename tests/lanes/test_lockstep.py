@@ -1,0 +1,101 @@
+"""Passes by turns: their order, what ends them, and that no thread stays."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from offload.lanes.lockstep import Lockstep
+from tests.forks import PATIENCE_S
+
+
+class Told(Exception):
+    """Raised on purpose."""
+
+
+def by_turns(
+    num_passes: int, lengths: list[int], failing: tuple[int, int] | None = None
+) -> tuple[list[str], list[str]]:
+    """Return what passes of these lengths have noted, in order, and who handed over to whom."""
+    noted, switches = [], []
+    lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: switches.append(f"{leaves}{comes}"))
+
+    def run(length: int) -> int:
+        own = lockstep.current
+        for turn in range(length):
+            assert lockstep.current == own
+            noted.append(f"{own}{'abcdef'[turn]}")
+            if (own, turn) == failing:
+                raise Told
+            try:
+                lockstep.turn()
+            except BaseException:
+                noted.append(f"{own}!")
+                raise
+        return own
+
+    passes = [lambda length=length: run(length) for length in lengths[:num_passes]]
+    try:
+        assert lockstep.run(passes) == list(range(num_passes))
+    except Told:
+        noted.append("told")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+    return noted, switches
+
+
+def test_each_goes_on_to_its_next_turn() -> None:
+    noted, switches = by_turns(2, [3, 3])
+    assert noted == ["0a", "1a", "0b", "1b", "0c", "1c"]
+    assert switches == ["01", "10", "01", "10", "01", "10", "01"]
+    assert by_turns(3, [1, 1, 1])[0] == ["0a", "1a", "2a"]
+    assert by_turns(1, [2]) == (["0a", "0b"], [])
+
+
+def test_one_may_be_longer_than_the_others() -> None:
+    assert by_turns(2, [1, 4])[0] == ["0a", "1a", "1b", "1c", "1d"]
+    assert by_turns(3, [4, 1, 2])[0] == ["0a", "1a", "2a", "0b", "2b", "0c", "0d"]
+
+
+@pytest.mark.parametrize("failing", [(0, 0), (0, 1), (1, 0), (2, 1)])
+def test_a_failure_ends_all_of_them_one_by_one(failing: tuple[int, int]) -> None:
+    noted, _ = by_turns(3, [3, 3, 3], failing)
+    assert noted[-1] == "told"
+    begun = {name[0] for name in noted[:-1]}
+    assert {name for name in noted if name.endswith("!")} == {f"{own}!" for own in begun - {str(failing[0])}}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
+    """It comes to the main thread, which waits: the pass that has the turn goes on to its end first. Or it comes as
+    late as the turn.
+    """
+    noted: list[str] = []
+    lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
+
+    def first() -> None:
+        try:
+            lockstep.turn()
+        finally:
+            noted.append("first")
+
+    def second() -> None:
+        if is_late:
+            signal.raise_signal(signal.SIGINT)  # wakes nobody
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            until = time.monotonic() + PATIENCE_S
+            while lockstep._error is None and time.monotonic() < until:
+                time.sleep(0.001)
+        noted.append("second goes on")
+        try:
+            lockstep.turn()
+        finally:
+            noted.append("second")
+
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.run([first, second])
+    assert noted == ["second goes on", *(["first", "second"] if is_late else ["second", "first"])]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]

@@ -1,0 +1,107 @@
+"""Random directions: the same bits everywhere, and the numbers that they are made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from offload.errors import ConfigError
+from offload.native import directions, kernels, philox
+from offload.native.directions import PURPOSE, Stretch, descend, normal, perturb
+
+OF = Stretch(key=0xFEDCBA9876543210, step=7, element=128)
+LENGTHS = (1, 63, 64, 65, 1000, 70_001)
+HOWS: list[dict[str, Any]] = [{"isa": isa} for isa in kernels.available_isas()] + [{"threads": 3}, {"fallback": True}]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], weights: torch.Tensor, master: Any, of: Stretch) -> Any:
+    """Return both sides of weights, and the master after a step."""
+    with monkeypatch.context() as patch:
+        if how.get("fallback"):
+            patch.setattr(directions, "_core", None)
+        given = {key: value for key, value in how.items() if key != "fallback"}
+        plus, minus = torch.empty_like(weights), torch.empty_like(weights)
+        perturb(weights, plus, minus, 1e-2, of, direction=2, **given)
+        count = descend(master, [0.5, -2.0, 3.0], of, lr=0.1, weight_decay=0.01, **given)
+    return plus, minus, master, count
+
+
+@pytest.mark.parametrize("threshold", [math.inf, 0.5])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_every_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, is_short: bool, threshold: float) -> None:
+    of = OF._replace(threshold=threshold)
+    for length in LENGTHS:
+        torch.manual_seed(length)
+        whole = torch.randn(length)
+        whole[0] = math.nan
+        weights = whole.bfloat16() if is_short else whole
+        found = []
+        for how in HOWS or [{"fallback": True}]:
+            master = kernels.split(whole) if is_short else whole.clone()
+            plus, minus, master, count = run(monkeypatch, how, weights, master, of)
+            assert count == 1, "the NaN alone"
+            halves = master if is_short else (master,)
+            found.append([t.view(torch.uint8).clone() for t in (plus, minus, *halves)])
+        for how, other in zip(HOWS, found, strict=False):
+            assert all(torch.equal(a[4:], b[4:]) for a, b in zip(found[0], other, strict=True)), f"{how}, {length}"
+
+
+def test_it_is_what_the_formula_says() -> None:
+    weights = torch.randn(300)
+    z = [normal(philox.words(300, OF.key, OF.step, PURPOSE + (k << 16), OF.element, weights.device)) for k in (0, 1)]
+    plus, minus = torch.empty(300), torch.empty(300)
+    perturb(weights, plus, minus, 1e-2, OF, direction=1)
+    assert torch.equal(plus, weights + 1e-2 * z[1])
+    assert torch.equal(minus, weights - 1e-2 * z[1])
+    expected = weights - 0.1 * (0.5 * z[0] + -2.0 * z[1] + 0.25 * weights)
+    assert descend(weights, [0.5, -2.0], OF, lr=0.1, weight_decay=0.25) == 0
+    assert torch.equal(weights, expected)
+
+
+def test_a_cut_changes_nothing() -> None:
+    weights = torch.randn(1024)
+    whole, part = weights.clone(), weights.clone()
+    descend(whole, [1.0], OF, lr=0.1)
+    for begin, end in ((0, 64), (64, 640), (640, 1024)):
+        descend(part[begin:end], [1.0], OF._replace(element=OF.element + begin), lr=0.1)
+    assert torch.equal(whole, part)
+
+
+def test_large_weights_take_no_part() -> None:
+    weights = torch.tensor([0.1, -0.5, 0.5, 0.6, -7.0])
+    plus, minus = torch.empty(5), torch.empty(5)
+    perturb(weights, plus, minus, 1e-2, OF._replace(threshold=0.5))
+    assert (plus != weights).tolist() == (minus != weights).tolist() == [True, True, True, False, False]
+
+
+def test_moments_and_independence() -> None:
+    """All values that a word can give, by their weights: mean 0 exactly, variance 1, kurtosis 2.92."""
+    ones = torch.tensor([math.comb(24, k) for k in range(25)], dtype=torch.float64) / 2**24
+    whole = 512 * torch.arange(25)[:, None] + 2 * torch.arange(256).double() - 6399
+    words = ((1 << torch.arange(25)) - 1)[:, None] * 256 + torch.arange(256)
+    z = normal(words.flatten().to(torch.int32)).view(25, 256).double()
+    assert torch.allclose(z, whole / math.sqrt(1594709), rtol=1e-6)
+    weight = ones[:, None] / 256
+    assert float((weight * whole).sum()) == 0.0
+    assert float((weight * z**2).sum()) == pytest.approx(1.0, abs=1e-7)
+    assert float((weight * z**4).sum()) == pytest.approx(2.9187, abs=1e-3)
+    drawn = [
+        normal(philox.words(1 << 16, key, step, PURPOSE + (k << 16), 0, torch.device("cpu"))).double()
+        for key, step, k in ((1, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 0))
+    ]
+    assert torch.corrcoef(torch.stack(drawn)).sub(torch.eye(4)).abs().max() < 5 / 256  # five of its deviations
+
+
+def test_wrong_arguments_are_named() -> None:
+    weights = torch.zeros(8)
+    with pytest.raises(ConfigError, match="element 3"):
+        perturb(weights, weights, weights, 1e-3, OF._replace(element=3))
+    with pytest.raises(ConfigError, match="minus has 7 elements"):
+        perturb(weights, torch.zeros(8), torch.zeros(7), 1e-3, OF)
+    with pytest.raises(ConfigError, match="plus has dtype bfloat16"):
+        perturb(weights, weights.bfloat16(), weights, 1e-3, OF)
+    with pytest.raises(ConfigError, match="coefficients"):
+        descend(weights, [], OF, lr=0.1)

@@ -1,0 +1,50 @@
+"""Runs without gradients: their log, going on with them after a kill, and making their weights again from the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from offload import replay
+from offload.errors import ConfigError
+
+RULE = {
+    "optimizer__name": "mezo",
+    "optimizer__lr": 1e-3,
+    "optimizer__layer_fraction": 0.7,
+    "optimizer__magnitude_quantile": 0.9,
+    "checkpoint__every": 2,
+    "offload__parameters": "cpu",
+    "offload__optimizer": "cpu",
+}
+
+
+def values(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: str, capsys: Any) -> None:
+    base, _, _ = run("base", train__steps=2)
+    begins_at = {"model__path": str(base.export), "model__init": "pretrained", "train__precision": precision}
+    whole, lines, _ = run("whole", **RULE, **begins_at, train__steps=6)
+    assert {"seed", "projected_grad", "loss_plus", "loss_minus"} <= lines[-1].keys()
+    run("part", **RULE, **begins_at, train__steps=3)
+    part, again, _ = run("part", **begins_at, train__steps=6)
+    measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
+    assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]
+    assert part.loss == pytest.approx(whole.loss, rel=0.1)  # another schedule of the learning rate
+    for begin in (base.export, part.dir / "checkpoints" / "step-2"):
+        out = tmp_path / f"again-{begin.name}"
+        assert replay.main([str(begin), str(part.dir), "--out", str(out)]) == 0
+        found, wanted = values(out), values(part.export)
+        assert all((found[name] == wanted[name]).all() for name in wanted)
+        assert found.keys() == wanted.keys()
+    assert "after 6 steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="is there already"):
+        replay.main([str(base.export), str(part.dir), "--out", str(out)])
+    with pytest.raises(ConfigError, match="only runs with mezo"):
+        replay.main([str(base.export), str(base.dir)])
