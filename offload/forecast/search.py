@@ -225,6 +225,11 @@ class Placed:
         needs = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("cpu", "nvme")}
         if placement.activations in needs:
             needs[placement.activations] += step.waiting_bytes
+        if needs["nvme"] and None in (
+            self.hardware.rates.nvme_read_bytes_per_s,
+            self.hardware.rates.nvme_write_bytes_per_s,
+        ):
+            return False  # there is no disk
         has = {
             "cpu": (placement.host_memory, self.hardware.host_bytes),
             "nvme": (placement.nvme_memory, self.hardware.disk_bytes),
