@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from offload.distributed.comm import Comm
 from offload.engine.units.find import describe_parameters, find_units
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.layout.regions import Region, build_regions
@@ -68,18 +69,21 @@ class Planned:
     plan: Plan
 
 
-def planned(model: nn.Module, settings: Settings) -> Planned:
-    """Plan for a model, as an engine does."""
+def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> Planned:
+    """Plan for a model, as an engine does. Collective."""
+    size = 1 if comm is None else comm.size
     infos = describe_parameters(model, settings.optimizer, settings.precision)
     candidates = find_units(model, infos)
     regions = build_regions(
         infos,
         {unit.name: unit.parameters for unit in candidates},
         [rule.moments for rule in settings.optimizer.parts],
+        size,
         delays=settings.delay > 0,
+        num_ranges=size if settings.zero_stage else 1,
     )
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
-    return Planned(settings, regions, units, make_plan(settings, units, regions))
+    return Planned(settings, regions, units, make_plan(settings, units, regions, comm))
 
 
 def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int = 0, saved_bytes: int = 0) -> UnitWork:
