@@ -31,7 +31,7 @@ def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str,
         step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, MACHINE, True)
         links = ("h2d", "d2h", "collective")
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-        told = simulate(step.calls(), step.engine(), seconds).busy_s
+        told = simulate(step.calls, step.engine(), seconds).busy_s
         with closing(Engine(model, settings=chosen, comm=comm)) as engine:
             for batch in batches(6):
                 engine.step(batch, loss_of)
