@@ -24,6 +24,7 @@ from offload.machine.hardware import Hardware
 from offload.planning.memory import UnitPlan
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
+from offload.schedule.shortened import without_collector
 from offload.tiers.placement import Placement
 
 STATES = (
@@ -43,7 +44,7 @@ _ACTIVATIONS = ("device", "cpu", "nvme")
 _RECOMPUTE = ("never", "auto", "always")
 WORTH = 0.01
 """By which part of its step something has to be faster for more to be moved: less is more than a forecast can tell."""
-_NUM_STEPS = 4
+_NUM_STEPS = 3
 """Played of each candidate."""
 _PREFETCH: tuple[str | int, ...] = ("auto", 1, 4)
 """Where the device has no budget. With one, auto looks as far ahead as what is left of it reaches."""
@@ -225,6 +226,11 @@ class Placed:
         needs = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("cpu", "nvme")}
         if placement.activations in needs:
             needs[placement.activations] += step.waiting_bytes
+        if needs["nvme"] and None in (
+            self.hardware.rates.nvme_read_bytes_per_s,
+            self.hardware.rates.nvme_write_bytes_per_s,
+        ):
+            return False  # there is no disk
         has = {
             "cpu": (placement.host_memory, self.hardware.host_bytes),
             "nvme": (placement.nvme_memory, self.hardware.disk_bytes),
@@ -243,7 +249,7 @@ class Placed:
         land after the last forward and before the next one.
         """
         assert self.step is not None
-        calls, seconds, layout = self.step.calls(), self.step.seconds(), self.step.plan.layout
+        calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
         trained, ranges = [region for region in self.regions if region.trainable], self.sharding.num_ranges
@@ -325,7 +331,8 @@ class Placer:
         """Return settings without `auto`: what `search` finds among `placements`. As they were where none fits, so that
         planning refuses them with all that is missing.
         """
-        found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
+        with without_collector():
+            found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
         return found[0].settings if found else settings
 
     def _plan(self, settings: Settings) -> Plan | None:
@@ -339,7 +346,7 @@ class Placer:
         return self._plans[key]
 
     def _played(self, step: PlannedStep) -> Timing:
-        calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls()]
+        calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
         key = repr((replace(step.engine(), regions=()), calls, step.settings.throttle))
         if key not in self._timings:
             self._timings[key] = step.play(_NUM_STEPS)

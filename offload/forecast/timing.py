@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.lanes.throttle import Throttle
@@ -90,7 +90,7 @@ class PlannedStep:
 
     def play(self, num_steps: int) -> Timing:
         """Return what it takes, by playing so many of it."""
-        return self._timing(simulate_few(self.calls(), self.engine(), self.seconds(), num_steps))
+        return self._timing(simulate_few(self.calls, self.engine(), self.seconds(), num_steps))
 
     # -- compute ---------------------------------------------------------------------------------------------
 
@@ -103,9 +103,10 @@ class PlannedStep:
         """True where compute itself makes copies and updates."""
         return not self.plan.overlap and not self._in_stream
 
+    @cached_property
     def calls(self) -> list[Call]:
         """Return the uses of a step, in the order of the forward."""
-        kept, parts = self._kept(), self.workload.num_micro_batches
+        kept, parts = self._kept, self.workload.num_micro_batches
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         found = []
         for number, work in enumerate(self.workload.calls):
@@ -142,13 +143,13 @@ class PlannedStep:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of unit inputs that wait below the device, at most."""
-        return sum(call.saved_bytes for call in self.calls())
+        return sum(call.saved_bytes for call in self.calls)
 
     @property
     def device_bytes(self) -> int:
         """The most that the device holds at once, with the least for slots and the gradient buffer."""
         slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
-        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept())
+        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept)
         return self._others() + slots + kept * self.workload.num_micro_batches
 
     def _saved(self, works: Sequence[UnitWork]) -> int:
@@ -168,6 +169,7 @@ class PlannedStep:
             )
         return sum(a.num_bytes for a in planned if a.name not in own) + self._saved(self.workload.calls) + temporaries
 
+    @cached_property
     def _kept(self) -> frozenset[int]:
         """Return which uses keep their graph, by their number: as of `RecomputePolicy`."""
         works, parts = self.workload.calls, self.workload.num_micro_batches
@@ -190,7 +192,7 @@ class PlannedStep:
         (least_slots, most_slots), (least, most) = self.plan.range(SLOT), self.plan.range(BUFFER)
         if self.budget_bytes is None:
             return least_slots, least
-        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept())
+        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept)
         room = self.budget_bytes - self._others() - kept * self.workload.num_micro_batches
         buffer = most if room >= most + least_slots else least
         stretch = min((room - buffer) // _SPARE_ALIGNMENT * _SPARE_ALIGNMENT, most_slots)
@@ -205,7 +207,7 @@ class PlannedStep:
         names = [work.name for work in self.workload.calls]
         often = {name for name in names if name is not None and names.count(name) > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
-        lasting = {r.index for r in self.regions if gradient_lasts(r, self.units)} | used_often
+        lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
         layout, factor = _coarse(plan.layout, self.regions)
         slots, buffer = self._room()
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
@@ -264,7 +266,7 @@ class PlannedStep:
             gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // sharding.num_ranges
             update_s = max(update_s, seconds["h2d"](updated // 2 + gradients), seconds["d2h"](updated // 2))
         weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in self.regions)
-        forward_s = max(sum(call.forward_s for call in self.calls()), seconds["h2d"](weights))
+        forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 
     # -- links -----------------------------------------------------------------------------------------------

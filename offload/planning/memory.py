@@ -157,7 +157,7 @@ def plan_memory(
     if num_directions:
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
-    lasting = [region for region in regions if region.trainable and gradient_lasts(region, units)]
+    lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
     passing = [
         sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
@@ -184,9 +184,11 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int
     return Allocation("device", f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
 
 
-def gradient_lasts(region: Region, units: Sequence[UnitPlan]) -> bool:
-    """True where a region's gradients are known to have several contributions, and land after the backward."""
-    return len(region.units) > 1 or any(unit.resident and region in unit.regions for unit in units)
+def gradient_lasts(region: Region, resident: set[int]) -> bool:
+    """True where a region's gradients are known to have several contributions, and land after the backward. `resident`:
+    as of `resident_regions`.
+    """
+    return len(region.units) > 1 or region.index in resident
 
 
 def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], floor: str, num_sharing: int = 1) -> None:

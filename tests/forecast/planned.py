@@ -55,9 +55,9 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)} for _ in range(count)]
 
 
-def planned(model: nn.Module, settings: Settings) -> Prepared:
-    """Plan for a model, as an engine does."""
-    return prepare(model, settings, Comm())
+def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> Prepared:
+    """Plan for a model, as an engine does. Collective."""
+    return prepare(model, settings, comm or Comm())
 
 
 def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int = 0, saved_bytes: int = 0) -> UnitWork:

@@ -155,6 +155,13 @@ def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_a
     assert placer().choose(impossible, limited=True) is impossible
 
 
+def test_a_machine_without_a_disk_has_nothing_on_it() -> None:
+    place = placer(replace(RATES, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None))
+    on_disk = replace(wanted().placement, parameters="nvme", optimizer="nvme", device_memory=150 * KIB)
+    assert placer().evaluate(replace(wanted(), placement=on_disk, update="cpu")).fits
+    assert not place.evaluate(replace(wanted(), placement=on_disk, update="cpu")).fits
+
+
 def test_settings_that_say_what_they_want_are_left_alone() -> None:
     chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
     assert list(placements(chosen, limited=True)) == [chosen]

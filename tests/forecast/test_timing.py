@@ -72,7 +72,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     step = PlannedStep(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
     links = ("h2d", "d2h", "nvme_read", "nvme_write")
     seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-    told = simulate(step.calls(), step.engine(), seconds)
+    told = simulate(step.calls, step.engine(), seconds)
     with closing(Engine(model, settings=settings)) as engine:
         for batch in batches(7):
             engine.step(batch, loss_of)

@@ -1,0 +1,239 @@
+"""Steps of an engine on throttled lanes against what is foretold of them.
+
+python -m benchmarks.step_times > benchmarks/results/step_times.json     # three minutes
+
+Each configuration is measured in two engines of its own: one without throttle, whose uses of units say what compute
+takes, each at its fastest; and one whose links are throttled so that each of them is busy for so many seconds in a step
+as the configuration says. What is foretold knows the first one's compute, the throttle and the plan. Blocks of steps of
+the second one are timed; the fastest counts, since what else the machine does only adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
+from offload.benches.ideal import Use
+from offload.benches.overlap import compute_uses
+from offload.benches.report import Result, document
+from offload.forecast.timing import Timing, step_time
+from offload.forecast.workload import UnitWork, Workload
+from offload.machine.hardware import Hardware, Rates
+from offload.native import kernels
+from offload.planning.settings import Settings
+from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
+
+WARM_STEPS = 5  # an engine gives away the device memory that is left after the third step
+LINKS = ("h2d", "d2h", "update", "nvme_read", "nvme_write")
+FREE = 1e15
+RATES = Rates(FREE, FREE, 2 * FREE, {"fp32": 1.0, "bf16": 1.0}, FREE, FREE, 0.0, FREE, FREE)
+"""A machine whose device makes one floating point operation in a second, so that these are seconds, and whose links are
+as fast as they are throttled."""
+MACHINE = Hardware("throttled", "cpu", 1, None, 1 << 40, None, None, False, RATES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration: an engine's settings and placement; for how long each link is to be busy in a step, at least;
+    whether gradients are clipped; the model's width and depth.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    lane_s: float = 0.15
+    clips: bool = True
+    width: int = 96
+    depth: int = 6
+
+    def model(self) -> Stack:
+        """Return the model, always the same."""
+        torch.manual_seed(0)
+        return Stack(self.width, self.depth)
+
+    def engine_settings(self, throttle: Mapping[str, float] | None, **more: Any) -> Settings:
+        """Return an engine's settings."""
+        its = {"optimizer": AdamW(lr=1e-8), "clip": "deferred", **self.settings, **more}
+        return Settings(throttle=throttle, placement=Placement(**self.placement), **its)
+
+    def throttle(self) -> dict[str, float]:
+        """Return bytes per second with which each link is busy for `lane_s`."""
+        regions = planned(self.model(), self.engine_settings(dict.fromkeys(LINKS, FREE))).regions
+        weights = sum(region.weight_bytes for region in regions)
+        update = sum(region.update_bytes(region.numel) for region in regions)
+        moved = (2 * weights, weights, update, update // 2, update // 2)
+        return {link: num_bytes / self.lane_s for link, num_bytes in zip(LINKS, moved, strict=True)}
+
+
+NVME, DISK_WEIGHTS = {"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}
+CASES = (
+    Case("deferred"),
+    Case("clip auto", {"clip": "auto"}),
+    Case("no clipping", {"max_grad_norm": None}),
+    Case("speculative, corrected", {"clip": "speculative", "max_grad_norm": 1e-3}),
+    Case("speculative, nothing to correct", {"clip": "speculative", "max_grad_norm": 1e6}, clips=False),
+    Case("a step late", {"delay": 1}),
+    Case("bf16", {"precision": "bf16"}),
+    Case("bf16, no clipping", {"precision": "bf16", "max_grad_norm": None}),
+    Case("2 micro-batches", {"micro_batch_size": ROWS // 2}),
+    Case("4 micro-batches, bf16", {"micro_batch_size": ROWS // 4, "precision": "bf16"}),
+    Case("kept graphs", {"recompute": "never"}),
+    Case("kept graphs, 2 micro-batches", {"recompute": "never", "micro_batch_size": ROWS // 2}),
+    Case("inputs on cpu", {}, {"activations": "cpu"}),
+    Case("inputs on cpu, 2 micro-batches", {"micro_batch_size": ROWS // 2}, {"activations": "cpu"}),
+    Case("inputs on nvme", {}, {"activations": "nvme"}),
+    Case("optimizer on nvme", {}, NVME),
+    Case("optimizer on nvme, no clipping", {"max_grad_norm": None}, NVME),
+    Case("all on nvme", {}, DISK_WEIGHTS),
+    Case("all on nvme, bf16", {"precision": "bf16"}, DISK_WEIGHTS),
+    Case("all and gradients on nvme", {}, {**DISK_WEIGHTS, "gradients": "nvme"}),
+    Case("weights on the device", {}, {"parameters": "device"}),
+    Case("update on the device", {"update": "device"}),
+    Case("update on the device, speculative", {"update": "device", "clip": "speculative", "max_grad_norm": 1e-3}),
+    Case("one ahead", {"prefetch": 1}),
+    Case("none ahead", {"prefetch": 0}),
+    Case("a device of 3 MiB", {}, {"device_memory": "3MiB"}, width=128),
+    Case("Lion", {"optimizer": Lion(lr=1e-8)}),
+    Case("SGD", {"optimizer": SGD(lr=1e-8)}),
+    Case("AdamW in int8", {"optimizer": AdamW(lr=1e-8, states="int8")}),
+    Case("LOMO", {"optimizer": LOMO(lr=1e-8)}),
+    Case("a tiny model", width=16, depth=4),
+    Case("24 blocks", width=64, depth=24, lane_s=0.4),
+    Case("30 M parameters", width=720, depth=7, lane_s=1.0),
+    Case("compute and lanes alike", {"clip": "deferred"}, lane_s=0.06, width=192),
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a step was measured and foretold to take, and its compute."""
+
+    seconds: float
+    timing: Timing
+    compute_s: float
+
+
+def compare(case: Case, nvme_dir: str, num_blocks: int = 3, num_steps: int = 3) -> Told:
+    """Measure steps of a case, and foretell them."""
+    if "nvme" in case.placement.values():
+        case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
+    uses, settings = compute_of(case), case.engine_settings(case.throttle())
+    its = planned(case.model(), settings)
+    timing = step_time(
+        its.settings, its.regions, its.units, its.plan, work_of(case, uses), MACHINE, clips=case.clips, num_steps=12
+    )
+    steps = itertools.cycle(batches(2))
+    with closing(Engine(case.model(), settings=settings)) as engine:
+        for _ in range(WARM_STEPS):
+            engine.step(next(steps), loss_of)
+        seconds = min(block_seconds(engine, steps, num_steps) for _ in range(num_blocks))
+    return Told(seconds, timing, sum(use.seconds for use in uses))
+
+
+def block_seconds(engine: Engine, steps: Iterator[Any], num_steps: int) -> float:
+    """Return the seconds of a step, in a row of some."""
+    begin = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step(next(steps), loss_of)
+    return (time.perf_counter() - begin) / num_steps
+
+
+def compute_of(case: Case) -> list[Use]:
+    """Return the uses of a step with their compute, each at its fastest, of an engine without lanes."""
+    plain = replace(case, placement={})
+    steps, found = itertools.cycle(batches(2)), []
+    none = {"max_grad_norm": None, "delay": 0, "clip": "auto", "update": "cpu", "optimizer": AdamW(lr=1e-8)}
+    with closing(Engine(plain.model(), settings=plain.engine_settings(None, **none))) as engine:
+        streamed = [name for name, _ in engine.model.named_modules()]
+        for number in range(8):
+            engine.step(next(steps), loss_of)
+            if number > 1:
+                found.append(compute_uses(engine.spans, streamed))
+    return [
+        Use(min(use.seconds for use in same), same[0].unit, same[0].is_backward) for same in zip(*found, strict=True)
+    ]
+
+
+def work_of(case: Case, uses: Sequence[Use]) -> Workload:
+    """Return the work of a step: each use of a unit, and before it what lay between it and the one before."""
+    parts = ROWS // case.settings.get("micro_batch_size", ROWS)
+    recomputes = case.settings.get("recompute", "always") == "always"
+    input_bytes = ROWS // parts * LENGTH * case.width * (2 if case.settings.get("precision") == "bf16" else 4)
+    taken: dict[tuple[str, bool], tuple[float, float]] = {}
+    between = 0.0
+    for use in uses:
+        if use.unit is None:
+            between += use.seconds
+        else:
+            taken[use.unit, use.is_backward] = between / parts, use.seconds / parts
+            between = 0.0
+    calls: list[UnitWork] = []
+    for (name, is_backward), (before, forward) in taken.items():
+        if is_backward:
+            continue
+        after, backward = taken[name, True]
+        is_block = name.startswith("blocks")
+        backward = max(0.0, backward - forward) if recomputes and is_block else backward
+        calls += [
+            work(None, before, 0.0),
+            work(name, forward, backward, input_bytes, saved_bytes=int(is_block)),
+            work(None, 0.0, after),
+        ]
+    return Workload(tuple(calls), parts, ROWS * LENGTH)
+
+
+def result(case: Case, told: Told) -> Result:
+    """Return a row."""
+    foretold = told.timing.step_seconds
+    details = {
+        "foretold_seconds": foretold,
+        "error": foretold / told.seconds - 1,
+        "compute_seconds": told.compute_s,
+        "bound_by": told.timing.bound_by,
+        "lane_seconds": dict(told.timing.lane_seconds),
+        "load": os.getloadavg()[0],
+    }
+    return Result(case.name, told.seconds * 1e3, "ms", "foretold", foretold / told.seconds, details)
+
+
+def main() -> None:
+    """Measure all configurations, and print them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_times", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", help="configurations whose name contains one of these")
+    parser.add_argument("--blocks", type=int, default=3, help="of three steps each (default %(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    kernels.set_threads(1)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            if arguments.only and not any(part in case.name for part in arguments.only):
+                continue
+            told = compare(case, folder, arguments.blocks)
+            results.append(result(case, told))
+            row = results[-1].details
+            print(
+                f"{case.name}: {told.seconds * 1e3:.0f} ms, foretold {row['foretold_seconds'] * 1e3:.0f} "
+                f"({row['error']:+.1%}), compute {told.compute_s * 1e3:.0f}, bound by {row['bound_by']}",
+                file=sys.stderr,
+                flush=True,
+            )
+    errors = sorted(abs(each.details["error"]) for each in results)
+    print(f"median {statistics.median(errors):.1%}, largest {errors[-1]:.1%}", file=sys.stderr)
+    print(document(results))
+
+
+if __name__ == "__main__":
+    main()
