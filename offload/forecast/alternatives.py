@@ -27,8 +27,8 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
         hardware = probe(config.offload.device, placement(config).dirs)
     teller = Teller(config, num_ranks)
     found = teller.tell(config, hardware)
-    fix = "" if found.fits else find_fix(teller, found)
-    return replace(found, fix=fix, alternatives=tuple(alternatives(teller, found)))
+    fix = {} if found.fits else find_fix(teller, found)
+    return replace(found, fix=flags(fix), alternatives=tuple(alternatives(teller, found)))
 
 
 def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
@@ -46,7 +46,7 @@ def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
 
 def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternative | None:
     try:
-        return _tried(teller, _changed(found.config, change), found.hardware, _flags(change))
+        return _tried(teller, changed(found.config, change), found.hardware, flags(change))
     except ConfigError:  # settings that do not go together
         return None
 
@@ -62,12 +62,12 @@ def _tried(teller: Teller, config: Config, hardware: Hardware, change: str) -> A
     )
 
 
-def find_fix(teller: Teller, found: Forecast) -> str:
-    """Return the smallest change that fits, as flags: one where one is enough, else several; empty without any."""
+def find_fix(teller: Teller, found: Forecast) -> dict[str, Any]:
+    """Return the smallest change that fits: one key where one is enough, else several; empty without any."""
     changes = list(_fixes(found))
     for change in changes:
         if _fits(teller, found, change):
-            return _flags(change)
+            return change
     together: dict[str, Any] = {}
     for change in changes:
         together |= change
@@ -76,24 +76,26 @@ def find_fix(teller: Teller, found: Forecast) -> str:
                 fewer = {name: value for name, value in together.items() if name != key}
                 if _fits(teller, found, fewer):
                     together = fewer
-            return _flags(together)
-    return ""
+            return together
+    return {}
 
 
 def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
     try:
-        return teller.tell(_changed(found.config, change), found.hardware, times=False).fits
+        return teller.tell(changed(found.config, change), found.hardware, times=False).fits
     except ConfigError:
         return False
 
 
-def _changed(config: Config, change: Mapping[str, Any]) -> Config:
+def changed(config: Config, change: Mapping[str, Any]) -> Config:
+    """Return a configuration with other values. Raises ConfigError."""
     config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
     config.check()
     return config
 
 
-def _flags(change: Mapping[str, Any]) -> str:
+def flags(change: Mapping[str, Any]) -> str:
+    """Return a change as it is written on a command line."""
     shown = {key: value[0] if isinstance(value, tuple) else value for key, value in change.items()}
     return " ".join(f"--{key} {'none' if value is None else value}" for key, value in shown.items())
 
@@ -125,10 +127,12 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         if config.train.batch_size > found.num_ranks and config.train.micro_batch_size != 1:
             yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
-        if config.train.recompute != "always":
+        if config.train.recompute == "never":
             yield {"train.recompute": "always"}
         if config.offload.activations in ("auto", "device"):
             yield {"offload.activations": "cpu"}
+            if config.offload.nvme_dir:
+                yield {"offload.activations": "nvme"}
         if "device" in (config.offload.parameters, config.offload.optimizer):
             yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
         if found.prepared.plan.update == "device":

@@ -195,14 +195,26 @@ class _Holds:
         if mode == "never" or budget is None:
             return frozenset(range(len(work.calls)))
         planned = sum(a.num_bytes for a in self.prepared.plan.allocations if a.tier == "device")
-        added = [a for a in self._of_a_step(work, frozenset(always)) if a.tier == "device"]
-        room = budget - planned - self._lasting_bytes(work) - sum(a.num_bytes for a in added)
+        planned += self._lasting_bytes(work)
+        room = budget - planned - self._on_device(work, frozenset(always))
+        more = sorted(self._last_within(work, always, room))
+        # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
+        while more and planned + self._on_device(work, frozenset({*always, *more})) > budget:
+            del more[0]
+        return frozenset({*always, *more})
+
+    def _on_device(self, work: Workload, kept: frozenset[int]) -> int:
+        return sum(a.num_bytes for a in self._of_a_step(work, kept) if a.tier == "device")
+
+    def _last_within(self, work: Workload, but: set[int], room: int) -> set[int]:
+        """Return the uses but some whose graphs have room, from the last one back: these are held for the shortest."""
+        found = set()
         for number in reversed(range(len(work.calls))):
             size = work.calls[number].saved_bytes * work.num_micro_batches
-            if number not in always and size <= room:
-                always.add(number)
+            if number not in but and size <= room:
+                found.add(number)
                 room -= size
-        return frozenset(always)
+        return found
 
     def _lasting_bytes(self, work: Workload) -> int:
         """Return what gradients take that are summed in fp32 on the device, since their units are used several times: a

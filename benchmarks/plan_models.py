@@ -1,0 +1,131 @@
+"""Plans of well-known models on GPUs and hosts of several sizes.
+
+python benchmarks/plan_models.py > docs/plans.md
+
+The configurations are written by hand from the config.json that is published with each model; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from offload.config.config import Config
+from offload.errors import format_bytes
+from offload.forecast.alternatives import changed, find_fix, flags
+from offload.forecast.forecast import Forecast, Teller
+from offload.hf.models import quiet_transformers
+from offload.machine.hardware import Hardware
+
+_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": _LLAMA | _shape(4096, 14336, 32, 32),
+    "Qwen3-14B": _QWEN3 | _shape(5120, 17408, 40, 40),
+    "Qwen3-32B": _QWEN3 | _shape(5120, 25600, 64, 64),
+    "Llama-3.1-70B": _LLAMA | _shape(8192, 28672, 80, 64),
+    "Qwen3-30B-A3B": _QWEN3
+    | _shape(2048, 6144, 48, 32)
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}
+GPUS = {"24 GB (RTX 4090)": "rtx-4090", "80 GB (H100)": "h100", "141 GB (H200)": "h200"}
+HOSTS_GIB = (64, 128, 512)
+_SYSTEM_BYTES = 4 << 30
+SETTINGS = {
+    "data.sequence_length": 4096,
+    "train.batch_size": 16,
+    "train.micro_batch_size": 1,
+    "offload.nvme_dir": ["/nvme"],
+}
+_HEAD = """# Plans
+
+What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
+clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
+or with the smallest change that fits, where that does not. A host has 4 GiB less, which are the system's. GPUs, links,
+hosts' memory and disks are those of `offload/machine/described/`, where each figure has its source; times are foretold,
+not measured. The share is of the products that the GPU could make. Made by
+`python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
+"""
+_NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}
+
+
+def cell(found: Forecast) -> str:
+    """Return what is said of one plan."""
+    if not found.fits or found.timing is None:
+        return "does not fit"
+    held = {tier: found.memory.total(tier) for tier in _NAMES}
+    sizes = ", ".join(f"{name} {format_bytes(held[tier])}" for tier, name in _NAMES.items() if held[tier])
+    timing = found.timing
+    return f"{timing.tokens_per_second:,.0f} tokens/s ({100 * timing.mfu:.0f}%), {timing.bound_by} binds; {sizes}"
+
+
+def fitting(teller: Teller, config: Config, hardware: Hardware) -> str:
+    """Return what is said of a plan, or of the nearest that fits."""
+    found = teller.tell(config, hardware)
+    change = {} if found.fits else find_fix(teller, found)
+    if not change:
+        return cell(found)
+    return f"`{flags(change)}`: {cell(teller.tell(changed(config, change), hardware))}"
+
+
+def main() -> None:
+    quiet_transformers()
+    print(_HEAD)
+    longest = 0.0
+    for name, shape in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(shape), encoding="utf-8")
+            config = Config.load(None, {"model.path": str(path), **SETTINGS})
+            teller = Teller(config, 1)
+            print(f"## {name}\n")
+            print(f"| | {' | '.join(f'host {size} GiB' for size in HOSTS_GIB)} |")
+            print("|---|" + "---|" * len(HOSTS_GIB))
+            for gpu, described in GPUS.items():
+                cells = []
+                for size in HOSTS_GIB:
+                    begin = time.perf_counter()
+                    hardware = Hardware.read(described).with_(host_bytes=(size << 30) - _SYSTEM_BYTES)
+                    cells.append(fitting(teller, config, hardware))
+                    longest = max(longest, time.perf_counter() - begin)
+                print(f"| {gpu} | {' | '.join(cells)} |")
+            print()
+    print(f"the longest of these plans took {longest:.2f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
