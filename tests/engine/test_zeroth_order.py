@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -394,11 +395,11 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
     for each in (engine, twin):
         each.step(batch)
     engine.model.blocks[1].left[0] = call
-    random = torch.get_rng_state()
+    generator = torch.get_rng_state()
     with pytest.raises(Told):
         engine.step(batch)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), generator)
     for _ in range(2):
         assert engine.step(batch).measured == twin.step(batch).measured
     assert_same(weights(engine), weights(twin))
@@ -463,4 +464,56 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(tmp_path: Path) -> None:
         for its in rank:
             assert_same(its.weights, found[0][0].weights)
             assert_same(its.weights, weights(engine), within=1e-3)
+    engine.close()
+
+
+# -- anything ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Path) -> None:
+    """Of a model, a rule, a placement and looks at the states by chance, the bits of plain MeZO."""
+    draw = random.Random(seed)
+    make, precision = draw.choice([llama, gpt2, gemma2, mixtral]), draw.choice(["fp32", "bf16"])
+    rule = replace(
+        RULE,
+        num_perturbations=draw.choice([1, 1, 2, 3]),
+        magnitude_quantile=draw.choice([1.0, 1.0, 0.5, 0.05]),
+        weight_decay=draw.choice([0.0, 0.1]),
+        layer_fraction=draw.choice([1.0, 0.5]),
+    )
+    place = dict(PLACES[draw.choice([name for name in PLACES if name not in ("nvme", "half", "tight")])])
+    place["update"] = draw.choice(["auto", "cpu"])
+    number = draw.randrange(1000)
+    model = build(make, seed)
+    plain = PlainMeZO(model, rule, precision, seed=number)
+    engine = Engine(model, rule, precision=precision, seed=number, head_chunk_bytes=None, **place)
+    descent, infos, regions = engine._steps.method.descent, engine._state.infos, engine._state.regions
+    for step, batch in enumerate(batches(4)):
+        touched = descent.touched(step + 1, number)
+        names = {
+            infos[parameter].name
+            for index, its in touched.items()
+            for parameter, takes_part in zip(regions[index].parameters, its, strict=True)
+            if takes_part
+        }
+        torch.manual_seed(step)
+        wanted = plain.step(batch, taking=names.__contains__)
+        torch.manual_seed(step)
+        result = engine.step(batch)
+        assert result.measured is not None
+        assert list(result.measured.losses) == wanted, f"step {step}"
+        for look in draw.sample(["evaluate", "read", "checkpoint", "parameter"], draw.choice([0, 0, 1, 2])):
+            if look == "evaluate":
+                engine.evaluate(batch)
+            elif look == "read":
+                assert_same(weights(engine), plain.masters)
+            elif look == "parameter":
+                next(engine.model.parameters()).detach().sum()
+            else:
+                engine.save_checkpoint(tmp_path / f"{step}")
+                if draw.random() < 0.5:
+                    engine.step(batch)
+                    engine.load_checkpoint(tmp_path / f"{step}")
+    assert_same(weights(engine), plain.masters)
     engine.close()

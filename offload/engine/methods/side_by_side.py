@@ -24,14 +24,14 @@ _Attributes = dict[tuple[nn.Module, str], Any]
 
 class SideBySide:
     """Runs a function that calls the model several times at once: each pass goes on to the end of its next unit, then
-    the other passes do (ZO2, arXiv:2503.12668, figure 4, on modules as they are). All of them draw the same random
+    the other passes do (ZO2, arXiv:2503.12668, on modules as they are). All of them draw the same random
     numbers, and none sees what another's code has noted in modules above the units.
     """
 
     def __init__(self, state: EngineState, pending: Pending, perturbed: Perturbed) -> None:
         self._state, self._pending, self._perturbed = state, pending, perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
-        self._residents = [unit for unit in state.units if unit.resident]
+        self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
         self._kept: dict[int, _Standing] = {}
         self._begin: _Standing | None = None
