@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,13 @@ def train_both(
     return engine
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [*CAUSAL, *UNSHIFTED])
+def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Return (value, precision) of all of them: in bf16 in the quick run, in fp32 too of those that are kept there."""
+    slow = [pytest.param(value, "fp32", marks=() if value in kept else pytest.mark.slow) for value in values]
+    return [*slow, *((value, "bf16") for value in values)]
+
+
+@pytest.mark.parametrize(("make", "precision"), quick([*CAUSAL, *UNSHIFTED], [llama, gpt2, t5]))
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], precision: str) -> None:
     train_both(build(make), precision=precision, kept=lambda name: make is t5 and ".wo." in name).close()
 
@@ -74,8 +79,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "precision"), quick(list(PLACES), ["cpu", "leftover", "nvme"]))
 def test_where_states_rest_changes_no_bit(
     place: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,8 +130,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["cpu", "lanes", "stays", "prefetch", "throttled"])
+@pytest.mark.parametrize(("place", "precision"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], ["cpu"]))
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, precision: str) -> None:
     """Each weight goes up once a step, with what its update needs, and down once where it took part."""
     rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7)
