@@ -25,7 +25,7 @@ from offload.benches.report import Result, document
 from offload.native.directions import Stretch, descend, perturb
 from offload.optim.rule import parameter_key
 
-LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 8, 128
+LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 4, 64
 STEPS, ROUNDS = 2, 5
 RULE = MeZO(lr=1e-6, eps=1e-3)
 

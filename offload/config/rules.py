@@ -35,7 +35,7 @@ OFFERS: Mapping[str, Offer] = {
     "muon": Offer(
         ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"), 1.0, {"optimizer.weight_decay": 0.1}
     ),
-    # Its steps are as noisy as the model is wide: its paper (arXiv:2305.17333, table 15) has 1e-7 to 1e-6 for 2e-5.
+    # Its steps are noisier the wider the model is: its authors (arXiv:2305.17333) take 1e-7 to 1e-6 for large models.
     "mezo": Offer(
         ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile"),
         0.05,

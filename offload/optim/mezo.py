@@ -25,13 +25,13 @@ class MeZO(UpdateRule):
 
         -lr ((loss(w + eps z) - loss(w - eps z)) / (2 eps) z + weight_decay w)
 
-    with the mean over `num_perturbations` directions in place of the first term (n-SPSA, equation 2). There are no
+    with the mean over `num_perturbations` directions in place of the first term (n-SPSA). There are no
     gradients, no moments and no saved inputs; the loss needs no gradient either. `groups` and `decay_1d` as
     `UpdateRule` says, but for `rule`: the loss is measured for all parameters at once.
 
     `layer_fraction`: the share of a model's blocks that a step perturbs and updates, at least one of them, chosen anew
     in each (LeZO, arXiv:2410.09823); what is in no block always takes part. `magnitude_quantile`: of each parameter the
-    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751, equation 3).
+    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751).
     """
 
     lr: float = 1e-6

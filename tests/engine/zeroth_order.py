@@ -13,7 +13,7 @@ from offload import MeZO
 from offload.native import kernels, philox
 from offload.native.directions import PURPOSE, normal
 from offload.optim.rule import parameter_key
-from tests.engine.device import twin
+from tests.engine.device import own_device, twin
 from tests.engine.reference import untie
 
 Batch = Mapping[str, Any]
@@ -59,7 +59,7 @@ class PlainMeZO:
         rule, names = self.rule, [name for name in self.named if taking is None or taking(name)]
         self.num_steps += 1
         losses, updates = [], {name: torch.zeros(()) for name in names}
-        random = torch.get_rng_state()
+        batch = {k: v.to(own_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         for number in range(rule.num_perturbations):
             both = []
             for sign in (1, -1):
@@ -67,8 +67,8 @@ class PlainMeZO:
                     used = self.used(name)
                     moved = used + sign * (rule.eps * self.direction(name, number)) if name in names else used
                     for p in uses:
-                        p.data = moved.to(used.dtype)
-                torch.set_rng_state(random)
+                        p.data = moved.to(own_device(), used.dtype, copy=True)
+                torch.manual_seed(torch.initial_seed())  # both sides draw alike
                 inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
                 outputs = self.model(**inputs)
                 both.append(float(outputs.loss if loss_fn is None else loss_fn(outputs, batch)))

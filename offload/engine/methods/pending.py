@@ -15,7 +15,7 @@ from offload.layout.regions import Region
 
 class Pending:
     """What a step puts off until the next one comes to its weights, so that these go up once and down once a step (ZO2,
-    arXiv:2503.12668, section 5.3). Who reads the states before that has it made on the host: each update is made once,
+    arXiv:2503.12668). Who reads the states before that has it made on the host: each update is made once,
     by whoever comes first, and has the same bits. What has gone down belongs to the step before: a step that is given
     up leaves it alone.
     """

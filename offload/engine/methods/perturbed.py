@@ -29,7 +29,7 @@ class Perturbed:
     """
 
     def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
-        self._state, self._rule, self._seed = state, rule, seed
+        self._state, self._rule = state, rule
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int], Mapping[int, nn.Parameter]] = {}
         self._laid_out: Hashable = None

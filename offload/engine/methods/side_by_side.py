@@ -19,19 +19,17 @@ from offload.engine.units.drawn import Drawn
 from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
 
-_Attributes = dict[tuple[nn.Module, str], Any]
-
 
 class SideBySide:
     """Runs a function that calls the model several times at once: each pass goes on to the end of its next unit, then
-    the other passes do (ZO2, arXiv:2503.12668, figure 4, on modules as they are). All of them draw the same random
+    the other passes do (ZO2, arXiv:2503.12668, on modules as they are). All of them draw the same random
     numbers, and none sees what another's code has noted in modules above the units.
     """
 
     def __init__(self, state: EngineState, pending: Pending, perturbed: Perturbed) -> None:
         self._state, self._pending, self._perturbed = state, pending, perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
-        self._residents = [unit for unit in state.units if unit.resident]
+        self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
         self._kept: dict[int, _Standing] = {}
         self._begin: _Standing | None = None
@@ -132,7 +130,7 @@ class SideBySide:
         """Another pass has its turn: all is as it was when it had it last."""
         assert self._begin is not None
         self._kept[leaves] = _Standing(self._state, self._above)
-        self._kept.get(comes, self._begin).put_back(self._begin.attributes)
+        self._kept.get(comes, self._begin).put_back()
         self._move_residents(comes)
 
 
@@ -142,30 +140,30 @@ class _Standing:
     """
 
     def __init__(self, state: EngineState, modules: list[nn.Module]) -> None:
-        self._state = state
+        self._state, self._modules = state, modules
         self._random, self._drawn = state.device.random_state(), Drawn.so_far()
         self._ours, self._batch = state.is_ours, state.runner.standing
-        self.attributes: _Attributes = {
-            (module, key): value
-            for module in modules
-            for key, value in vars(module).items()
-            if key == "forward" or (key[:1] != "_" and _has_tensors(value))
-        }
+        self._attributes = [vars(module).copy() for module in modules]
 
-    def put_back(self, begin: _Attributes) -> None:
-        """All is as it was. `begin`: the attributes with which all passes began."""
+    def put_back(self) -> None:
+        """All is as it was."""
         state = self._state
         state.device.set_random_state(self._random)
         self._drawn.put_back()
         state.is_ours, state.runner.standing = self._ours, self._batch
-        for module, key in self.attributes.keys() | begin.keys():
-            if (module, key) in self.attributes:
-                vars(module)[key] = self.attributes[module, key]
-            else:
-                vars(module).pop(key, None)
+        for module, then in zip(self._modules, self._attributes, strict=True):
+            live = vars(module)
+            for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:
+                if _is_own(key, live.get(key)) or _is_own(key, then.get(key)):
+                    if key in then:
+                        live[key] = then[key]
+                    else:
+                        del live[key]
 
 
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+def _is_own(key: str, value: Any) -> bool:
+    """True for an attribute that each pass has for itself; a chunked head puts another `forward` there for a while."""
+    if key == "forward" or isinstance(value, torch.Tensor):
         return True
-    return isinstance(value, tuple | list | dict) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+    is_tree = key[:1] != "_" and isinstance(value, tuple | list | dict)
+    return is_tree and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
