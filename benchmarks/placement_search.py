@@ -25,11 +25,13 @@ import torch
 from benchmarks.step_times import Case, block_seconds, compute_of, work_of
 from offload import AdamW, Engine, Placement
 from offload.benches.report import Result, document
+from offload.distributed.comm import Comm
 from offload.errors import OffloadError
 from offload.forecast.search import Placed, Placer, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.native import kernels
+from offload.planning.machines import ThisMachine
 from offload.planning.plan import make_plan
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, batches, loss_of, planned
@@ -138,7 +140,7 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
     settings, its = wanted(machine, folder), planned(CASE.model(), Settings())
 
     def plan_with(chosen: Settings) -> Any:
-        return make_plan(chosen, its.units, its.regions)
+        return make_plan(chosen, its.units, its.regions, Comm(), ThisMachine(None))
 
     placer = Placer(its.regions, its.units, work(), hardware(machine), plan_with)
     chosen = search(placements(settings, limited=True), placer.evaluate)[0]

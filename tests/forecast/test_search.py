@@ -11,9 +11,11 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from offload import Placement
+from offload.distributed.comm import Comm
 from offload.forecast.search import WORTH, Placed, Placer, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
+from offload.planning.machines import ThisMachine
 from offload.planning.plan import make_plan
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only
@@ -35,7 +37,7 @@ def work() -> Workload:
 
 def placer(rates: Rates = RATES) -> Placer:
     def plan_with(settings: Settings) -> Any:
-        return make_plan(settings, BASE.units, BASE.regions)
+        return make_plan(settings, BASE.units, BASE.regions, Comm(), ThisMachine(None))
 
     return Placer(BASE.regions, BASE.units, work(), replace(MACHINE, rates=rates), plan_with)
 
