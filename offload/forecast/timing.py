@@ -29,6 +29,8 @@ STEP_HOST_S = 1e-3
 """What a step costs it beside its units: a batch that goes up, a loss that comes down, the norm."""
 _MOST_TILES = 4
 """Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
+_MOST_PIECES = 4
+"""Into which a head is cut here that is made in chunks, for the same reason."""
 _SPARE_ALIGNMENT = 4096
 _SHARE_OF_FREE_MEMORY = 0.9
 """What of an accelerator's memory an engine takes without a budget."""
@@ -109,7 +111,7 @@ class PlannedStep:
         kept, parts = self._kept, self.workload.num_micro_batches
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         found = []
-        for number, work in enumerate(self.workload.calls):
+        for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
             again = [work.forward] if regions and number not in kept else []
             waits = bool(again) and self.settings.placement.activations in ("cpu", "nvme")
@@ -118,12 +120,12 @@ class PlannedStep:
             found.append(
                 Call(
                     regions,
-                    forward[0] * parts,
-                    backward[0] * parts,
-                    forward[1] * parts + host[0],
-                    backward[1] * parts + host[1],
+                    forward[0] * parts * times,
+                    backward[0] * parts * times,
+                    (forward[1] * parts + host[0]) * times,
+                    (backward[1] * parts + host[1]) * times,
                     num_parts=parts,
-                    saved_bytes=work.input_bytes * parts if waits else 0,
+                    saved_bytes=round(work.input_bytes * parts * times) if waits else 0,
                 )
             )
         return found
@@ -297,6 +299,17 @@ class PlannedStep:
             return 0.0
         moved = found.busy_s["h2d"] * rates.h2d_bytes_per_s + found.busy_s["d2h"] * rates.d2h_bytes_per_s
         return moved / rates.both_ways_bytes_per_s
+
+
+def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
+    """Return the uses of a step, with the head in a few pieces, and how many of its own each of these stands for."""
+    if work.num_chunks <= _MOST_PIECES:
+        return [(use, 1.0) for use in work.calls]
+    num_uses = 1 if work.calls[-1] == work.calls[-2] else 2  # of the head, and of the loss behind it
+    first = len(work.calls) - num_uses * work.num_chunks
+    pieces = work.calls[first : first + num_uses * _MOST_PIECES]
+    times = work.num_chunks / _MOST_PIECES
+    return [(use, 1.0) for use in work.calls[:first]] + [(use, times) for use in pieces]
 
 
 def compute_seconds(costs: Sequence[Cost], settings: Settings, hardware: Hardware) -> tuple[float, float]:

@@ -8,6 +8,7 @@ goes beyond the window of those that come early is kept in proportion.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,11 +49,15 @@ def simulate_few(calls: Sequence[Call], engine: Engine, seconds: Mapping[str, Se
 
 
 def _rows(calls: Sequence[Call], engine: Engine) -> list[list[int]]:
-    """Return the numbers of the calls of units that are alike, and lie alike, row by row."""
+    """Return the numbers of the calls of units that are alike, and lie alike, row by row. Pieces of a head are many
+    calls of one unit, of which a step with fewer blocks has as many.
+    """
+    num_uses = Counter(region.index for call in calls for region in call.regions)
     rows: dict[tuple[object, ...], list[int]] = {}
     for number, call in enumerate(calls):
         key = [(r.numel, r.compute, engine.layout.of(r), r.index in engine.layout.staying) for r in call.regions]
-        rows.setdefault((*key, call.backward_s, call.saved_bytes) if key else (number,), []).append(number)
+        is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
+        rows.setdefault((*key, call.backward_s, call.saved_bytes) if is_block else (number,), []).append(number)
     return [row for row in rows.values() if len(row) > FEW // 2]
 
 
