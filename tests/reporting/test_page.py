@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.errors import ConfigError, MissingLibraryError
+from offload.errors import ConfigError, DiskError, MissingLibraryError
 from offload.reporting import charts, written
 from offload.reporting.page import read_views, render
 from tests.reporting.browser import Browser, browser, find_chromium
@@ -240,12 +240,16 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out == f"{path}\n"
         assert path.read_text().startswith("<!DOCTYPE html>")
     assert not list(tmp_path.rglob("*.partial"))
-    with pytest.raises(ConfigError, match="which is a folder"):
-        report.main([str(one), "--out", str(tmp_path)])
+    for place in (tmp_path, one / "metrics.jsonl"):
+        with pytest.raises(ConfigError, match="name a file that ends in .html"):
+            report.main([str(one), "--out", str(place)])
+    with pytest.raises(ConfigError, match="is given twice"):
+        report.main([str(one), str(two), f"{one}/../one"])
     with pytest.raises(ConfigError, match="7 runs are given"):
-        report.main([str(one)] * 7)
-    with pytest.raises(OSError, match="cannot be written"):
-        report.main([str(one), "--out", str(tmp_path / "missing" / "x.html")])
+        report.main([str(write_run(tmp_path / str(number), usual(1))) for number in range(7)])
+    for place in (tmp_path / "missing" / "x.html", tmp_path / ("x" * 300 + ".html")):
+        with pytest.raises(DiskError, match="cannot be written: .*--out"):
+            report.main([str(one), "--out", str(place)])
 
 
 def test_without_leather_one_line_says_which_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
