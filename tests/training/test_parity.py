@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload import parity
 from offload.errors import ConfigError, DoesNotFitError
 from offload.optim.sgd import SGD
-from offload.training import side_by_side
+from offload.training import build, side_by_side
 from offload.training.apart import WeightsApart, first_element
 from offload.training.resident import Resident
 from tests import forks
@@ -206,6 +207,32 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
 def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parity.main([*given])
+
+
+def test_more_steps_than_the_run_has_are_refused(words: Callable[..., list[str]]) -> None:
+    with pytest.raises(ConfigError, match="--steps is 4, and the run has 3: set --train.steps"):
+        parity.main(words(*HOST, "--train.steps", "3", "--steps", "4"))
+
+
+def test_a_model_that_does_not_fit_takes_no_memory_before_it_is_refused(
+    words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch fills what is only reserved, where algorithms are deterministic, and so takes it."""
+    process, taken = psutil.Process(), list[float]()
+
+    def refuse(_config: Any, built: Any, _comm: Any) -> None:
+        num_bytes = sum(parameter.nbytes for parameter in built.model.parameters())
+        taken.append((process.memory_info().rss - before) / num_bytes)
+        raise DoesNotFitError("too large")
+
+    monkeypatch.setattr(build, "engine", refuse)
+    given = words(*HOST)
+    config = AutoConfig.for_model("llama", vocab_size=1 << 20, **SHAPES["llama"])
+    config.save_pretrained("shape")
+    before = process.memory_info().rss
+    with pytest.raises(DoesNotFitError):
+        parity.main(given)
+    assert taken[0] < 0.5
 
 
 def test_help_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
