@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,25 @@ def test_a_file_of_the_project_equals_itself(capsys: pytest.CaptureFixture[str])
     assert found["only_in"] == {"before": [], "after": []}
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"results": [{"name": "x"}]}', '{"results": 3}'])
+WRONG = (
+    {"value": "abc"},
+    {"value": None},
+    {"value": math.nan},
+    {"name": ["x"]},
+    {"unit": 3},
+    {"spread": "wide"},
+    {"all": 3},
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", '{"results": [{"name": "x"}]}', '{"results": 3}'),
+        *(json.dumps({"results": [result("x", 1.0) | wrong]}) for wrong in WRONG),
+        json.dumps({"machine": 3, "results": [result("x", 1.0)]}),
+    ],
+)
 def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="holds no results"):
