@@ -187,7 +187,7 @@ class _Description:
             number = float(value) if isinstance(value, float) else float(parse_size(value) or 0)
         except ConfigError:
             number = 0.0
-        if isinstance(value, bool) or not (math.isfinite(number) and number > 0) or (is_whole and number % 1):
+        if not (math.isfinite(number) and number > 0) or (is_whole and number % 1):
             raise self._error(key, value, 'a number above 0, or a size such as "24GiB"')
         return number
 

@@ -166,6 +166,22 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
     assert "optimizer.lr" in text
 
 
+def test_settings_that_differ_are_told_but_for_the_folder(tmp_path: Path) -> None:
+    paths = []
+    for number in (1, 2):
+        config = {**CONFIG, "run": {"dir": str(number), "seed": number}}
+        paths.append(write_run(tmp_path / str(number), usual(5), config=config))
+    assert [view.differs for view in read_views(paths)] == [(("run.seed", "1"),), (("run.seed", "2"),)]
+
+
+def test_a_step_takes_no_more_longer_in_a_part_than_as_a_whole(tmp_path: Path) -> None:
+    lines = [line(step, 0.5, lanes={"h2d": (0.2, 0.2)}) for step in range(1, 12)]
+    lines[7] = line(8, 0.6, lanes={"h2d": (0.2, 0.0)})  # compute 0.3 s longer, and no wait
+    (view,) = read_views([write_run(tmp_path, lines)])
+    assert view.slowest is not None
+    assert view.slowest.said[0] == "100 ms more than the median step, 100 ms of it in compute."
+
+
 def test_a_run_has_its_colour_where_another_has_no_curve(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", usual(5)), write_run(tmp_path / "two", usual(12))
     text = render(read_views([one, two]))

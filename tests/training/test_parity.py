@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def test_what_is_exact_is_equal_bit_for_bit(run: Run, settings: tuple[str, ...])
     assert all(step["loss"]["offloaded"] == step["loss"]["resident"] for step in found["steps"])
     assert len({step["loss"]["offloaded"] for step in found["steps"]}) == len(numbers)
     assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
+    assert len(found["notes"]) == len({"--optimizer.states", "--train.delay"} & set(settings)), "what is approximate"
     assert found["first_difference"] is None
 
 
@@ -119,6 +121,7 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
         (("--train.micro_batch_size", "1"), "micro-batches of 1 rows"),
         (("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"), "micro-batches of 3 rows"),
         (("--train.head_chunk_bytes", "40KiB"), "the head in 6 chunks"),
+        (("--train.clip", "speculative", "--train.max_grad_norm", "0.1"), "speculative clipping"),
     ],
 )
 def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings: tuple[str, ...], reason: str) -> None:
@@ -192,7 +195,7 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
     with pytest.raises(ConfigError, match="draws random numbers"):
         parity.main(words("--train.micro_batch_size", "2", *HOST, family="gpt2"))
     monkeypatch.setattr(side_by_side, "memory", lambda: {"available_bytes": 1000})
-    with pytest.raises(DoesNotFitError, match=r"on the cpu without activations \(weights .* 1000 B are free"):
+    with pytest.raises(DoesNotFitError, match=r"on the cpu without .*first weights .* 1000 B are free"):
         parity.main(words(*HOST))
 
 
@@ -294,5 +297,12 @@ def test_bits_are_compared_and_the_first_is_found() -> None:
     assert (apart.distance, apart.first) == (0.0, None)
     apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
     assert (apart.first.what, apart.first.element, apart.first.offloaded) == ("b", (1,), 4.0)  # type: ignore[union-attr]
+    apart.add(1, "c", torch.ones(1), -torch.ones(1))
+    assert apart.first.what == "b", "the first stays"  # type: ignore[union-attr]
+    apart.add(1, "d", torch.ones(1), torch.tensor([math.nan]))
+    assert (apart.fields()["largest_difference"], apart.fields()["distance"]) == ("nan", "nan")
+    apart = WeightsApart()
+    apart.add(1, "equal", one[1], one[1].clone(), torch.zeros(3))
+    apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
     assert apart.distance == pytest.approx((1 / (4 + 9 + 16 + 9 + 25)) ** 0.5)
     assert (apart.num_elements, apart.differing, apart.largest) == (5, {"b": 1}, 1.0)
