@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload import __version__
 from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.distributed.launch import end_with_launcher, launch
-from offload.errors import ConfigError
+from offload.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
     from offload.config.config import Config
@@ -71,11 +71,14 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
     from offload.training.ranks import Parting
     from offload.training.side_by_side import SideBySide
 
+    memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = memory.fill_uninitialized_memory
     comm = open_comm(config.offload.device)
     parting = Parting(comm)
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # else a model takes all of its memory before the plan refuses it
         verdict = SideBySide(config, num_steps, same_order=same_order, comm=comm, say=tell).verdict()
         comm.close()
         return verdict
@@ -86,6 +89,7 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
         raise left from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def show(verdict: Verdict) -> None:
@@ -136,7 +140,7 @@ def _steps(text: str | None) -> int:
     if text is None:
         return 3
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--steps is {text!r}; it should be a whole number of steps, at least 1.")
+        raise ConfigError(f"--steps is {shorten(text)!r}; it should be a whole number of steps, at least 1.")
     return int(text)
 
 

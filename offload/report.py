@@ -27,7 +27,9 @@ class Options:
     ]
     out: Annotated[
         str | None,
-        tyro.conf.arg(metavar="FILE", help="where to write; by default RUN/report.html, of several FIRST/compare.html"),
+        tyro.conf.arg(
+            metavar="FILE.html", help="where to write; by default RUN/report.html, of several FIRST/compare.html"
+        ),
     ] = None
     json: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print the figures as JSON; write no file")

@@ -35,11 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Measured:
     """Measure one after the other; return all results, each of which says whose it is."""
     words = {name: benchmark.short for name, benchmark in BENCHMARKS.items() if benchmark.short is not None}
-    own = {name: tuple(rest) for name, *rest in map(shlex.split, arguments.words)}
+    own = dict(map(_own_words, arguments.words))
     for name in (*arguments.only, *own):
         if name not in words:
             raise ConfigError(f"{name!r} is no benchmark of all{nearest(name, words)}; these are {', '.join(words)}.")
-    words |= own
+    if unused := set(own) - set(arguments.only):
+        raise ConfigError(f"--words are given for {', '.join(sorted(unused))}, which --only leaves out; name it there.")
+    words.update(own)
     found = Measured([])
     for name in arguments.only:
         say(f"{name}: {BENCHMARKS[name].summary} ...")
@@ -55,8 +57,20 @@ def run(arguments: argparse.Namespace) -> Measured:
         for result in results:
             result.details = {"benchmark": name, **result.details}
         found.results += results
+    if not found.results:
+        raise ConfigError(f"nothing could be measured: {'; '.join(f'{name}: {why}' for name, why in found.left_out)}.")
     found.results += _useful_work(found.results)
     return found
+
+
+def _own_words(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the benchmark and the options that one --words gives. Raises ConfigError."""
+    try:
+        name, *rest = shlex.split(text)
+    except ValueError as error:
+        why = str(error) if text.strip() else "it names no benchmark"
+        raise ConfigError(f"--words is {text!r}: {why}; write --words 'NAME --option VALUE ...'.") from None
+    return name, tuple(rest)
 
 
 def _measure(name: str, words: Sequence[str]) -> list[Result]:

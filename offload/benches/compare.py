@@ -16,6 +16,7 @@ from offload.errors import ConfigError, shorten
 LEAST_SPREAD = 0.02
 """Of numbers that say nothing of theirs, or were measured once."""
 _LARGER_IS_BETTER = ("/s",)
+_CONDITIONS = ("machine", "versions")
 Key = tuple[str, str, str]
 
 
@@ -108,8 +109,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         results = found["results"]
-        if not all({"name", "value", "unit"} <= result.keys() for result in results):
-            raise KeyError("name, value, unit")
+        for result in results:
+            number, width = float(result["value"]), _spread_of(result)
+            if not (
+                isinstance(result["name"], str) and isinstance(result["unit"], str) and math.isfinite(number + width)
+            ):
+                raise ValueError(f"name {result['name']!r}, unit {result['unit']!r}, value {number}")
+        if not all(isinstance(found.get(part, {}), dict) for part in _CONDITIONS):
+            raise ValueError(f"{' and '.join(_CONDITIONS)} are no mappings")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -143,7 +150,7 @@ def _spread_of(result: Mapping[str, Any]) -> float:
 def _others(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, tuple[Any, Any]]]:
     return [
         (key, (mine, its))
-        for part in ("machine", "versions")
+        for part in _CONDITIONS
         for key in {**before.get(part, {}), **after.get(part, {})}
         if (mine := before.get(part, {}).get(key)) != (its := after.get(part, {}).get(key))
     ]

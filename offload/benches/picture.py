@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.errors import MissingLibraryError
+from offload.errors import DiskError, MissingLibraryError, errno_text
 
 WIDTH, HEIGHT = 900, 500
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
@@ -37,20 +37,39 @@ def check_leather() -> None:
         ) from None
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of a picture, where it is missing. Raises DiskError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
 def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
     """Write lines of points (x above 0, y), by name, to PATH.svg and PATH-dark.svg; return both. x doubles from tick to
-    tick. Raises MissingLibraryError.
+    tick. Raises MissingLibraryError, DiskError.
     """
     check_leather()
     stem = path.with_suffix("") if path.suffix == ".svg" else path
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stem)
     written = []
     for suffix, theme in (("", _LIGHT), ("-dark", _DARK)):
         with _theme({**_FONTS, **theme}):
             file = stem.with_name(f"{stem.name}{suffix}.svg")
-            file.write_text(_chart(title, lines, x_name, y_name), encoding="utf-8")
+            text = _chart(title, lines, x_name, y_name)
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+            raise _not_written(file, error) from None
         written.append(file)
     return written
+
+
+def _not_written(path: Path, error: OSError) -> DiskError:
+    code = error.errno or 0
+    return DiskError(f"{path} cannot be written: {errno_text(code)}; set --picture to another file.", code, path)
 
 
 def _chart(title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> str:

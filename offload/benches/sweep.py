@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.benches.blocks import turned
-from offload.benches.picture import check_leather, draw
+from offload.benches.picture import check_leather, draw, make_folder
 from offload.benches.report import Measured, Result, spread
 from offload.config.command_line import say
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DiskError, DoesNotFitError
 
 NUM_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
 TIERS = ("device", "cpu", "nvme", "auto")
@@ -85,8 +86,9 @@ class Point:
         parameters, _, optimizer = self.placement.partition("+")
         yield from ("--train.batch_size", str(self.batch), "--data.sequence_length", str(self.sequence))
         yield from ("--offload.parameters", parameters, "--offload.optimizer", optimizer or parameters)
+        yield from ("--gpus", str(self.ranks))
         if self.ranks > 1:
-            yield from ("--gpus", str(self.ranks), "--offload.zero_stage", str(self.stage))
+            yield from ("--offload.zero_stage", str(self.stage))
 
 
 Steps = list[dict[str, Any]]
@@ -114,13 +116,14 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     stages = arguments.stage if arguments.gpus > 1 else arguments.stage[:1]  # with one rank all are the same
     shapes = sorted(itertools.product(arguments.batch, arguments.sequence), key=lambda shape: shape[0] * shape[1])
     lines = itertools.product(arguments.placement, stages)
-    return [Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes]
+    return list(dict.fromkeys(Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes))
 
 
 def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) -> Measured:
     """Measure points by `train`, in turns, and draw them."""
     if arguments.picture:
         check_leather()
+        make_folder(Path(arguments.picture))
     runs: dict[Point, list[Steps]] = {point: [] for point in wanted}
     left_out: dict[Point, str] = {}
     for number in range(arguments.rounds):
@@ -140,14 +143,17 @@ def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) 
         raise kind(f"no point could be measured; the first one: {left_out[wanted[0]]}")
     measured = {point: found for point, found in runs.items() if point not in left_out}
     results = [_result(point, measured) for point in measured]
-    files = []
+    found = Measured(results, [(point.name, why) for point, why in left_out.items()])
     if arguments.picture:
         lines: dict[str, list[tuple[float, float]]] = {}
         for point, result in zip(measured, results, strict=True):
             lines.setdefault(point.line, []).append((point.tokens, result.value))
         title = "Tokens a second over tokens a step"
-        files = draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second")
-    return Measured(results, [(point.name, why) for point, why in left_out.items()], files)
+        try:
+            found.files = draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second")
+        except DiskError as error:  # what was measured is worth more
+            found.left_out.append(("the picture", str(error)))
+    return found
 
 
 def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Steps:
@@ -162,7 +168,12 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.startswith("offload: ")]
-            text = (said or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("offload: ")
+            ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+            if done.returncode == -signal.SIGKILL:
+                ended += (
+                    ", as the kernel does where memory runs out; give --offload.host_memory after --, or fewer rows"
+                )
+            text = (said or [ended])[-1].removeprefix("offload: ")
             raise (DoesNotFitError if done.returncode == DoesNotFitError.exit_code else ConfigError)(text)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines][NUM_WARM_STEPS:]

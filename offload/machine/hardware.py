@@ -184,10 +184,14 @@ class _Description:
     def _number(self, key: str, value: Any, is_whole: bool = False) -> float:
         """Read a number above 0, or a size with a unit."""
         try:
-            number = float(value) if isinstance(value, float) else float(parse_size(value) or 0)
+            number = float(value) if isinstance(value, float | str) else 0.0  # YAML reads 1e-5 as a text
+        except ValueError:
+            number = 0.0
+        try:
+            number = number or float(parse_size(value) or 0)
         except ConfigError:
             number = 0.0
-        if isinstance(value, bool) or not (math.isfinite(number) and number > 0) or (is_whole and number % 1):
+        if not (math.isfinite(number) and number > 0) or (is_whole and number % 1):
             raise self._error(key, value, 'a number above 0, or a size such as "24GiB"')
         return number
 

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from offload.errors import format_bytes
+from offload.errors import ConfigError, format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves, need_leather
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
@@ -90,6 +90,9 @@ class RunView:
 
 def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunView]:
     """Read runs and work out their figures. `is_over`: they have ended. Raises ConfigError."""
+    for index, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:index]]:
+            raise ConfigError(f"{folder} is given twice; give each run once.")
     runs = [Recorded.read(folder, is_over=is_over) for folder in folders]
     names, differing = _names(folders), _differing(runs)
     views = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,8 +21,8 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     if len(views) > MOST_RUNS:
         raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
     path = out or views[0].run.path / (REPORT if len(views) == 1 else COMPARED)
-    if path.is_dir():
-        raise ConfigError(f"--out is {path}, which is a folder; name a file in it.")
+    if path.suffix != ".html":  # so that no page replaces what a run has written
+        raise ConfigError(f"--out is {path}; name a file that ends in .html.")
     text = render(views)
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -33,7 +34,8 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
             f"{path} cannot be written: {errno_text(code)}; set --out to another file.", code, path
         ) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return path
 
 

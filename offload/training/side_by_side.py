@@ -201,6 +201,10 @@ class SideBySide:
         with closing(run.engine):
             resident = None
             with as_one(comm, "making of the resident side"):
+                if (most := run.config.train.steps) is not None and self._num_steps > most:
+                    raise ConfigError(
+                        f"--steps is {self._num_steps}, and the run has {most}: set --train.steps as well."
+                    )
                 if comm.rank == 0:
                     resident = _resident(run, self._same_order)
             yield _Sides(run, resident, comm, self._same_order)

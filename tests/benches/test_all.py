@@ -78,10 +78,29 @@ def test_some_with_words_of_ones_own(played: Callable[..., None], capsys: pytest
 
 
 def test_the_limits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(limits, "NUM_ELEMENTS", 1 << 16)
-    found = document(capsys, "--only", "limits", "--words", "limits --threads 1")
+    monkeypatch.setattr(limits, "HOST_BYTES", 1 << 20)
+    found = document(capsys, "--only", "limits")
     assert [each["unit"] for each in found["results"]][:3] == ["TFLOP/s", "TFLOP/s", "GB/s"]
     assert all(each["value"] > 0 for each in found["results"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--words", "adam --n '3"], "--words is .* No closing quotation; write --words 'NAME"),
+        (["--words", " "], "--words is ' ': it names no benchmark"),
+        (["--only", "nvme", "--words", "adam --n 3"], "given for adam, which --only leaves out"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bench.main(["all", *words])
+
+
+def test_where_nothing_can_be_measured_it_fails(played: Callable[..., None]) -> None:
+    played("adam", lambda _: 1 / 0, "--n")
+    with pytest.raises(ConfigError, match="nothing could be measured: adam: division by zero"):
+        bench.main(["all", "--only", "adam", "--words", "adam"])
 
 
 def test_short_words_are_words_of_their_benchmarks() -> None:

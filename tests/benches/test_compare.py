@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def test_what_differs_by_more_than_the_spread_is_marked(tmp_path: Path, capsys: 
         tmp_path / "a.json",
         result("time", 10.0, spread=0.1),
         result("rate", 10.0, "GB/s", spread=0.01),
+        result("unsure", 10.0, spread=0.01),
         result("noise", 10.0, all=[8.0, 9.0, 10.0, 11.0, 12.0]),
         result("same", 10.0, threads=1),
         result("same", 20.0, threads=2),
@@ -40,6 +42,7 @@ def test_what_differs_by_more_than_the_spread_is_marked(tmp_path: Path, capsys: 
         tmp_path / "b.json",
         result("time", 8.0, spread=0.02),
         result("rate", 8.0, "GB/s", spread=0.01),
+        result("unsure", 8.0, spread=0.5),
         result("noise", 9.0),
         result("same", 10.1, threads=1),
         result("same", 21.0, threads=2),
@@ -51,11 +54,12 @@ def test_what_differs_by_more_than_the_spread_is_marked(tmp_path: Path, capsys: 
     assert rows == {
         "time": (1.25, 0.1, "better"),
         "rate": (0.8, 0.02, "worse"),
+        "unsure": (1.25, 0.5, ""),
         "noise": (pytest.approx(10 / 9), 0.2, ""),
         "same, 1 threads": (pytest.approx(10 / 10.1), 0.02, ""),
         "same, 2 threads": (pytest.approx(20 / 21), 0.02, "worse"),
     }
-    assert [each["differs"] for each in found["results"]] == [True, True, False, False, True]
+    assert [each["differs"] for each in found["results"]] == [True, True, False, False, False, True]
     assert found["only_in"] == {"before": ["gone"], "after": ["new"]}
     assert found["conditions"] == {"torch": ["2", "3"]}
     assert bench.main(["compare", before, after]) == 0
@@ -73,7 +77,25 @@ def test_a_file_of_the_project_equals_itself(capsys: pytest.CaptureFixture[str])
     assert found["only_in"] == {"before": [], "after": []}
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"results": [{"name": "x"}]}', '{"results": 3}'])
+WRONG = (
+    {"value": "abc"},
+    {"value": None},
+    {"value": math.nan},
+    {"name": ["x"]},
+    {"unit": 3},
+    {"spread": "wide"},
+    {"all": 3},
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", '{"results": [{"name": "x"}]}', '{"results": 3}'),
+        *(json.dumps({"results": [result("x", 1.0) | wrong]}) for wrong in WRONG),
+        json.dumps({"machine": 3, "results": [result("x", 1.0)]}),
+    ],
+)
 def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="holds no results"):

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from offload import bench
 from offload.benches import sweep
 from offload.benches.sweep import Point, Steps
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import ConfigError, DiskError, DoesNotFitError
 from tests import forks
 
 
@@ -41,8 +42,10 @@ class Played:
 def test_points_are_those_asked_for() -> None:
     found = sweep.points(arguments("--batch", "8", "4", "--sequence", "64", "--placement", "cpu", "cpu+nvme"))
     assert [point.name for point in found] == ["cpu: 4 x 64", "cpu: 8 x 64", "cpu+nvme: 4 x 64", "cpu+nvme: 8 x 64"]
-    assert list(found[2].words())[4:] == ["--offload.parameters", "cpu", "--offload.optimizer", "nvme"]
+    assert list(found[2].words())[4:-2] == ["--offload.parameters", "cpu", "--offload.optimizer", "nvme"]
     ranks = sweep.points(arguments("--batch", "4", "--placement", "cpu", "--stage", "0", "3", "--gpus", "2"))
+    assert list(found[0].words())[-2:] == ["--gpus", "1"], "whatever the settings say"
+    assert len(sweep.points(arguments("--batch", "4", "4", "--placement", "cpu", "cpu"))) == 1
     assert [point.line for point in ranks] == ["cpu, stage 0, 2 ranks", "cpu, stage 3, 2 ranks"]
     assert list(ranks[0].words())[-4:] == ["--gpus", "2", "--offload.zero_stage", "0"]
     assert len(sweep.points(arguments("--batch", "4", "--placement", "cpu", "--stage", "0", "3"))) == 1
@@ -103,6 +106,32 @@ def test_where_no_point_can_be_measured_it_says_why() -> None:
     given = arguments("--batch", "8", "16", "--sequence", "64", "--placement", "device")
     with pytest.raises(DoesNotFitError, match="no point could be measured.*1 GiB are missing"):
         sweep.sweep(sweep.points(given), given, Played())
+
+
+def test_what_was_measured_is_told_also_where_the_picture_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--batch", "1", "--sequence", "64", "--placement", "cpu", "--picture")
+    (tmp_path / "file").touch()
+    given, played = arguments(*words, str(tmp_path / "file" / "x.svg")), Played()
+    with pytest.raises(DiskError, match="cannot be written: .*--picture"):
+        sweep.sweep(sweep.points(given), given, played)
+    assert not played.asked, "before anything is trained"
+    (tmp_path / "x-dark.svg").mkdir()
+    given = arguments(*words, str(tmp_path / "x.svg"))
+    found = sweep.sweep(sweep.points(given), given, played)
+    assert [result.name for result in found.results] == ["cpu: 1 x 64"]
+    assert [name for name, _ in found.left_out] == ["the picture"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(-9, "signal 9, .*--offload.host_memory"), (-11, "signal 11"), (1, "code 1")]
+)
+def test_a_run_that_ends_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
+    done = CompletedProcess([], code, "", "")
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(ConfigError, match=said):
+        sweep.train_in_child(Point(1, 2, "cpu", 3, 1), [], 1)
 
 
 def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -44,3 +44,4 @@ def test_the_slowest_lane_is_named(changes: dict[str, float], lane: str) -> None
 def test_a_cpu_computes_in_fp32() -> None:
     found = find_bounds(replace(MACHINE, device="cpu"))
     assert (found.precision, found.seconds["update"]) == ("fp32", 28e9 / 52e9)
+    assert found.num_tokens == round(28 / 52 * 1e13 / 8e9)

@@ -81,6 +81,11 @@ def test_the_least_that_a_file_has_to_say(tmp_path: Path) -> None:
     assert Hardware.read(written(tmp_path, device="cpu", device_bytes=...)).device_bytes is None
 
 
+def test_a_number_may_be_one_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
+    rates = Hardware.read(written(tmp_path, rates_launch_s="1e-5", rates_h2d_bytes_per_s="2e9")).rates
+    assert (rates.launch_s, rates.h2d_bytes_per_s) == (1e-5, 2e9)
+
+
 def test_a_machine_with_other_values(tmp_path: Path) -> None:
     machine = Hardware.read("h100")
     other = machine.with_(host_bytes=1 << 40, num_devices=8)

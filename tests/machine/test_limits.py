@@ -94,13 +94,14 @@ def test_nothing_that_can_be_read_is_no_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("allowed", "is_kept"), [("1", True), ("0-1", False), ("", False)])
 def test_nodes_that_a_process_is_kept_from_are_not_its_memory(tmp_path: Path, allowed: str, is_kept: bool) -> None:
     for node in range(2):
-        table = {"MemTotal": 2, "MemFree": 1, "MemUsed": 1}
+        cached = {"Active(file)": 1, "Inactive(file)": 2, "SReclaimable": 3}  # which the kernel gives back
+        table = {"MemTotal": 9, "MemFree": 1, "MemUsed": 8, **cached}
         lines = [f"Node {node} {name}:   {value} kB" for name, value in table.items()]
         write(tmp_path, {f"sys/devices/system/node/node{node}/meminfo": "\n".join(lines)})
     write(tmp_path, {"proc/self/status": f"Name:\tx\nMems_allowed_list:\t{allowed}"})
     nodes = [limit for limit in memory_limits(tmp_path) if "NUMA" in limit.what]
-    assert node_bytes(tmp_path) == {0: 2048, 1: 2048}
-    assert [(limit.most_bytes, limit.free_bytes) for limit in nodes] == ([(2048, 1024)] if is_kept else [])
+    assert node_bytes(tmp_path) == {0: 9 * 1024, 1: 9 * 1024}
+    assert [(limit.most_bytes, limit.free_bytes) for limit in nodes] == ([(9 * 1024, 7 * 1024)] if is_kept else [])
     assert all("node 1, of 2" in limit.what for limit in nodes)
 
 

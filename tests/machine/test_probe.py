@@ -74,6 +74,33 @@ def test_without_folders_there_is_no_disk(tmp_path: Path, measured: list[str]) -
     assert (found.disk_bytes, found.rates.nvme_read_bytes_per_s, measured) == (None, None, ["machine"])
 
 
+def test_folders_of_one_disk_share_what_is_free(tmp_path: Path, measured: list[str]) -> None:
+    places = [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+    one, both = (probe("cpu", dirs, cache_dir=tmp_path).disk_bytes for dirs in (places[:1], places))
+    assert one is not None
+    assert both is not None
+    assert both < 1.5 * one
+
+
+def test_both_ways_are_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is measured fits into an eighth of what is free."""
+    taken: list[int] = []
+
+    def copies(num_copies: int, num_bytes: int) -> float:
+        taken.append(2 * num_copies * num_bytes)
+        return 5.0 / num_copies
+
+    monkeypatch.setattr(probing, "copy_bytes_per_second", copies)
+    monkeypatch.setattr(probing, "host_bytes_per_second", lambda num_bytes: float(taken.append(num_bytes) or 1))
+    monkeypatch.setattr(probing, "flops_per_second", lambda *_: 1.0)
+    monkeypatch.setattr(probing, "memory_limits", lambda: [Limit("x", "y", 9 << 20, 8 << 20)])
+    assert probing._machine_rates(None, Sizes())["both_ways_bytes_per_s"] == 5.0
+    assert len(taken) == 3
+    assert max(taken) <= 1 << 20
+
+
 def test_rates_are_kept_and_memory_is_looked_at_anew(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.errors import ConfigError, MissingLibraryError
+from offload.errors import ConfigError, DiskError, MissingLibraryError
 from offload.reporting import charts, written
 from offload.reporting.page import read_views, render
 from tests.reporting.browser import Browser, browser, find_chromium
@@ -166,6 +166,22 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
     assert "optimizer.lr" in text
 
 
+def test_settings_that_differ_are_told_but_for_the_folder(tmp_path: Path) -> None:
+    paths = []
+    for number in (1, 2):
+        config = {**CONFIG, "run": {"dir": str(number), "seed": number}}
+        paths.append(write_run(tmp_path / str(number), usual(5), config=config))
+    assert [view.differs for view in read_views(paths)] == [(("run.seed", "1"),), (("run.seed", "2"),)]
+
+
+def test_a_step_takes_no_more_longer_in_a_part_than_as_a_whole(tmp_path: Path) -> None:
+    lines = [line(step, 0.5, lanes={"h2d": (0.2, 0.2)}) for step in range(1, 12)]
+    lines[7] = line(8, 0.6, lanes={"h2d": (0.2, 0.0)})  # compute 0.3 s longer, and no wait
+    (view,) = read_views([write_run(tmp_path, lines)])
+    assert view.slowest is not None
+    assert view.slowest.said[0] == "100 ms more than the median step, 100 ms of it in compute."
+
+
 def test_a_run_has_its_colour_where_another_has_no_curve(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", usual(5)), write_run(tmp_path / "two", usual(12))
     text = render(read_views([one, two]))
@@ -240,12 +256,16 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out == f"{path}\n"
         assert path.read_text().startswith("<!DOCTYPE html>")
     assert not list(tmp_path.rglob("*.partial"))
-    with pytest.raises(ConfigError, match="which is a folder"):
-        report.main([str(one), "--out", str(tmp_path)])
+    for place in (tmp_path, one / "metrics.jsonl"):
+        with pytest.raises(ConfigError, match="name a file that ends in .html"):
+            report.main([str(one), "--out", str(place)])
+    with pytest.raises(ConfigError, match="is given twice"):
+        report.main([str(one), str(two), f"{one}/../one"])
     with pytest.raises(ConfigError, match="7 runs are given"):
-        report.main([str(one)] * 7)
-    with pytest.raises(OSError, match="cannot be written"):
-        report.main([str(one), "--out", str(tmp_path / "missing" / "x.html")])
+        report.main([str(write_run(tmp_path / str(number), usual(1))) for number in range(7)])
+    for place in (tmp_path / "missing" / "x.html", tmp_path / ("x" * 300 + ".html")):
+        with pytest.raises(DiskError, match="cannot be written: .*--out"):
+            report.main([str(one), "--out", str(place)])
 
 
 def test_without_leather_one_line_says_which_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload import parity
 from offload.errors import ConfigError, DoesNotFitError
 from offload.optim.sgd import SGD
-from offload.training import side_by_side
+from offload.training import build, side_by_side
 from offload.training.apart import WeightsApart, first_element
 from offload.training.resident import Resident
 from tests import forks
@@ -87,6 +89,7 @@ def test_what_is_exact_is_equal_bit_for_bit(run: Run, settings: tuple[str, ...])
     assert all(step["loss"]["offloaded"] == step["loss"]["resident"] for step in found["steps"])
     assert len({step["loss"]["offloaded"] for step in found["steps"]}) == len(numbers)
     assert found["weights"]["differing_elements"] == 0 < found["weights"]["elements"]
+    assert len(found["notes"]) == len({"--optimizer.states", "--train.delay"} & set(settings)), "what is approximate"
     assert found["first_difference"] is None
 
 
@@ -118,6 +121,7 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
         (("--train.micro_batch_size", "1"), "micro-batches of 1 rows"),
         (("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"), "micro-batches of 3 rows"),
         (("--train.head_chunk_bytes", "40KiB"), "the head in 6 chunks"),
+        (("--train.clip", "speculative", "--train.max_grad_norm", "0.1"), "speculative clipping"),
     ],
 )
 def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings: tuple[str, ...], reason: str) -> None:
@@ -191,7 +195,7 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
     with pytest.raises(ConfigError, match="draws random numbers"):
         parity.main(words("--train.micro_batch_size", "2", *HOST, family="gpt2"))
     monkeypatch.setattr(side_by_side, "memory", lambda: {"available_bytes": 1000})
-    with pytest.raises(DoesNotFitError, match=r"on the cpu without activations \(weights .* 1000 B are free"):
+    with pytest.raises(DoesNotFitError, match=r"on the cpu without .*first weights .* 1000 B are free"):
         parity.main(words(*HOST))
 
 
@@ -206,6 +210,32 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
 def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parity.main([*given])
+
+
+def test_more_steps_than_the_run_has_are_refused(words: Callable[..., list[str]]) -> None:
+    with pytest.raises(ConfigError, match="--steps is 4, and the run has 3: set --train.steps"):
+        parity.main(words(*HOST, "--train.steps", "3", "--steps", "4"))
+
+
+def test_a_model_that_does_not_fit_takes_no_memory_before_it_is_refused(
+    words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch fills what is only reserved, where algorithms are deterministic, and so takes it."""
+    process, taken = psutil.Process(), list[float]()
+
+    def refuse(_config: Any, built: Any, _comm: Any) -> None:
+        num_bytes = sum(parameter.nbytes for parameter in built.model.parameters())
+        taken.append((process.memory_info().rss - before) / num_bytes)
+        raise DoesNotFitError("too large")
+
+    monkeypatch.setattr(build, "engine", refuse)
+    given = words(*HOST)
+    config = AutoConfig.for_model("llama", vocab_size=1 << 20, **SHAPES["llama"])
+    config.save_pretrained("shape")
+    before = process.memory_info().rss
+    with pytest.raises(DoesNotFitError):
+        parity.main(given)
+    assert taken[0] < 0.5
 
 
 def test_help_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,5 +297,12 @@ def test_bits_are_compared_and_the_first_is_found() -> None:
     assert (apart.distance, apart.first) == (0.0, None)
     apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
     assert (apart.first.what, apart.first.element, apart.first.offloaded) == ("b", (1,), 4.0)  # type: ignore[union-attr]
+    apart.add(1, "c", torch.ones(1), -torch.ones(1))
+    assert apart.first.what == "b", "the first stays"  # type: ignore[union-attr]
+    apart.add(1, "d", torch.ones(1), torch.tensor([math.nan]))
+    assert (apart.fields()["largest_difference"], apart.fields()["distance"]) == ("nan", "nan")
+    apart = WeightsApart()
+    apart.add(1, "equal", one[1], one[1].clone(), torch.zeros(3))
+    apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
     assert apart.distance == pytest.approx((1 / (4 + 9 + 16 + 9 + 25)) ** 0.5)
     assert (apart.num_elements, apart.differing, apart.largest) == (5, {"b": 1}, 1.0)
