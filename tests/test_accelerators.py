@@ -199,6 +199,7 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     answers("memory_stats", lambda: {"active_bytes.all.peak": module.peak})
     answers("reset_peak_memory_stats", lambda: setattr(module, "peak", 0))
     answers("get_rng_state", lambda: torch.tensor([5]))
+    answers("get_device_properties", lambda: SimpleNamespace(is_integrated=False))
     states = []
     module.set_rng_state = lambda state, device: states.append((state.item(), device))
     monkeypatch.setenv("LOCAL_RANK", "1")

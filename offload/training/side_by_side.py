@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.accelerators import own_accelerator
+from offload.accelerators import open_accelerator, own_accelerator
 from offload.config.config import Config
 from offload.data.dataset import share
 from offload.distributed.comm import Comm
@@ -417,5 +417,5 @@ def _generators(device: torch.device) -> list[torch.Tensor]:
     """Return the states of the generators from which a forward may draw."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
+        states.append(open_accelerator(device).module.get_rng_state(device))
     return states
