@@ -14,9 +14,10 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -166,6 +167,9 @@ CASES = [
     Case(rule="adafactor", precision="bf16"),
     Case(rule="lomo"),
     Case(rule="muon"),
+    Case(rule="mezo"),
+    Case(rule="mezo", precision="bf16", size="10M"),
+    Case(rule="mezo", micro_batch_size=2),
     Case(max_grad_norm=None),
     Case(head_chunk_bytes=1 << 18),
     Case(head_chunk_bytes=1 << 18, precision="bf16", size="10M", micro_batch_size=2),
@@ -222,6 +226,29 @@ class Alive(TorchDispatchMode):
         weakref.finalize(storage, forget).atexit = False
 
 
+@contextmanager
+def seeing_threads(model: nn.Module, alive: Alive) -> Iterator[None]:
+    """Within, forwards of other threads are seen as well, one of which goes on at a time: passes side by side."""
+    own = threading.get_ident()
+
+    def enter(*_: object) -> None:
+        if threading.get_ident() != own:
+            modes[threading.get_ident()] = ExitStack()
+            modes[threading.get_ident()].enter_context(alive)
+
+    def leave(*_: object) -> None:
+        if threading.get_ident() != own:
+            modes.pop(threading.get_ident()).close()
+
+    modes: dict[int, ExitStack] = {}
+    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @dataclass
 class Held:
     """What an engine held at most: by tier and name, in its first step; of what waits in any; by its operations."""
@@ -253,12 +280,13 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
     torch.manual_seed(0)
     peaks: dict[tuple[str, str], int] = {}
     rank = 0 if comm is None else comm.rank
-    with watched(peaks), Engine(case.model(), settings=case.settings(folder), comm=comm) as engine:
+    model = case.model()
+    with watched(peaks), Engine(model, settings=case.settings(folder), comm=comm) as engine:
         engine.step(case.batch(rank))
         held = Held(dict(peaks))
         for _ in range(NUM_STEPS - 1):
             alive = Alive()
-            with alive:
+            with alive, seeing_threads(model, alive):
                 engine.step(case.batch(rank))
         held.operations = alive.peak_bytes
     for (_, name), num_bytes in peaks.items():

@@ -89,8 +89,12 @@ def times(found: Forecast) -> Iterator[str]:
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]
         lasts = f"; what its maker lets be written to it lasts {days:,.0f} days" if days else ""
         yield f"disk: {format_bytes(found.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
-    if found.alternatives:
-        yield f"instead: {'; '.join(_alternative(found, each) for each in found.alternatives)}"
+    for each in found.alternatives:
+        if each.is_found:
+            yield f"the fastest placement, by search: {_alternative(found, each)}, {each.step_seconds:.3g} s a step"
+    others = [_alternative(found, each) for each in found.alternatives if not each.is_found]
+    if others:
+        yield f"instead: {'; '.join(others)}"
 
 
 def _alternative(found: Forecast, other: Alternative) -> str:

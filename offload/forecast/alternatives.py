@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from offload.config.config import Config
@@ -17,6 +18,16 @@ _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
 """Stands for a folder on a disk that nobody named."""
 _SMALL_CHUNK_BYTES = 32 << 20
+_WORTH_TELLING = 0.02
+"""By which part of its step the placement that the search finds has to be faster than the one that is given."""
+_SEARCHED = {
+    **{f"offload.{key}": f"placement.{key}" for key in ("parameters", "optimizer", "gradients", "activations")},
+    "offload.update": "update",
+    "offload.prefetch": "prefetch",
+    "train.recompute": "recompute",
+    "train.clip": "clip",
+}
+"""What the search decides, by its key, and where settings have it."""
 
 
 def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
@@ -32,7 +43,9 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
 
 
 def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
-    """Yield what a few changes come to."""
+    """Yield what a few changes come to, first the placement that the search finds, where that is faster."""
+    if (best := _placed(teller, found)) is not None:
+        yield best
     yield _tried(
         teller,
         _more_host_memory(found.config),
@@ -42,6 +55,22 @@ def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
     for change in _changes(found):
         if (other := _try(teller, found, change)) is not None:
             yield other
+
+
+def _placed(teller: Teller, found: Forecast) -> Alternative | None:
+    """Return what the search makes of what says `auto`, where it pays."""
+    before, chosen = found.prepared.settings, teller.choose(found)
+    change = {
+        key: attrgetter(path)(chosen)
+        for key, path in _SEARCHED.items()
+        if attrgetter(path)(chosen) != attrgetter(path)(before)
+    }
+    other = _try(teller, found, change) if change else None
+    if other is None or not other.fits or other.step_seconds is None:
+        return None
+    if found.fits and found.timing and other.step_seconds > (1 - _WORTH_TELLING) * found.timing.step_seconds:
+        return None
+    return replace(other, is_found=True)
 
 
 def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternative | None:

@@ -15,24 +15,30 @@ from offload.engine.assemble import Prepared, prepare
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import Footprint, footprint
+from offload.forecast.search import Placer
 from offload.forecast.timing import Timing, step_time
 from offload.forecast.workload import Workload
 from offload.hf.models import empty_model, load_model_config, max_positions, model_kind
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import settings
 from offload.planning.machines import DescribedMachine, Machine
+from offload.planning.plan import Plan, make_plan
+from offload.planning.settings import Settings
 
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown."""
+    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown.
+    is_found: it is what the search for a placement finds fastest.
+    """
 
     change: str
     fits: bool
     step_seconds: float | None = None
     tokens_per_second: float | None = None
+    is_found: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class Forecast:
                     "step_seconds": a.step_seconds,
                     "tokens_per_second": a.tokens_per_second,
                     "fits": a.fits,
+                    "found_by_search": a.is_found,
                 }
                 for a in self.alternatives
             ],
@@ -184,6 +191,31 @@ class Teller:
             refusal,
             tuple(notes),
         )
+
+    def choose(self, found: Forecast) -> Settings:
+        """Return what the search finds fastest where a forecast's settings say `auto`, as planned for a machine that is
+        described; those as they are where nothing is found, or a step is not known.
+        """
+        prepared, work = found.prepared, self._work(found.config, found.prepared)
+        told, ranks = prepared.settings, ImaginedRanks(self.num_ranks)
+        if isinstance(work, str):
+            return told
+        machine = DescribedMachine(found.hardware, self.num_ranks)
+
+        def plan_with(settings: Settings) -> Plan:
+            return make_plan(settings, prepared.units, prepared.regions, ranks, machine)
+
+        placer = Placer(
+            prepared.regions,
+            prepared.units,
+            work,
+            found.hardware,
+            plan_with,
+            sharding=prepared.plan.layout.sharding,
+            num_sharing=self.num_ranks,
+        )
+        is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
+        return placer.choose(told, limited=is_limited)
 
     def _work(self, config: Config, prepared: Prepared) -> Workload | str:
         """Return what a step computes, or why that is not known."""

@@ -98,6 +98,10 @@ class _Holds:
         return self.hardware.device != "cpu"
 
     @property
+    def _has_backward(self) -> bool:
+        return self.prepared.settings.optimizer.has_gradients
+
+    @property
     def _host(self) -> str:
         """The tier of what the engine allocates on the host: registered, where the device's driver takes that."""
         return "pinned" if self.hardware.device == "cuda" else "cpu"
@@ -122,6 +126,9 @@ class _Holds:
 
     def _of_a_step(self, work: Workload, kept: frozenset[int]) -> Iterator[Allocation]:
         """Yield what a step adds: what waits for the backward, and what operations take."""
+        if not self._has_backward:
+            yield Allocation("device" if self._has_accelerator else "cpu", OPERATIONS, self._of_forwards(work))
+            return
         on_device: Counter[str] = Counter()
         away = 0
         for number, call in self._each(work):
@@ -186,9 +193,30 @@ class _Holds:
             most = max(most, held + max(forward, backward))
         return max(0, most - waiting_bytes)
 
+    def _of_forwards(self, work: Workload) -> int:
+        """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one
+        is within a unit or in what follows, the others behind it with what they gave it and got.
+        """
+        passes, parts = 2 * self.prepared.settings.optimizer.num_directions, work.num_micro_batches
+        given = handed_on = staying = most = 0
+        for _, call in self._each(work):
+            staying += _over_all(call, call.staying_bytes, work)
+            if call.name is None:
+                waiting = parts * ((passes - 1) * handed_on + passes * given)
+                most = max(most, waiting + parts * (call.saved_bytes + call.forward_temporary_bytes))
+                continue
+            given = handed_on
+            waiting = ((passes - 1) * call.result_bytes + passes * given) * parts
+            joined = 2 * parts * call.result_bytes if parts > 1 else 0
+            most = max(most, waiting + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined))
+            handed_on = call.result_bytes
+        return most + passes * staying
+
     def kept(self, work: Workload) -> frozenset[int]:
         """Return which uses keep their graph, by number: as `RecomputePolicy` chooses."""
         mode, budget = self.prepared.settings.recompute, self._device_budget
+        if not self._has_backward:
+            return frozenset()
         always = {n for n, call in enumerate(work.calls) if call.keeps_graph or call.name is None}
         if mode == "always":
             return frozenset(always)
@@ -220,6 +248,8 @@ class _Holds:
         """Return what gradients take that are summed in fp32 on the device, since their units are used several times: a
         head in pieces, where the buffer is none for that; blocks that are shared.
         """
+        if not self._has_backward:
+            return 0
         uses = Counter(call.name for call in work.calls if call.name is not None and call.is_cut)
         pieces = {call.name for call in work.calls if call.name is not None and not call.is_cut}
         resident = {region.index for unit in self.prepared.units if unit.resident for region in unit.regions}

@@ -329,8 +329,11 @@ class Placer:
 
     def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1) -> Settings:
         """Return settings without `auto`: what `search` finds among `placements`. As they were where none fits, so that
-        planning refuses them with all that is missing.
+        planning refuses them with all that is missing, and with a rule without gradients, for which no bounds are
+        known.
         """
+        if not settings.optimizer.has_gradients:
+            return settings
         with without_collector():
             found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
         return found[0].settings if found else settings

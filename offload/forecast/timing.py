@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -44,7 +44,8 @@ class Timing:
     lane_seconds: how long each link, and compute, is busy in it.
     bound_by: which of them is busy longest.
     tokens_per_second: of all ranks.
-    mfu: the model's own products (forward and backward, no recompute) over what the device could have made meanwhile.
+    mfu: the model's own products (forward and backward, no recompute; or those of all forwards, where there are these
+        alone) over what the device could have made meanwhile.
     nvme_written_bytes: by this rank, in a step.
     exposed: how long compute had nothing to do, by the link that it waited for.
     """
@@ -110,6 +111,8 @@ class PlannedStep:
         """Return the uses of a step, in the order of the forward."""
         kept, parts = self._kept, self.workload.num_micro_batches
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
+        if not self._has_backward:
+            return list(self._forwards(its))
         found = []
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
@@ -129,6 +132,32 @@ class PlannedStep:
                 )
             )
         return found
+
+    @property
+    def _has_backward(self) -> bool:
+        return self.settings.optimizer.has_gradients
+
+    def _forwards(self, its: Mapping[str, tuple[Region, ...]]) -> Iterator[Call]:
+        """Yield the uses of a step of forwards alone, each with all of its passes, and with what makes the weights of
+        these: both sides are written, from weights that are read. (As if all took part, and without what random
+        numbers and magnitudes take.)
+        """
+        directions, parts = self.settings.optimizer.num_directions, self.workload.num_micro_batches
+        here = self.seconds()["here"]
+
+        def perturb_s(regions: Iterable[Region]) -> float:
+            return directions * here(3 * sum(region.weight_bytes for region in regions if region.trainable))
+
+        if stay := [unit for unit in self.units if unit.resident]:
+            yield Call((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
+        last = None
+        for work in self.workload.calls:
+            regions = its.get(work.name or "", ())
+            device_s, host_s = self._compute([work.forward] * (2 * directions * parts))
+            if regions and (directions > 1 or work.name != last):  # one use after the other has them still
+                device_s += perturb_s(regions)
+            last = work.name or last
+            yield Call(regions, device_s, 0.0, host_s + (2 * directions * FORWARD_HOST_S if regions else 0.0), 0.0)
 
     def _compute(self, costs: Sequence[Cost]) -> tuple[float, float]:
         return compute_seconds(costs, self.settings, self.hardware)
@@ -156,6 +185,9 @@ class PlannedStep:
 
     def _saved(self, works: Sequence[UnitWork]) -> int:
         """Return the bytes of unit inputs that wait on the device at once."""
+        if not self._has_backward:  # a pass has what it computes with, and the others what they go on with
+            passes = 2 * self.settings.optimizer.num_directions
+            return passes * self.workload.num_micro_batches * max((work.result_bytes for work in works), default=0)
         if self.settings.placement.activations in ("cpu", "nvme"):
             works = [work for work in works if not work.saved_bytes]  # whose graph is kept, and holds its inputs
         return sum(work.input_bytes for work in works) * self.workload.num_micro_batches
@@ -167,7 +199,8 @@ class PlannedStep:
         temporaries = 0
         if self._in_stream:  # of a CPU's nobody counts them
             temporaries = max(
-                max(work.forward_temporary_bytes, work.backward_temporary_bytes) for work in self.workload.calls
+                max(work.forward_temporary_bytes, work.backward_temporary_bytes if self._has_backward else 0)
+                for work in self.workload.calls
             )
         return sum(a.num_bytes for a in planned if a.name not in own) + self._saved(self.workload.calls) + temporaries
 
@@ -175,6 +208,8 @@ class PlannedStep:
     def _kept(self) -> frozenset[int]:
         """Return which uses keep their graph, by their number: as of `RecomputePolicy`."""
         works, parts = self.workload.calls, self.workload.num_micro_batches
+        if not self._has_backward:
+            return frozenset()
         nothing = {n for n, work in enumerate(works) if work.name is not None and not work.saved_bytes}
         if self.settings.recompute == "always":
             return frozenset(nothing)
@@ -242,6 +277,7 @@ class PlannedStep:
             activations=settings.placement.activations.replace("auto", "device"),
             wide=settings.splits and self.workload.num_micro_batches > 1,
             learns=settings.judges_gradients and settings.optimizer.drops_gradients,
+            has_backward=self._has_backward,
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
         )
@@ -254,7 +290,7 @@ class PlannedStep:
     def _clip(self, on_device: bool) -> str:
         """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`)."""
         settings, plan = self.settings, self.plan
-        if settings.delay or not settings.judges_gradients:
+        if settings.delay or not settings.judges_gradients or not self._has_backward:
             return "none"
         if settings.resolved_clip != "auto" or on_device:
             return "deferred" if on_device else settings.resolved_clip
@@ -281,7 +317,11 @@ class PlannedStep:
         """Return a simulated step as it is told."""
         rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.size, self.workload
         seconds = max(found.seconds, self._both_ways(found))
-        flops = sum(each.forward.flops + each.backward.flops for each in work.calls) * work.num_micro_batches
+        passes = 2 * self.settings.optimizer.num_directions
+        flops = work.num_micro_batches * sum(
+            each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops
+            for each in work.calls
+        )
         return Timing(
             step_seconds=seconds,
             lane_seconds={name: busy for name, busy in found.busy_s.items() if busy or name == "compute"},

@@ -85,6 +85,7 @@ class Engine:
     activations: where unit inputs wait: device, cpu or nvme.
     wide: gradients are summed in fp32 in their buffer.
     learns: a backward of its own comes first, for the norm (rules whose gradients do not wait).
+    has_backward: False for a step of forwards alone, whose updates are made in the slots or once it is over.
     step_host_s: what the host does once a step.
     tile_host_s: what the host does for each tile of an update that it submits.
     """
@@ -107,6 +108,7 @@ class Engine:
     activations: str = "device"
     wide: bool = False
     learns: bool = False
+    has_backward: bool = True
     step_host_s: float = 0.0
     tile_host_s: float = 0.0
 
@@ -171,6 +173,7 @@ class _Play:
             self._lanes,
             self._compute,
             self._bring_up,
+            engine.layout,
         )
         self._executor = Executor(
             self._slots, engine.lookahead, engine.most, lands_late=lambda region: region.index in engine.lasting
@@ -196,6 +199,9 @@ class _Play:
 
     def step(self) -> None:
         """Play one step."""
+        if not self._engine.has_backward:
+            self._step_forward()
+            return
         if self._engine.learns:
             self._begin(learns=True)
             self._pass(learns=True)
@@ -232,6 +238,7 @@ class _Play:
             self._compute.run(call.forward_s, call.forward_host_s)
             return
         self._executor.enter(call.regions, False)
+        self._update_in_slot(call)
         self._compute.run(call.forward_s, call.forward_host_s)
         self._executor.leave(call.regions, self._compute.mark())
 
@@ -389,9 +396,43 @@ class _Play:
         self._executor.end()
         self._executor.expect("step", self._is_immediate and not self._engine.learns)
 
-    def _bring_up(self, region: Region, fills: Sequence[Ticket]) -> list[Ticket]:
+    # -- a step without gradients ----------------------------------------------------------------------------
+
+    def _step_forward(self) -> None:
+        """As of `offload.engine.methods.forwards`: what its passes do side by side is in the forward of each call."""
+        engine = self._engine
+        self._slots.settle()
+        self._executor.begin("step")
+        for call in self._calls:
+            self._forward(call)
+        self._lanes.wait(self._compute.mark())  # for the losses
+        first = self._executor.first_uses()
+        trained = sorted((r for r in engine.regions if r.trainable), key=lambda region: self._rank(region, first))
+        in_slots = [r for r in trained if self._updates_in_slot(r)]
+        self._slots.need_masters(in_slots)
+        self._due = {region: Fence("no gradients") for region in trained if region not in in_slots}
+        self._slots.invalidate(self._due)
+        self._slots.refresh()
+        self._go_on()
+        self._submit_due()
+        self._compute.run(0.0, engine.step_host_s)
+        self._slots.settle()
+
+    def _updates_in_slot(self, region: Region) -> bool:
+        """True where the update is put off until the weights come up."""
+        engine = self._engine
+        return not engine.on_device and engine.layout.updates_in_slot(region) and not self._slots.is_resident(region)
+
+    def _update_in_slot(self, call: Call) -> None:
+        for region in call.regions:
+            if region in self._slots.pending:
+                self._slots.pending.remove(region)
+                down = self._states.update_in_slot(region)
+                self._slots.used(self._slots.cargo_of(call.regions), (), (down,))
+
+    def _bring_up(self, region: Region, fills: Sequence[Ticket], is_whole: bool) -> list[Ticket]:
         self._submit_due(region)
-        return self._states.bring_up(region, fills)
+        return self._states.bring_up(region, fills, is_whole)
 
     def _submit_due(self, last: Region | None = None) -> None:
         """Submit the updates that are due up to that of a region, or all."""

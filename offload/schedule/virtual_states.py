@@ -100,18 +100,20 @@ def virtual_region(region: Region, layout: DiskLayout) -> VirtualRegion:
 
 @dataclass(eq=False)
 class Slot:
-    """What lies, or lay, in a stretch of the device's memory."""
+    """What lies, or lay, in a stretch of the device's memory. `is_whole`: with the rest of its master weights."""
 
     cargo: int
     begin: int
     end: int
     fence: Fence = field(default_factory=lambda: Fence("slot"))
+    is_whole: bool = False
 
 
 class VirtualSlots:
     """The device's memory for weights, of which an `Executor` thinks that it is the engine's.
 
-    `bring_up(region, fills)` submits a region's way to the device and returns the tickets after which it is there.
+    `bring_up(region, fills, is_whole)` submits a region's way to the device and returns the tickets after which it is
+    there. `pending`: the regions that are updated in the slot when they come up, with all of their master weights.
     """
 
     def __init__(
@@ -120,9 +122,12 @@ class VirtualSlots:
         resident: Iterable[Region],
         lanes: VirtualLanes,
         compute: Compute,
-        bring_up: Callable[[Region, Sequence[Ticket]], list[Ticket]],
+        bring_up: Callable[[Region, Sequence[Ticket], bool], list[Ticket]],
+        layout: DiskLayout = DiskLayout(),  # noqa: B008 (frozen)
     ) -> None:
         self.capacity_bytes, self._lanes, self._compute, self._bring_up = capacity_bytes, lanes, compute, bring_up
+        self._layout = layout
+        self.pending: set[Region] = set()
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._numbers: dict[tuple[Region, ...], int] = {}
         self._slots = [Slot(0, 0, capacity_bytes)] if capacity_bytes else []
@@ -140,7 +145,10 @@ class VirtualSlots:
         return found
 
     def cargo_bytes(self, cargo: int) -> int:
-        return sum([region.weight_bytes for region in self.cargoes[cargo]])
+        return sum([region.weight_bytes + self._rides_bytes(region) for region in self.cargoes[cargo]])
+
+    def _rides_bytes(self, region: Region) -> int:
+        return sum([plane.num_bytes(region.numel) for plane in self._layout.rides(region)])
 
     def held(self) -> dict[int, int]:
         return {cargo: slot.begin for cargo, slot in self._lying.items()}
@@ -164,10 +172,11 @@ class VirtualSlots:
             for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
             if part[0] < part[1]
         ]
-        slot = Slot(cargo, offset, end)
+        slot = Slot(cargo, offset, end, is_whole=not self.pending.isdisjoint(self.cargoes[cargo]))
         self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
         fills = [ticket for other in gone for ticket in other.fence.before_fill()]
-        slot.fence.fill(*[ticket for region in self.cargoes[cargo] for ticket in self._bring_up(region, fills)])
+        its = self.cargoes[cargo]
+        slot.fence.fill(*[ticket for region in its for ticket in self._bring_up(region, fills, slot.is_whole)])
         self._lying[cargo] = slot
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
@@ -189,15 +198,30 @@ class VirtualSlots:
     def invalidate(self, regions: Collection[Region]) -> None:
         """What lies of these regions on the device is stale."""
         stale = set(regions)
-        for slot in [slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])]:
+        self._retire([slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])])
+
+    def _retire(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
             slot.fence.read(*self._compute.mark())
             del self._lying[slot.cargo]
+
+    def need_masters(self, regions: Collection[Region]) -> None:
+        """Regions are to be updated in their slots: those that lie there without their master weights come up anew."""
+        self.pending.update(regions)
+        lacking = []
+        for slot in self._lying.values():
+            its = self.pending.intersection(self.cargoes[slot.cargo])
+            if its and not slot.is_whole and any(map(self._layout.rides, its)):
+                lacking.append(slot)
+            elif its:
+                slot.is_whole = True
+        self._retire(lacking)
 
     def refresh(self) -> None:
         """Bring the resident regions that are trained up again, after an update."""
         for region, fence in self._resident.values():
             if region.trainable:
-                fence.fill(*self._bring_up(region, fence.before_fill()))
+                fence.fill(*self._bring_up(region, fence.before_fill(), False))
 
     def settle(self) -> None:
         """Let compute come after every fetch of what stays."""

@@ -101,14 +101,18 @@ class VirtualStates:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def bring_up(self, region: Region, fills: Sequence[Ticket]) -> list[Ticket]:
-        """Bring a region's weights to the device, and what other ranks hold of them."""
-        tickets = [] if self._on_device else [self._fetch(tile, fills) for tile in self.of[region.index].held]
+    def bring_up(self, region: Region, fills: Sequence[Ticket], is_whole: bool = False) -> list[Ticket]:
+        """Bring a region's weights to the device, and what other ranks hold of them. `is_whole`: with what of the
+        master weights rides along.
+        """
+        rides = self._layout.rides(region) if is_whole else ()
+        held = () if self._on_device else self.of[region.index].held
+        tickets = [self._fetch(tile, fills, sum(plane.num_bytes(tile.numel) for plane in rides)) for tile in held]
         if self._sharding.gathers:
             return [self.exchange(region.weight_bytes // self._sharding.size, tickets or fills)]
         return tickets
 
-    def _fetch(self, tile: VirtualTile, fills: Sequence[Ticket]) -> Ticket:
+    def _fetch(self, tile: VirtualTile, fills: Sequence[Ticket], beside_bytes: int) -> Ticket:
         weight_bytes = tile.region.plane("weights").num_bytes(tile.numel)
         fence = tile.fence if tile.shown is None else tile.shown
         reads, stretch = fence.before_read(), None
@@ -119,7 +123,7 @@ class VirtualStates:
             else:
                 stretch, reading = self._read(tile, "fetch", tile.disk["weights"], [tile.record])
                 reads = (*reads, reading)
-        ticket = self.submit("h2d", "h2d", weight_bytes, reads, fills)
+        ticket = self.submit("h2d", "h2d", weight_bytes + beside_bytes, reads, fills)
         fence.read(ticket)
         if stretch is not None:
             stretch.fence.read(ticket)
@@ -200,6 +204,18 @@ class VirtualStates:
         return ticket
 
     # -- updates ---------------------------------------------------------------------------------------------
+
+    def update_in_slot(self, region: Region) -> Ticket:
+        """Let compute update a region in the slot in which it has come up; return when it is down again: as of
+        `offload.engine.methods.pending`.
+        """
+        (tile,) = self.of[region.index].tiles
+        done = self._here("here", region.update_bytes(tile.numel), tile.fence.before_fill())
+        planes = (region.plane("weights"), *self._layout.rides(region))
+        num_bytes = sum(plane.num_bytes(tile.numel) for plane in planes)
+        down = self.submit("update_down", "d2h", num_bytes, (done,), tile.fence.before_fill())
+        tile.fence.fill(down)
+        return down
 
     def lend_early(self, region: Region) -> bool:
         """Read what will be updated first before the norm is known; False where the ring is full."""

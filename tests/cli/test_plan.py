@@ -97,3 +97,25 @@ def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str
     assert "--hardware FILE|NAME" in shown
     assert "--json" in shown
     assert "--offload.host_memory" in shown
+
+
+def test_a_placement_that_is_faster_than_auto_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--offload.device_memory", "400MiB")
+    _, given = told(capsys, *words)
+    (best,) = [each for each in given["alternatives"] if each["found_by_search"]]
+    assert best["fits"]
+    assert best["step_seconds"] < 0.98 * given["step_seconds"]
+    _, taken = told(capsys, *words, *best["change"].split())
+    assert taken["step_seconds"] == pytest.approx(best["step_seconds"])
+    assert not any(each["found_by_search"] for each in taken["alternatives"]), "there is nothing faster left"
+    main([*words])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"the fastest placement, by search: {best['change']}" in shown
+
+
+def test_without_auto_nothing_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("parameters", "cpu"), ("optimizer", "cpu"), ("gradients", "cpu"), ("activations", "cpu"), ("update", "cpu")
+    words = [word for key, tier in where for word in (f"--offload.{key}", tier)]
+    words += ["--train.recompute", "always", "--train.clip", "deferred", "--offload.prefetch", "1"]
+    _, found = told(capsys, *SMALL, *words)
+    assert not any(each["found_by_search"] for each in found["alternatives"])

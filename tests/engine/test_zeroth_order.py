@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
@@ -520,3 +521,16 @@ def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Pa
                     engine.load_checkpoint(tmp_path / f"{step}")
     assert_same(weights(engine), plain.masters)
     engine.close()
+
+
+def test_an_update_in_a_kept_slot_waits_for_what_goes_down_from_it() -> None:
+    model = gpt2()
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
+    throttle = {"d2h": num_bytes / 0.05}
+    where = Placement(parameters="device", optimizer="cpu")
+    with Engine(model, RULE, update="device", throttle=throttle, placement=where) as engine:
+        engine.step(batches(1)[0])
+        began = time.perf_counter()
+        for batch in batches(5):
+            engine.step(batch)
+        assert time.perf_counter() - began > 3 * 0.05, "copies pile up behind the link"

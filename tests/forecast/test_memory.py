@@ -25,6 +25,8 @@ SMALL = Case(rows=2, length=32)
         replace(SMALL, activations="cpu", optimizer="nvme", head_chunk_bytes=1 << 16),
         replace(SMALL, family="gpt2", recompute="auto", device_memory="24MiB"),
         replace(SMALL, parameters="device", optimizer="device", rule="lion"),
+        replace(SMALL, precision="bf16", rule="mezo"),
+        replace(SMALL, micro_batch_size=1, rule="mezo"),
     ],
     ids=str,
 )

@@ -14,11 +14,19 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from offload.distributed.imagined import ImaginedRanks
+from offload.engine.assemble import prepare
+from offload.forecast.measure import BatchSpec, measure
+from offload.forecast.workload import UnitWork
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, build_regions
+from offload.machine.hardware import Hardware
+from offload.planning.machines import DescribedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
+from offload.planning.settings import Settings
 from offload.schedule.simulation import Call, Engine, Memory, Simulated, simulate
 
 GB, GIB, TIB = 1e9, 2.0**30, 2.0**40
@@ -198,6 +206,58 @@ def test_zero_infinity_figure_2a(
         )
         held = sum(a.num_bytes for a in plan if a.name.partition(" (")[0] in (SLOT, BUFFER))
         assert held / GIB == pytest.approx(working, abs=0.01)
+
+
+# ZeRO-Infinity, Figure 2a: hidden size in K, heads and layers of models, full activations in TB a node of 16 GPUs and
+# activation working memory in GB a GPU, each at 4 rows of 1024 tokens.
+INFINITY_ACTIVATIONS = (
+    (10, 128, 80, 2.03, 1.63),
+    (20, 160, 100, 3.91, 2.50),
+    (25, 256, 128, 7.13, 3.56),
+    (64, 512, 195, 24.38, 8.00),
+    (160, 1024, 315, 88.59, 18.00),
+)
+
+
+def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
+    """Return what is measured of a block of GPT-2 with matrices of scores, without dropout."""
+    config = GPT2Config(
+        n_embd=width,
+        n_head=heads,
+        n_layer=2,
+        n_positions=length,
+        vocab_size=64,
+        bos_token_id=1,
+        eos_token_id=1,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_implementation="eager",
+    )
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    machine = DescribedMachine(Hardware.read("h200"), 1)
+    prepared = prepare(model, Settings(precision="bf16"), ImaginedRanks(1), machine, checks=False)
+    work = measure(model, BatchSpec("causal", rows, length), prepared)
+    return next(call for call in work.calls if call.name == "transformer.h.1")
+
+
+@pytest.mark.parametrize(("hidden", "heads", "layers", "full", "working"), INFINITY_ACTIVATIONS)
+def test_zero_infinity_figure_2a_activations(hidden: int, heads: int, layers: int, full: float, working: float) -> None:
+    """Equation (5) counts rows * length * (16 hidden + 2 heads * length) bytes of a block: one matrix of scores and,
+    in half precision, eight tensors as wide as the hidden state. Autograd keeps that matrix and sixteen: the inputs of
+    the block, of the products for query, key and value, of attention's projection, of the second norm and of the MLP;
+    query, key and value; 4 before the activation function and 4 behind it. So ours is the published figure and eight
+    such tensors more, 1.38 to 1.56 times as much.
+    """
+    width, rows, length = hidden * 1024, 4, 1024
+    work = block_work(width, heads, rows, length)
+    held, tensor_bytes = work.input_bytes + work.saved_bytes, 2 * rows * length * width
+    assert (held - 8 * tensor_bytes) / GIB == pytest.approx(working, abs=0.01)
+    assert 16 * layers * (held - 8 * tensor_bytes) / TIB == pytest.approx(full, abs=0.01)
+    assert held == pytest.approx(16 * tensor_bytes + 2 * rows * heads * length**2, rel=1e-4)
+    assert 1.38 < held / GIB / working < 1.57
 
 
 PEAK = 70e12

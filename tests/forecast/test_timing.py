@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import LOMO, AdamW, Engine, Lion, Placement
+from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
 from offload.forecast.timing import PlannedStep, step_time
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
@@ -52,6 +52,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lion": ({"optimizer": Lion(lr=1e-4)}, {}),
     "int8": ({"optimizer": AdamW(lr=1e-4, states="int8")}, {}),
     "lomo": ({"optimizer": LOMO(lr=1e-4)}, {}),
+    "mezo": ({"optimizer": MeZO(lr=1e-4)}, {}),
+    "mezo, directions": ({"optimizer": MeZO(lr=1e-4, num_perturbations=2)}, {}),
+    "mezo, bf16": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {}),
+    "mezo, bf16, a budget": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {"device_memory": "130KiB"}),
+    "mezo, bf16, weights stay": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {"parameters": "device"}),
+    "mezo, update cpu": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16", "update": "cpu"}, {}),
+    "mezo, nvme": ({"optimizer": MeZO(lr=1e-4)}, {"parameters": "nvme", "optimizer": "nvme"}),
+    "mezo, micro-batches": ({"optimizer": MeZO(lr=1e-4), "micro_batch_size": 2}, {}),
 }
 
 

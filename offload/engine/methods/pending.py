@@ -44,6 +44,8 @@ class Pending:
             if region not in self._works:
                 continue
             (tile,) = state.store[region].tiles  # nothing of it is on disk, or on other ranks
+            # In a slot that was kept lies what went down after the last update, and may be on its way still.
+            state.lanes.compute_after(tile.fence.before_fill())
             num_wrong = self._works[region](tile, planes, torch.empty(0, device="cpu"))
             if isinstance(num_wrong, torch.Tensor):
                 self._counts.append((region, num_wrong))

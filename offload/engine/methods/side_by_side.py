@@ -106,6 +106,7 @@ class SideBySide:
             if ambient is not None:
                 device.set_random_state(ambient)
         filled = results[0].fill(unit.traits.join_outputs(results))
+        del result, results  # other passes have their turn now, and need the memory
         if len(self._have_run) == self._num_passes:
             self._leave()
         self._lockstep.turn()
