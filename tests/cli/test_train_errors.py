@@ -37,7 +37,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps"], ["--train.steps", "VALUE"]),
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
-        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'adalomo' or 'muon'"]),
+        (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'muon' or 'mezo'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (
             ["--optimizer.name", "sgd", "--optimizer.states", "int8"],
