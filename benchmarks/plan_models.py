@@ -67,14 +67,14 @@ HOSTS_GIB = (64, 128, 512)
 _SYSTEM_BYTES = 4 << 30
 SETTINGS = {
     "data.sequence_length": 4096,
-    "train.batch_size": 2,
+    "train.batch_size": 16,
     "train.micro_batch_size": 1,
     "offload.nvme_dir": ["/nvme"],
 }
 _HEAD = """# Plans
 
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
-clipping, 2 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
+clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
 or with the smallest change that fits, where that does not. A host has 4 GiB less, which are the system's. GPUs, links,
 hosts' memory and disks are those of `offload/machine/described/`, where each figure has its source; times are foretold,
 not measured. The share is of the products that the GPU could make. Made by
