@@ -232,7 +232,8 @@ class Slots:
 
     def streams(self, address: int) -> bool:
         """True where an address lies in memory through which weights of several units pass."""
-        return any(0 <= address - its.data_ptr() < its.nbytes for its in (self._memory, self.beside))
+        one, other = self._memory, self.beside  # asked for every tensor that a graph saves
+        return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
         """Return the addresses at which a cargo lies while it is in use."""
