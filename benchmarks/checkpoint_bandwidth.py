@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload import Engine, Placement
 from offload.benches.blocks import turned
 from offload.benches.nvme import run_fio
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 from offload.checkpoint.manifest import CHUNK_BYTES
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13, "vocab_size": 8192}
@@ -56,7 +56,7 @@ def main() -> None:
     for tier in ("cpu", "nvme"):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as inside:
             results += measure(tier, Path(inside), fio, arguments.pairs)
-    print(document(results))
+    print(Measured(results).document())
 
 
 def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 
 LAYERS, WIDTH, ROWS, LENGTH = 16, 256, 4, 128
 STEPS, WARM, BLOCKS = 6, 3, 3
@@ -72,7 +72,7 @@ def main() -> None:
         )
         for name, found in taken.items()
     ]
-    print(document(results))
+    print(Measured(results).document())
     for result in results:
         print(f"{result.name}: {result.details['over_largest_lane']:.3f} of the larger lane", file=sys.stderr)
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.step_times import Case, block_seconds, compute_of, work_of
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 from offload.distributed.comm import Comm
 from offload.errors import OffloadError
 from offload.forecast.search import Placed, Placer, placements, search
@@ -189,7 +189,7 @@ def main() -> None:
     kernels.set_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         chosen = [m for m in MACHINES if not arguments.machines or any(p in m.name for p in arguments.machines)]
-        print(document([run(machine, folder, arguments.rounds) for machine in chosen]))
+        print(Measured([run(machine, folder, arguments.rounds) for machine in chosen]).document())
 
 
 if __name__ == "__main__":

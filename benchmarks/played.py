@@ -35,7 +35,7 @@ import torch
 from benchmarks import lanes
 from offload import AdamW, Engine, Placement
 from offload.benches.blocks import turned
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 from offload.native import kernels
 from tests import accelerator
 from tests.accelerator.control import H200, RTX_4090, Control, Cost
@@ -110,7 +110,7 @@ def main() -> None:
     results = [result(case, arguments.layers) for case in cases]
     for case in cases:
         case.engine.close()
-    print(document(results))
+    print(Measured(results).document())
 
 
 def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int) -> Case:

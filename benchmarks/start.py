@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.benches.blocks import turned
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 
 SHAPE = {
     "hidden_size": 128,
@@ -94,7 +94,7 @@ def main() -> None:
             }
             print(f"{number} of {arguments.pairs}:", json.dumps(found, default=vars), file=sys.stderr, flush=True)
             rounds.append(found)
-    print(document(summarise(rounds[1:], loads[1:])))
+    print(Measured(summarise(rounds[1:], loads[1:])).document())
 
 
 def prepare(folder: Path) -> None:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 
 ARMS = {
     "fp32": [],
@@ -48,7 +48,7 @@ def main() -> None:
         largest = max(differences, key=abs)
         results.append(Result(f"{arm} - fp32, largest", round(largest, 5), "nats"))
         results.append(Result(f"{arm} - fp32, mean", round(statistics.mean(differences), 5), "nats"))
-    print(document(results))
+    print(Measured(results).document())
 
 
 def final_loss(words: Sequence[str], seed: int, steps: int) -> float:

@@ -27,7 +27,7 @@ import torch
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.benches.ideal import Use
 from offload.benches.overlap import compute_uses
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 from offload.forecast.timing import Timing, step_time
 from offload.forecast.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware, Rates
@@ -232,7 +232,7 @@ def main() -> None:
             )
     errors = sorted(abs(each.details["error"]) for each in results)
     print(f"median {statistics.median(errors):.1%}, largest {errors[-1]:.1%}", file=sys.stderr)
-    print(document(results))
+    print(Measured(results).document())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, MeZO, Placement
-from offload.benches.report import Result, document
+from offload.benches.report import Measured, Result
 from offload.native.directions import Stretch, descend, perturb
 from offload.optim.rule import parameter_key
 
@@ -118,7 +118,7 @@ def main() -> None:
         results.append(result(f"streamed, updates on the {where}", taken["played"], "the ideal schedule", ideal))
         played.close()
         unplayed.close()
-    print(document(results))
+    print(Measured(results).document())
     for each in results:
         print(f"{each.name}: {each.details['over_reference']:.3f} of {each.reference}", file=sys.stderr)
 
