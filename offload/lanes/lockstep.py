@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -24,7 +25,9 @@ class Lockstep(Generic[_T]):
     def __init__(self, switched: Callable[[int, int], None]) -> None:
         self._switched = switched
         self.current = 0
-        self._wakes: list[threading.Semaphore] = []
+        # An interrupt may come between any two lines. So `current` alone says whose turn it is, in one assignment, and
+        # a wake only has a waiting thread look at it: it may come twice.
+        self._wakes: list[SimpleQueue[None]] = []
         self._alive: list[int] = []
         self._results: dict[int, _T] = {}
         self._error: BaseException | None = None
@@ -32,25 +35,24 @@ class Lockstep(Generic[_T]):
     def run(self, functions: Sequence[Callable[[], _T]]) -> list[_T]:
         """Return the results of all functions. What one of them raises ends the others, one by one, at their turns."""
         self.current, self._error, self._results = 0, None, {}
-        self._wakes = [threading.Semaphore(0) for _ in functions]
-        self._alive = list(range(len(functions)))
-        others = [
-            threading.Thread(target=self._begin, args=(number, function), name=f"pass {number}", daemon=True)
-            for number, function in enumerate(functions)
-            if number
-        ]
-        for thread in others:
-            thread.start()
+        self._wakes = [SimpleQueue() for _ in functions]
+        self._alive, others = [0], []
         try:
+            for number, function in enumerate(functions[1:], 1):
+                self._alive.append(number)
+                others.append(
+                    threading.Thread(target=self._begin, args=(number, function), name=f"pass {number}", daemon=True)
+                )
+                others[-1].start()
             self._run(0, functions[0])
             for thread in others:
                 thread.join()
         except BaseException as error:  # an interrupt, here
             self._error = self._error or error
-            for wake in self._wakes:
-                wake.release()
+            self._leave(0)
             for thread in others:
-                thread.join()
+                if thread.is_alive():  # the last one may have been about to begin: it ends by itself
+                    thread.join()
         failure, self._error = self._error, None
         if failure is not None:
             raise failure
@@ -62,13 +64,12 @@ class Lockstep(Generic[_T]):
         own, comes = self.current, self._next()
         if comes == own:
             return
-        self._hand_over(own, comes)
         try:
-            self._wakes[own].acquire()
+            self._hand_over(own, comes)
+            self._wait(own)
         except BaseException as error:  # an interrupt: who has the turn ends first, and those behind it
             self._error = self._error or error
-            if self.current != own:
-                self._wakes[own].acquire()
+            self._wait(own)
             raise
         self._check()
 
@@ -83,10 +84,15 @@ class Lockstep(Generic[_T]):
         if self._error is None:
             self._switched(leaves, comes)
         self.current = comes
-        self._wakes[comes].release()
+        self._wakes[comes].put(None)
+
+    def _wait(self, own: int) -> None:
+        self._wakes[self.current].put(None)  # again, where an interrupt came before the first
+        while self.current != own:
+            self._wakes[own].get()
 
     def _begin(self, number: int, function: Callable[[], _T]) -> None:
-        self._wakes[number].acquire()
+        self._wait(number)
         self._run(number, function)
 
     def _run(self, number: int, function: Callable[[], _T]) -> None:
@@ -95,11 +101,17 @@ class Lockstep(Generic[_T]):
             self._results[number] = function()
         except BaseException as error:
             self._error = self._error or error
-        comes = self._next()
-        self._alive.remove(number)
-        if self._alive:
-            try:
-                self._hand_over(number, comes)
-            except BaseException as error:
-                self._error = self._error or error
-                self._hand_over(number, comes)
+        try:
+            self._leave(number)
+        except BaseException as error:
+            self._error = self._error or error
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        """Give up the turn for good. May be done again, after an interrupt."""
+        if self.current == number:
+            self._alive = [other for other in self._alive if other != number]
+            if self._alive:
+                self._hand_over(number, self._next())
+        else:
+            self._wakes[self.current].put(None)

@@ -99,3 +99,38 @@ def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
         lockstep.run([first, second])
     assert noted == ["second goes on", *(["first", "second"] if is_late else ["second", "first"])]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+
+
+def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
+    """Wherever it comes, also within the change itself, never two run at once, and all end."""
+    ended_early = 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in range(300):
+            holder = threading.Lock()
+            lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
+
+            def one(holder: threading.Lock = holder, lockstep: Lockstep[None] = lockstep) -> None:
+                for _ in range(50):
+                    assert holder.acquire(blocking=False), "two run at once"
+                    holder.release()
+                    lockstep.turn()
+
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 7e-6 * attempt)
+                lockstep.run([one, one])
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                ended_early += 1
+            until = time.monotonic() + PATIENCE_S
+            while any(thread.name.startswith("pass ") and thread.is_alive() for thread in threading.enumerate()):
+                assert time.monotonic() < until, "one waits for a turn that never comes"
+                time.sleep(0.001)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert ended_early > 100
