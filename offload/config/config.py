@@ -69,6 +69,14 @@ _OF_STATES = ("optimizer.name", "optimizer.states")
 """What may change where the states of the update rule begin anew."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is gone on with."""
+_OF_THE_MACHINE = (
+    *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations")),
+    "offload.prefetch",
+    "offload.zero_stage",
+    "train.recompute",
+    "optimizer.warmup_steps",
+)
+"""What follows from the machine, or from the steps, and is found anew where it was found."""
 _TIMING = ("prefetch", "zero_stage", "throttle", "device", "update")
 """Of the offload section: what says nothing about where states are."""
 
@@ -172,8 +180,7 @@ class Config(BaseModel):
                 is_given = False
             elif is_given and is_fixed and own != was.get(key) and not _has_moved(key, was.get(key)):
                 changed.append(f"{key} is {_show(own)} and was {_show(was.get(key))}")
-            follows = key in ("offload.prefetch", "optimizer.warmup_steps")  # from the machine, from the steps
-            found_anew = origin == "resolved" and follows
+            found_anew = origin == "resolved" and key in _OF_THE_MACHINE
             if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
                 found_anew = True
             if is_another and key.startswith("optimizer.") and key not in _OF_ANY_RULE:
@@ -325,6 +332,7 @@ class Config(BaseModel):
             offload__device_memory=BUILTIN_DEVICE_MEMORY
             if builtin and not has_accelerator
             else self.offload.device_memory,
+            offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
             **{key.replace(".", "__"): value for key, value in of_rule.items()},
         )
 

@@ -141,7 +141,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
 Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
 Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_number)]
+Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
@@ -431,8 +431,9 @@ class OffloadSection(Section):
         "the memory reaches.",
     )
     zero_stage: Stage = Field(
-        default=3,
-        description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+        default="auto",
+        description="What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. "
+        "auto: no more than pays, by search; 3 where that is not known.",
     )
     throttle: Throttle = Field(
         default=None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 from offload.config.config import Config
@@ -13,21 +12,14 @@ from offload.forecast.forecast import Alternative, Forecast, Teller
 from offload.machine.hardware import Hardware
 from offload.machine.probe import probe
 from offload.planning.from_config import placement
+from offload.planning.machines import Machine
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
 """Stands for a folder on a disk that nobody named."""
 _SMALL_CHUNK_BYTES = 32 << 20
-_WORTH_TELLING = 0.02
+_WORTH = 0.02
 """By which part of its step the placement that the search finds has to be faster than the one that is given."""
-_SEARCHED = {
-    **{f"offload.{key}": f"placement.{key}" for key in ("parameters", "optimizer", "gradients", "activations")},
-    "offload.update": "update",
-    "offload.prefetch": "prefetch",
-    "train.recompute": "recompute",
-    "train.clip": "clip",
-}
-"""What the search decides, by its key, and where settings have it."""
 
 
 def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
@@ -44,8 +36,9 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
 
 def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
     """Yield what a few changes come to, first the placement that the search finds, where that is faster."""
-    if (best := _placed(teller, found)) is not None:
-        yield best
+    change, best = place(teller, found)
+    if change:
+        yield replace(_alternative(best, flags(change)), is_found=True)
     yield _tried(
         teller,
         _more_host_memory(found.config),
@@ -57,20 +50,22 @@ def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
             yield other
 
 
-def _placed(teller: Teller, found: Forecast) -> Alternative | None:
-    """Return what the search makes of what says `auto`, where it pays."""
-    before, chosen = found.prepared.settings, teller.choose(found)
-    change = {
-        key: attrgetter(path)(chosen)
-        for key, path in _SEARCHED.items()
-        if attrgetter(path)(chosen) != attrgetter(path)(before)
-    }
-    other = _try(teller, found, change) if change else None
-    if other is None or not other.fits or other.step_seconds is None:
-        return None
-    if found.fits and found.timing and other.step_seconds > (1 - _WORTH_TELLING) * found.timing.step_seconds:
-        return None
-    return replace(other, is_found=True)
+def place(teller: Teller, found: Forecast, machine: Machine | None = None) -> tuple[dict[str, Any], Forecast]:
+    """Return what the search makes of what is left open, by key, and its forecast, for a machine that is asked as in
+    `Teller.tell`; nothing, and the one that is given, where that does not pay.
+    """
+    change, stays = teller.choose(found, machine), (dict[str, Any](), found)
+    if not change:
+        return stays
+    try:
+        other = teller.tell(changed(found.config, change), found.hardware, machine=machine)
+    except ConfigError:  # settings that do not go together
+        return stays
+    if not other.fits or other.timing is None:
+        return stays
+    if found.fits and found.timing and other.timing.step_seconds > (1 - _WORTH) * found.timing.step_seconds:
+        return stays
+    return change, other
 
 
 def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternative | None:
@@ -81,7 +76,10 @@ def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternat
 
 
 def _tried(teller: Teller, config: Config, hardware: Hardware, change: str) -> Alternative:
-    other = teller.tell(config, hardware)
+    return _alternative(teller.tell(config, hardware), change)
+
+
+def _alternative(other: Forecast, change: str) -> Alternative:
     timing = other.timing
     return Alternative(
         change,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,14 @@ from offload.planning.plan import Plan, make_plan
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
+_SEARCHED = {
+    **{f"offload.{key}": f"placement.{key}" for key in ("parameters", "optimizer", "gradients", "activations")},
+    "offload.update": "update",
+    "offload.prefetch": "prefetch",
+    "offload.zero_stage": "zero_stage",
+    "train.recompute": "recompute",
+}
+"""What the search decides, by its key, and where settings have it."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +201,18 @@ class Teller:
             tuple(notes),
         )
 
-    def choose(self, found: Forecast) -> Settings:
-        """Return what the search finds fastest where a forecast's settings say `auto`, as planned for a machine that is
-        described; those as they are where nothing is found, or a step is not known.
+    def choose(self, found: Forecast, machine: Machine | None = None) -> dict[str, Any]:
+        """Return what the search finds fastest where a forecast's configuration leaves it open, by key, for a machine
+        that is asked as in `tell`; nothing where that is what was told, nothing fits, or a step is not known.
         """
         prepared, work = found.prepared, self._work(found.config, found.prepared)
         told, ranks = prepared.settings, ImaginedRanks(self.num_ranks)
         if isinstance(work, str):
-            return told
-        machine = DescribedMachine(found.hardware, self.num_ranks)
+            return {}
+        asked = machine or DescribedMachine(found.hardware, self.num_ranks)
 
         def plan_with(settings: Settings) -> Plan:
-            return make_plan(settings, prepared.units, prepared.regions, ranks, machine)
+            return make_plan(settings, prepared.units, prepared.regions, ranks, asked)
 
         placer = Placer(
             prepared.regions,
@@ -211,11 +220,13 @@ class Teller:
             work,
             found.hardware,
             plan_with,
-            sharding=prepared.plan.layout.sharding,
-            num_sharing=self.num_ranks,
+            num_ranks=self.num_ranks,
         )
         is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
-        return placer.choose(told, limited=is_limited)
+        is_open = found.config.origin("offload.zero_stage") == "resolved"
+        chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1)
+        values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
+        return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
     def _work(self, config: Config, prepared: Prepared) -> Workload | str:
         """Return what a step computes, or why that is not known."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedConfig
 
-from offload.accelerators import own_accelerator
 from offload.config.config import Config
 from offload.errors import format_bytes
+from offload.forecast.alternatives import changed, flags, place
 from offload.forecast.forecast import Forecast, Teller
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
@@ -17,16 +19,37 @@ from offload.planning.machines import ThisMachine
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 
 
-def foretell(config: Config, architecture: PreTrainedConfig, num_ranks: int) -> Forecast:
-    """Tell what a run of so many ranks here will hold and, where this machine was measured before (by `plan`, or
-    `doctor --probe`), what a step takes. Nothing is measured now. Raises ConfigError.
+def foretell(
+    config: Config, architecture: PreTrainedConfig, num_ranks: int, machine: ThisMachine, say: Callable[[str], None]
+) -> tuple[Config, Forecast]:
+    """Decide by search where what is left open is to be, and tell what a run of so many ranks here will hold and take.
+
+    The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
+    the device stays there. Raises ConfigError.
     """
-    machine, is_measured = ThisMachine(own_accelerator(config.offload.device)), True
+    teller, folders = Teller(config, num_ranks, architecture), placement(config).dirs
     try:
-        hardware = probe(config.offload.device, placement(config).dirs, measures=False)
+        hardware = probe(config.offload.device, folders, measures=False)
     except LookupError:
-        hardware, is_measured = _unmeasured(machine), False
-    return Teller(config, num_ranks, architecture).tell(config, hardware, times=is_measured, machine=machine)
+        found = teller.tell(config, _unmeasured(machine), times=False, machine=machine)
+        if not _is_open(found):
+            return config, found
+        say("measuring this machine, once, to choose where the states are to be ...")
+        hardware = probe(config.offload.device, folders)
+    found = teller.tell(config, hardware, machine=machine)
+    if not _is_open(found):
+        return config, found
+    change, chosen = place(teller, found, machine)
+    if not change or chosen.timing is None:
+        return config, found
+    instead = f" instead of {found.timing.step_seconds:.3g}" if found.timing and found.fits else ""
+    say(f"placement, by search: {flags(change)}, {chosen.timing.step_seconds:.3g} s a step{instead}")
+    return changed(config, change), chosen
+
+
+def _is_open(found: Forecast) -> bool:
+    """Tell whether there is something to choose: not where everything has room on the device."""
+    return not found.fits or found.prepared.plan.tiers != ("device", "device")
 
 
 def _unmeasured(machine: ThisMachine) -> Hardware:

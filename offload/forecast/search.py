@@ -40,8 +40,7 @@ STATES = (
 )
 """Tiers of parameters and of optimizer states, the highest first. With auto a part of them is on the device, where they
 are updated there, or in memory, with the rest on disk."""
-_ACTIVATIONS = ("device", "cpu", "nvme")
-_RECOMPUTE = ("never", "auto", "always")
+_RECOMPUTE = ("auto", "never", "always")
 WORTH = 0.01
 """By which part of its step something has to be faster for more to be moved: less is more than a forecast can tell."""
 _NUM_STEPS = 3
@@ -108,28 +107,22 @@ def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -
 
 def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iterator[Settings]:
     """Return what settings may mean where they say `auto`, from the one that moves least to the one that moves most: of
-    parameters, optimizer states, gradients and activations, of updates, lookahead, recompute and clipping; with several
-    ranks also with every ZeRO stage up to theirs. `limited`: the device has a budget, or is an accelerator.
+    parameters, optimizer states, gradients and activations, of updates, lookahead and recompute; with several ranks
+    also with every ZeRO stage up to theirs. How gradients are clipped changes bits: of that the engine decides.
+    `limited`: the device has a budget, or is an accelerator.
     """
     placement = settings.placement
-    has_disk = placement.nvme_dir is not None
-
-    def tiers(kind: str, values: Sequence[str]) -> list[str]:
-        wanted = getattr(placement, kind)
-        return [value for value in values if wanted in ("auto", value) and (has_disk or value != "nvme")]
-
     stages = range(settings.zero_stage + 1) if num_ranks > 1 else (settings.zero_stage,)
     seen: set[str] = set()
     for stage, (parameters, states) in itertools.product(stages, STATES):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
-        for gradients, activations, update, recompute, prefetch, clip in itertools.product(
+        for gradients, activations, update, recompute, prefetch in itertools.product(
             _gradients(placement, states),
-            tiers("activations", _ACTIVATIONS),
+            _activations(placement),
             _updates(settings, parameters, states),
             _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
             _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
-            ("deferred", "speculative") if settings.resolved_clip == "auto" else (settings.clip,),
         ):
             try:
                 its = replace(
@@ -141,7 +134,6 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iter
                     update=update,
                     recompute=recompute,
                     prefetch=prefetch,
-                    clip=clip,
                     zero_stage=stage,
                 )
             except ConfigError:  # no such combination
@@ -155,6 +147,13 @@ def _gradients(placement: Placement, states: str) -> Sequence[str]:
     """Return where gradients may wait: beside the states, or on disk where these are."""
     on_disk = states == "nvme" and placement.gradients == "auto" and placement.nvme_dir is not None
     return ("cpu", "nvme") if on_disk else (placement.gradients,)
+
+
+def _activations(placement: Placement) -> Sequence[str]:
+    """Return where activations may wait. With auto that is the device."""
+    if placement.activations != "auto":
+        return (placement.activations,)
+    return ("auto", "cpu", "nvme") if placement.nvme_dir is not None else ("auto", "cpu")
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
@@ -174,6 +173,7 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
 class Placed:
     """An `Estimate` of a model's step on a machine.
 
+    num_ranks: of the machine, which share its memory and disk.
     plan: gives the plan for these settings, or None where there is none.
     timing: gives the step of a plan.
     """
@@ -183,8 +183,7 @@ class Placed:
     hardware: Hardware
     regions: Sequence[Region]
     units: Sequence[UnitPlan]
-    sharding: Sharding
-    num_sharing: int
+    num_ranks: int
     plans: Callable[[Settings], Plan | None]
     played: Callable[[PlannedStep], Timing]
     clips: bool
@@ -198,6 +197,10 @@ class Placed:
         )
         return max(compute, self._update_bound(0.0))
 
+    @property
+    def _sharding(self) -> Sharding:
+        return Sharding(0, self.num_ranks, self.settings.zero_stage)
+
     def _update_bound(self, backward_s: float) -> float:
         """Return the least for updates on the host. Where they wait for the norm they are made before the next
         backward, of so many seconds, begins.
@@ -206,8 +209,9 @@ class Placed:
         if settings.update == "device" or settings.placement.optimizer == "device":
             return 0.0
         waits = settings.judges_gradients and settings.resolved_clip == "deferred" and not settings.delay
-        trained = (r.update_bytes(r.numel // self.sharding.num_ranges) for r in self.regions if r.trainable)
-        update = _rate(link_seconds(settings, self.hardware, self.sharding)["update"], sum(trained))
+        sharding = self._sharding
+        trained = (r.update_bytes(r.numel // sharding.num_ranges) for r in self.regions if r.trainable)
+        update = _rate(link_seconds(settings, self.hardware, sharding)["update"], sum(trained))
         return update + (backward_s if waits else 0.0)
 
     @cached_property
@@ -238,7 +242,7 @@ class Placed:
         for tier, (budget, there) in has.items():
             room = budget_bytes(budget)
             if room is None and there is not None:
-                room = there // self.num_sharing
+                room = there // self.num_ranks
             if room is not None and needs[tier] > room:
                 return False
         return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
@@ -252,10 +256,11 @@ class Placed:
         calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
-        trained, ranges = [region for region in self.regions if region.trainable], self.sharding.num_ranges
+        sharding, trained = self._sharding, [region for region in self.regions if region.trainable]
+        ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
             return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
-        weights = sum(self.sharding.share(r.plane("weights"), r.weight_bytes) for r in trained)
+        weights = sum(sharding.share(r.plane("weights"), r.weight_bytes) for r in trained)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
         waiting = self.step.waiting_bytes if self.settings.placement.activations in ("cpu", "nvme") else 0
         up, down = weights + waiting, gradients + waiting
@@ -291,8 +296,8 @@ class Placed:
 class Placer:
     """Estimates of a model's step on a machine: what several candidates have in common is planned, and played, once.
 
-    `plan_with` plans for settings; a DoesNotFitError, or a ConfigError, says that it cannot. `num_sharing`: the ranks
-    that share the host's memory and disk. `clips`: as of `step_time`.
+    `plan_with` plans for settings; a DoesNotFitError, or a ConfigError, says that it cannot. `num_ranks`: of the
+    machine, which share its memory and disk. `clips`: as of `step_time`.
     """
 
     def __init__(
@@ -303,8 +308,7 @@ class Placer:
         hardware: Hardware,
         plan_with: Callable[[Settings], Plan],
         *,
-        sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
-        num_sharing: int = 1,
+        num_ranks: int = 1,
         clips: bool = True,
     ) -> None:
         self._plan_with = plan_with
@@ -314,8 +318,7 @@ class Placer:
             hardware=hardware,
             regions=regions,
             units=units,
-            sharding=sharding,
-            num_sharing=num_sharing,
+            num_ranks=num_ranks,
             plans=self._plan,
             played=self._played,
             clips=clips,

@@ -80,11 +80,13 @@ class MeasuredSpeeds:
 @dataclass(frozen=True)
 class ThisMachine:
     """The machine on which the plan is made, as it is now. `accelerator`: this rank's, None for the CPU. `given_bytes`:
-    of the host's memory, what the model has until the engine has its weights.
+    of the host's memory, what the model has until the engine has its weights. `found`: what all ranks found free, where
+    one of them plans alone.
     """
 
     accelerator: Accelerator | None
     given_bytes: int = 0
+    found: Free | None = None
 
     @property
     def device(self) -> str:
@@ -100,6 +102,8 @@ class ThisMachine:
 
     def free(self, comm: Comm) -> Free:
         """Return the least that any rank has, as their plans have to be the same."""
+        if self.found is not None:
+            return self.found
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
         bound = least(memory_limits(), comm.local_size)
         mine = device, self.given_bytes, bound.share(comm.local_size), str(bound)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from offload.hf.models import (
     vocab_size,
 )
 from offload.machine.limits import integrated_note
+from offload.planning.machines import ThisMachine
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
@@ -127,7 +128,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         for text in built.notes:
             note(text)
         built.model.train()
-    foretold = _foretell(config, architecture, comm, note)
+    config, foretold = _foretell(config, architecture, comm, say, note)
     if foretold is not None:
         say(f"plan: {summary(foretold)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
@@ -147,19 +148,27 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild, foretold)
 
 
-def _foretell(config: Config, architecture: PreTrainedConfig, comm: Comm, note: Say) -> Forecast | None:
-    """Return what the run will hold and take, on rank 0; None where that is not known."""
-    if comm.rank or comm.size != comm.local_size:
-        return None
-    try:
-        found = foretell(config, architecture, comm.size)
-    except Exception as error:  # a run needs no forecast, and what is wrong with it the engine says better
-        note(f"what this run will hold is not foretold: {error}")
-        return None
-    if not found.fits:
+def _foretell(
+    config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say
+) -> tuple[Config, Forecast | None]:
+    """Decide where the states are to be, on rank 0 for all; there also return what the run will hold and take, None
+    where that is not known. Collective.
+    """
+    if comm.size != comm.local_size:
+        return config, None
+    machine = ThisMachine(own_accelerator(config.offload.device))
+    machine = replace(machine, found=machine.free(comm))
+    found, decided = None, config
+    if comm.rank == 0:
+        try:
+            decided, found = foretell(config, architecture, comm.size, machine, say)
+        except Exception as error:  # a run needs no forecast, and what is wrong with it the engine says better
+            note(f"what this run will hold is not foretold: {error}")
+    decided = comm.gather_objects(decided, "placement")[0]
+    if found is not None and not found.fits:
         short = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in found.memory.shortfalls.items())
         note(f"by the plan this does not fit: {short or 'as the engine says'} too few.")
-    return found
+    return decided, found
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

@@ -100,7 +100,7 @@ def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str
 
 
 def test_a_placement_that_is_faster_than_auto_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--offload.device_memory", "400MiB")
+    words = (*SMALL, "--offload.device_memory", "600MiB", "--offload.throttle", "{h2d: 100MiB}")
     _, given = told(capsys, *words)
     (best,) = [each for each in given["alternatives"] if each["found_by_search"]]
     assert best["fits"]

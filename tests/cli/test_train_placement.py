@@ -1,0 +1,65 @@
+"""What the training command makes of what is left open: the placement that `offload.plan` finds fastest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offload.config.config import Config
+
+Train = Callable[..., "subprocess.CompletedProcess[str]"]
+SLOW_LINK = ("--offload.device_memory", "512KiB", "--offload.throttle", "{h2d: 1000000}")
+"""With which weights had better stay on the device, for which there is just enough room."""
+
+
+@pytest.fixture
+def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """One in which this machine was not measured before."""
+    return {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def test_it_is_measured_once_and_the_fastest_placement_is_taken(train: Train, folder: Path, tiny: list[str]) -> None:
+    found = train(*tiny, *SLOW_LINK, "--run.dir", "found")
+    assert found.returncode == 0, found.stderr
+    assert "measuring this machine, once" in found.stdout
+    assert "placement, by search: --offload.parameters device --offload.optimizer cpu" in found.stdout
+    text = (folder / "found/config.yaml").read_text()
+    assert "parameters: device  # resolved" in text
+    told = json.loads((folder / "found/plan.json").read_text())
+
+    where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.recompute", "never")
+    given = train(*tiny, *SLOW_LINK, "--run.dir", "given", *where)
+    assert given.returncode == 0, given.stderr
+    assert "measuring" not in given.stdout
+    instead = json.loads((folder / "given/plan.json").read_text())
+    assert told["step_seconds"] < 0.7 * instead["step_seconds"]
+    moved = [json.loads((folder / f"{name}/metrics.jsonl").read_text().splitlines()[-1]) for name in ("found", "given")]
+    assert moved[0]["h2d_bytes"] < 0.7 * moved[1]["h2d_bytes"]
+    weights = [load_file(folder / name / "hf/model.safetensors") for name in ("found", "given")]
+    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+
+
+def test_what_fits_the_device_stays_there_and_nothing_is_measured(train: Train, folder: Path, tiny: list[str]) -> None:
+    result = train(*tiny, "--offload.device_memory", "1GiB", "--run.dir", "run")
+    assert result.returncode == 0, result.stderr
+    assert "measuring" not in result.stdout
+    assert "placement" not in result.stdout
+    assert not list((folder.parent / "cache").rglob("*rates*"))
+
+
+def test_a_placement_that_was_found_is_found_anew() -> None:
+    was = Config(train={"steps": 4}).with_resolved(
+        offload__parameters="cpu", offload__zero_stage=1, train__recompute="always", train__clip="deferred"
+    )
+    later = Config().resumed(was.to_dict(), "there")
+    assert (later.offload.parameters, later.offload.zero_stage, later.train.recompute) == ("auto", "auto", "auto")
+    assert later.train.clip == "deferred"
+    given = Config(offload={"parameters": "cpu", "zero_stage": 1})
+    later = Config().resumed(given.to_dict(), "there")
+    assert (later.offload.parameters, later.offload.zero_stage) == ("cpu", 1)
