@@ -121,6 +121,7 @@ class Accelerator:
 
     def limit(self, num_bytes: int) -> None:
         """Let torch's allocator have no more than that in this process, what it keeps for later included."""
+        self.module.empty_cache()  # which may be more than that by now
         total = self.module.mem_get_info(self.device)[1]
         self.module.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
 

@@ -205,7 +205,7 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
     num_bytes = max(least_bytes, min(room, sizes.disk_bytes) // _PAGE_BYTES * _PAGE_BYTES)
     check_space(places, num_bytes * len(places))
     arena = Arena(num_bytes)
-    # Disks and file systems are quick with zeros. Whoever measures before training draws nothing from torch's generator.
+    # Disks are quick with zeros. Whoever measures before training draws nothing from torch's own generator.
     block = arena.take(num_bytes // 8, torch.int64).random_(generator=torch.Generator())
     with IoEngine() as engine:
         files = [engine.open(place, num_bytes=num_bytes, opener=open_nameless) for place in places]

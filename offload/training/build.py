@@ -83,8 +83,6 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         accelerator = own_accelerator(start.config.offload.device)
         has_accelerator = accelerator is not None
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
-        if accelerator is not None and config.offload.device_memory is not None:
-            accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         grows = first is None and grow_vocabulary(config, architecture)
     vocabulary = vocab_size(architecture)
@@ -133,6 +131,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         say(f"plan: {summary(foretold)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
+    if accelerator is not None and config.offload.device_memory is not None:
+        accelerator.limit(config.offload.device_memory)  # in this process nobody else uses it
     made = engine(config, built, comm)
     built.close()
     if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):

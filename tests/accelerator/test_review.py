@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 import warnings
@@ -26,6 +27,7 @@ from offload.inference.weight_stream import WeightStream
 from offload.lanes.opening import open_lanes
 from offload.lanes.streams import StreamLanes
 from offload.lanes.waiting import wait_until_done
+from offload.machine import probe
 from offload.native import kernels, torch_fallback
 from offload.telemetry.counters import Counters
 from offload.tiers import device
@@ -553,6 +555,19 @@ def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
     """Its budget is one for the CPU: there is no room in it for what an accelerator's operations take."""
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "checkpoint.export": False}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
+
+
+def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(sim, tmp_path, monkeypatch):
+    """The states alone would fit the device, and beside them no step. Measured first, beyond the budget, the machine
+    leaves nothing behind of what that took."""
+    monkeypatch.setattr(probe, "_user_cache", lambda: tmp_path / "cache")
+    gc.collect()
+    given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "train.batch_size": 4, "checkpoint.export": False}
+    assert math.isfinite(Trainer(Config.load(None, {**given, "offload.device_memory": "40MiB"})).run().loss)
+    plan, decided = (tmp_path / "run" / name for name in ("plan.json", "config.yaml"))
+    assert json.loads(plan.read_text())["tiers"]["device"]["bytes"] <= 40 << 20
+    assert "optimizer: cpu  # resolved" in decided.read_text()
+    assert torch.sim.memory_reserved() <= 40 << 20
 
 
 # -- weights that stream for inference -----------------------------------------------------------------------------
