@@ -78,11 +78,11 @@ void py_perturb(Address weights, Address plus, Address minus, bool is_bf16, int6
   else run(at<float>(weights));
 }
 
-int64_t py_descend(Address master, Address lo, int64_t n, uint64_t key, uint32_t step, uint32_t first_purpose,
-                   uint64_t element, float threshold, const std::vector<float>& coefficients, float lr,
-                   float weight_decay, int threads, int isa) {
-  const DescendScalars scalars{coefficients.data(), static_cast<int>(coefficients.size()), lr, weight_decay};
-  return descend({at<void>(master), at<int16_t>(lo), n}, {key, step, first_purpose, element, threshold}, scalars,
+int64_t py_descend(Address master, Address lo, bool is_bf16, int64_t n, uint64_t key, uint32_t step,
+                   uint32_t first_purpose, uint64_t element, float threshold, uint32_t rounding,
+                   const std::vector<float>& coefficients, float lr, float weight_decay, int threads, int isa) {
+  const DescendScalars scalars{coefficients.data(), static_cast<int>(coefficients.size()), lr, weight_decay, rounding};
+  return descend({at<void>(master), at<int16_t>(lo), is_bf16, n}, {key, step, first_purpose, element, threshold}, scalars,
                  execution(threads, isa));
 }
 

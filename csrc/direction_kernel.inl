@@ -67,22 +67,23 @@ void perturb_range(const PerturbArrays<T>& a, const Directions& d, float eps, in
 }
 
 // Takes the step against the sum of directions, each times its coefficient, and returns how many of the new weights are
-// not finite. Master and Used are either fp32 and the same, or the halves and the upper one.
+// not finite. Used is what of the Master the device uses: all of it, or the upper half.
 template <class Master, class Used>
-int64_t descend_range(const Master master, const Used* used, const Directions& d, const float* coefficients, int count,
-                      float lr, float weight_decay, int64_t begin, int64_t end) {
+int64_t descend_range(Master master, const Used* used, const Directions& d, const DescendScalars& s, int64_t begin,
+                      int64_t end) {
   const Keys keys(d.key);
   int64_t num_nonfinite = 0;
   for (int64_t i = begin; i < end; i += kDrawn) {
     const int64_t length = end - i < kDrawn ? end - i : kDrawn;
     float sum[kDrawn];
-    for (int which = 0; which < count; ++which) {
+    master.open(keys, i);
+    for (int which = 0; which < s.num_coefficients; ++which) {
       uint32_t words[kDrawn];
       const uint32_t purpose = d.first_purpose + (static_cast<uint32_t>(which) << 16);
       draw_words(words, {d.key, d.step, purpose}, keys, (d.element + static_cast<uint64_t>(i)) / kDrawn);
       for_count(length, [&](auto lane, int64_t k) {
         using Lane = decltype(lane);
-        auto term = Lane::mul(direction<Lane>(words + k, used + i + k, d.threshold), Lane::set(coefficients[which]));
+        auto term = Lane::mul(direction<Lane>(words + k, used + i + k, d.threshold), Lane::set(s.coefficients[which]));
         if (which) term = Lane::add(Lane::load(sum + k), term);
         Lane::store(sum + k, term);
       });
@@ -90,37 +91,64 @@ int64_t descend_range(const Master master, const Used* used, const Directions& d
     for_count(length, [&](auto lane, int64_t k) {
       using Lane = decltype(lane);
       const auto weight = master.template load<Lane>(i + k);
-      const auto slope = Lane::add(Lane::load(sum + k), Lane::mul(weight, Lane::set(weight_decay)));
-      const auto updated = Lane::sub(weight, Lane::mul(slope, Lane::set(lr)));
-      master.template store<Lane>(i + k, updated);
-      num_nonfinite += Lane::count_nonfinite(updated);
+      const auto slope = Lane::add(Lane::load(sum + k), Lane::mul(weight, Lane::set(s.weight_decay)));
+      const auto updated = Lane::sub(weight, Lane::mul(slope, Lane::set(s.lr)));
+      num_nonfinite += Lane::count_nonfinite(master.template store<Lane>(i + k, updated));
     });
   }
   return num_nonfinite;
 }
 
+// How the weights of a parameter are kept. open() comes before 64 of them are stored; store() returns what was.
 struct WholeWeights {
   float* p;
+  void open(const Keys&, int64_t) const {}
   template <class Lane>
   typename Lane::Vec load(int64_t i) const { return Lane::load(p + i); }
   template <class Lane>
-  void store(int64_t i, typename Lane::Vec x) const { Lane::store(p + i, x); }
+  typename Lane::Vec store(int64_t i, typename Lane::Vec x) const {
+    Lane::store(p + i, x);
+    return x;
+  }
 };
 
 struct SplitWeights {
   uint16_t* hi;
   int16_t* lo;
+  void open(const Keys&, int64_t) const {}
   template <class Lane>
   typename Lane::Vec load(int64_t i) const { return Lane::join(hi + i, lo + i); }
   template <class Lane>
-  void store(int64_t i, typename Lane::Vec x) const { Lane::split(hi + i, lo + i, x); }
+  typename Lane::Vec store(int64_t i, typename Lane::Vec x) const {
+    Lane::split(hi + i, lo + i, x);
+    return x;
+  }
+};
+
+// In bf16 alone, rounded up or down at random: what a step adds is mostly less than the distance of two such numbers.
+struct ShortWeights {
+  uint16_t* p;
+  Draws draws;
+  uint64_t element;
+  uint32_t words[kDrawn];
+
+  ShortWeights(uint16_t* p, const Draws& draws, uint64_t element) : p(p), draws(draws), element(element) {}
+  OFFLOAD_INLINE void open(const Keys& keys, int64_t i) {
+    if (i % kHalves == 0) draw_words(words, draws, keys, (element + static_cast<uint64_t>(i)) / kHalves);
+  }
+  template <class Lane>
+  typename Lane::Vec load(int64_t i) const { return Lane::load_bf16(p + i); }
+  template <class Lane>
+  OFFLOAD_INLINE typename Lane::Vec store(int64_t i, typename Lane::Vec x) const {
+    Lane::store_bf16_between(p + i, x, random_half<Lane>(words, i % kHalves));
+    return Lane::load_bf16(p + i);
+  }
 };
 
 int64_t descend_chunk(const DescendArrays& a, const Directions& d, const DescendScalars& s, int64_t begin, int64_t end) {
-  if (a.lo) {
-    auto* hi = static_cast<uint16_t*>(a.master);
-    return descend_range(SplitWeights{hi, a.lo}, hi, d, s.coefficients, s.num_coefficients, s.lr, s.weight_decay, begin, end);
-  }
-  auto* p = static_cast<float*>(a.master);
-  return descend_range(WholeWeights{p}, p, d, s.coefficients, s.num_coefficients, s.lr, s.weight_decay, begin, end);
+  auto* p = static_cast<uint16_t*>(a.master);
+  if (a.lo) return descend_range(SplitWeights{p, a.lo}, p, d, s, begin, end);
+  if (a.is_bf16) return descend_range(ShortWeights(p, {d.key, d.step, s.rounding}, d.element), p, d, s, begin, end);
+  auto* whole = static_cast<float*>(a.master);
+  return descend_range(WholeWeights{whole}, whole, d, s, begin, end);
 }

@@ -116,9 +116,10 @@ struct PerturbArrays {
 template <class T>
 void perturb(const PerturbArrays<T>& arrays, int64_t n, const Directions& directions, float eps, Execution how);
 
-struct DescendArrays {  // as in UpdateArrays
+struct DescendArrays {  // as in UpdateArrays; or with is_bf16 and no lo, bfloat16 alone, the first one a multiple of 128
   void* master;
   int16_t* lo;
+  bool is_bf16;
   int64_t n;
 };
 
@@ -127,9 +128,11 @@ struct DescendScalars {
   int num_coefficients;
   float lr;
   float weight_decay;
+  uint32_t rounding;  // the purpose for which the bits are drawn that weights in bfloat16 alone are rounded with
 };
 
-// weight -= lr (the sum of coefficient * z + weight_decay * weight). Returns as adamw does.
+// weight -= lr (the sum of coefficient * z + weight_decay * weight). Returns as adamw does; of weights in bfloat16 alone,
+// which are rounded at random, those that are not finite once they are.
 int64_t descend(const DescendArrays& arrays, const Directions& directions, const DescendScalars& scalars, Execution how);
 
 // Writes 32 random bits for each of n elements, of which the first is number `element`, a multiple of 64.

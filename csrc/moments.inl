@@ -35,10 +35,10 @@ struct Fp32Moments {
 };
 
 // Both moments of an element are rounded by the same 16 bits: each is as unbiased as it would be by bits of its own, for
-// half the price. The elements 32 j ... 32 j + 15 have the low halves of words 16 j ... 16 j + 15, the next 16 the high ones.
+// half the price.
 template <int kNum>
 struct Bf16Moments {
-  static constexpr int64_t kBlock = 2 * kDrawn;
+  static constexpr int64_t kBlock = kHalves;
   uint16_t* p[kNum];
   Draws draws;
   Keys keys;
@@ -58,8 +58,7 @@ struct Bf16Moments {
     const uint32_t* words;
     typename Lane::Vec load(int which, int64_t k) const { return Lane::load_bf16(p[which] + k); }
     void store(int which, int64_t k, typename Lane::Vec x) {
-      const auto word = Lane::load_int(words + k / 32 * 16 + k % 16);
-      Lane::store_bf16_between(p[which] + k, x, k % 32 < 16 ? Lane::low_half(word) : Lane::template shift_right<16>(word));
+      Lane::store_bf16_between(p[which] + k, x, random_half<Lane>(words, k));
     }
   };
   template <class Lane>

@@ -51,3 +51,12 @@ OFFLOAD_INLINE inline void draw_words(uint32_t* out, const Draws& draws, const K
     for (int k = 0; k < 4; ++k) Wide::store_zipped(out + 16 * k + 2 * j, even.words[k], odd.words[k]);
   }
 }
+
+// 16 bits for each of the elements k, k + 1 ... of 128 that share 64 words: 32 j ... 32 j + 15 have the low halves of words
+// 16 j ... 16 j + 15, the next 16 elements the high ones.
+constexpr int64_t kHalves = 2 * kDrawn;
+template <class Lane>
+OFFLOAD_INLINE inline typename Lane::Int random_half(const uint32_t* words, int64_t k) {
+  const auto word = Lane::load_int(words + k / 32 * 16 + k % 16);
+  return k % 32 < 16 ? Lane::low_half(word) : Lane::template shift_right<16>(word);
+}

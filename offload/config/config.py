@@ -46,6 +46,7 @@ _FIXED = (
     "train.precision",
     "optimizer.name",
     "optimizer.states",
+    "optimizer.master",
     "run.seed",
 )
 """Sections and keys that make another run when they change: other data, another order, another model."""
@@ -65,7 +66,7 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_OF_STATES = ("optimizer.name", "optimizer.states")
+_OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
 """What may change where the states of the update rule begin anew."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
 """What another rule takes over of a run that is gone on with."""
@@ -276,6 +277,11 @@ class Config(BaseModel):
                 f"train.max_grad_norm is {_show(self.train.max_grad_norm)}, and mezo has no gradients to clip: leave "
                 "it out, or set it to none."
             )
+        if self.optimizer.master == "bf16" and self.train.precision == "fp32":
+            raise ConfigError(
+                "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
+                "set --train.precision bf16, or leave --optimizer.master out."
+            )
         states = self.optimizer.states
         if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
             lacking = rule if states == "fp32" else f"{rule} with states in {states}"
@@ -314,6 +320,9 @@ class Config(BaseModel):
         steps, max_seconds = train.steps, train.max_seconds
         if steps is None and train.epochs is None and max_seconds is None:
             steps, max_seconds = 400, 90.0 if builtin else None
+        precision = train.precision
+        if precision == "auto":
+            precision = "bf16" if has_accelerator or optimizer.master == "bf16" else "fp32"
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
@@ -326,7 +335,7 @@ class Config(BaseModel):
             data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
             train__steps=steps,
             train__max_seconds=max_seconds,
-            train__precision=("bf16" if has_accelerator else "fp32") if train.precision == "auto" else train.precision,
+            train__precision=precision,
             optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
             optimizer__schedule=schedule,
             offload__device_memory=BUILTIN_DEVICE_MEMORY

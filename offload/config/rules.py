@@ -37,7 +37,7 @@ OFFERS: Mapping[str, Offer] = {
     ),
     # Its steps are noisier the wider the model is: its authors (arXiv:2305.17333) take 1e-7 to 1e-6 for large models.
     "mezo": Offer(
-        ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile"),
+        ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile", "master"),
         0.05,
         {**_UNCLIPPED, "optimizer.eps": 1e-3},
     ),

@@ -265,7 +265,8 @@ class TrainSection(Section):
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
-        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, else fp32.",
+        description="bf16: bfloat16 compute over fp32 master weights; fp32: all fp32. auto: bf16 on a GPU, or with "
+        "optimizer.master bf16, else fp32.",
     )
     recompute: Literal["auto", "always", "never"] = Field(
         default="auto", description="Recompute a unit's forward in backward. auto: as the device budget allows."
@@ -385,6 +386,11 @@ class OptimizerSection(Section):
         default=None,
         description="For mezo: of each parameter the weights of least magnitude take part, up to this quantile. none: "
         "all of them.",
+    )
+    master: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="For mezo, where train.precision is bf16: what the weights are between steps. bf16 is half of the "
+        "bytes, 2 a parameter, rounded at random after each step (from run.seed).",
     )
     decay_1d: bool = Field(
         default=False, description="Decay biases and norms too (parameters with fewer than two dimensions)."

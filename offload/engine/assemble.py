@@ -69,6 +69,7 @@ def prepare(
         delays=settings.delay > 0,
         factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
         num_ranges=comm.size if settings.zero_stage else 1,
+        without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
     )
     units = [UnitPlan(c.name, tuple(r for r in regions if c.name in r.units), c.resident) for c in candidates]
     comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))

@@ -180,7 +180,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
         span
         for state in kept
         for part in (
-            *(_wanted(engine, state, tile, there[tile]) for tile in state.held),
+            *(_wanted(engine, reader, state, tile, there[tile]) for tile in state.held),
             () if anew else _factor_spans(engine, state),
         )
         for span in part
@@ -215,8 +215,11 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
     wanted, found = (_without_shown(contents) for contents in (own, without_moved(reader.contents)))
+    trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
-        if _of_model(wanted.get(name)) != _of_model(found.get(name)):
+        # Whether what is trained has a low half, its rule says.
+        kept = (*MASTER[: 1 if name in trained else 2], _BUFFER)
+        if _of_model(wanted.get(name), kept) != _of_model(found.get(name), kept):
             raise ConfigError(
                 f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
                 f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
@@ -234,18 +237,18 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         )
         raise ConfigError(
             f"{reader.path} holds the states of {was or 'another update rule'}{where}: {now} cannot go on with them. "
-            "Resume with the --optimizer.name, .states and .groups that it was made with, or set "
+            "Resume with the --optimizer.name, .states, .master and .groups that it was made with, or set "
             "--optimizer.reset (load_checkpoint(..., reset=True)): that takes the weights, the number of the step and "
             f"the position in the data, and begins the states of {now} anew."
         )
     return True
 
 
-def _of_model(entry: Entry | None) -> tuple[Any, ...] | None:
-    """Return what of an entry does not belong to an update rule."""
+def _of_model(entry: Entry | None, kept: Collection[str]) -> tuple[Any, ...] | None:
+    """Return what of an entry does not belong to an update rule: its shape, and those of its planes that are `kept`."""
     if entry is None:
         return None
-    return entry.shape, {name: dtype for name, dtype in entry.planes.items() if name in (*MASTER, _BUFFER)}
+    return entry.shape, {name: dtype for name, dtype in entry.planes.items() if name in kept}
 
 
 def _rule(engine: EngineState) -> str:
@@ -386,10 +389,14 @@ def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile
     return [name for name in tile.states if name != SHOWN or is_late]
 
 
-def _wanted(engine: EngineState, state: RegionState, tile: Tile, there: Collection[str]) -> Iterator[Span]:
+def _wanted(
+    engine: EngineState, reader: Reader, state: RegionState, tile: Tile, there: Collection[str]
+) -> Iterator[Span]:
     """Yield what `_fill` reads, in its order."""
     for plane in map(state.region.plane, there):
         for index, begin, end, start in _pieces(engine, state.region, tile):
+            if plane.name not in reader.contents[engine.infos[index].name].planes:
+                continue
             yield engine.infos[index].name, plane.name, (begin - start) // plane.block, plane.numel(end - begin)
 
 
@@ -427,6 +434,9 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
                 its = plane.cut(slice(begin - tile.begin, end - tile.begin))
                 flat[filled : its.start] = 0  # between parameters
                 target, filled = flat[its], its.stop
+                if plane.name not in reader.contents[engine.infos[index].name].planes:
+                    target.zero_()  # a rule that kept weights in bf16 alone has written no low half
+                    continue
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
                 reader.read(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
                 if piece is not target:

@@ -137,6 +137,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     config = found.config
     if config.optimizer.name in ("adamw", "lion"):
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
+    yield from _shorter_masters(config)
     if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
         yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
@@ -168,6 +169,8 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"train.precision": "bf16"}
     if on_host and config.optimizer.name in ("adamw", "lion"):
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
+    if on_host:
+        yield from _shorter_masters(config)
     if on_host and (config.offload.nvme_dir or found.hardware.rates.nvme_read_bytes_per_s):
         folder = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
         yield {"offload.optimizer": "nvme", **folder}
@@ -175,3 +178,8 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
     if over and config.train.batch_size > found.num_ranks:
         yield {"train.batch_size": found.num_ranks, "train.micro_batch_size": None}
+
+
+def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
+    if config.optimizer.name == "mezo" and config.optimizer.master == "fp32":
+        yield {"optimizer.master": "bf16"}

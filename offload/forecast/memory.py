@@ -257,7 +257,7 @@ class _Holds:
         for region in self.prepared.regions:
             lasts = not region.trainable or len(region.units) > 1 or region.index in resident
             is_repeated = any(uses[name] > 1 for name in region.units)
-            in_pieces = region.is_split and not self.prepared.settings.splits and bool(pieces & set(region.units))
+            in_pieces = region.is_bf16 and not self.prepared.settings.splits and bool(pieces & set(region.units))
             if not lasts and (is_repeated or in_pieces):
                 found += 4 * region.numel
         return found

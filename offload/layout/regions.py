@@ -5,7 +5,7 @@ arXiv:1910.02054, section 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -70,8 +70,8 @@ class Region:
     by_matrix: bool = False
 
     @property
-    def is_split(self) -> bool:
-        """True where the master weights are two planes, `hi` and `lo`."""
+    def is_bf16(self) -> bool:
+        """True where weights are used, and gradients made, in bf16."""
         return self.compute == "bf16"
 
     @cached_property
@@ -128,6 +128,7 @@ def build_regions(
     delays: bool = False,
     factors: Mapping[int, Sequence[Factor]] | None = None,
     num_ranges: int = 1,
+    without_low: Collection[int] = (),
 ) -> tuple[Region, ...]:
     """Lay the parameters of `units` (unit name -> parameter indices, in module order) out in regions, with the
     `moments` that the update rule of each has, by its number. `delays`: as of `table`.
@@ -135,6 +136,7 @@ def build_regions(
     Parameters share a region when the same units use them, in the same dtype, and when they are trained, or stored,
     alike. `factors`: of the rules by matrix, by their numbers; of their parameters none lies across a border of the
     `num_ranges` ranges in which ranks update. Raises ConfigError where a region would become too large by that.
+    `without_low`: the numbers of rules that keep no low half of what they train.
     """
     users: dict[int, list[str]] = {}
     for unit, indices in units.items():
@@ -143,7 +145,8 @@ def build_regions(
     groups: dict[tuple, list[ParameterInfo]] = {}
     for index, names in users.items():
         info = parameters[index]
-        has_low = info.compute == "bf16" and (info.trainable or not info.bf16_source)
+        is_alone = info.rule in without_low if info.trainable else info.bf16_source
+        has_low = info.compute == "bf16" and not is_alone
         rule = info.rule if info.trainable else 0
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule), []).append(info)
     regions: list[Region] = []

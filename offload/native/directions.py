@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload.errors import ConfigError
 from offload.native.arrays import BF16, BITS16, FP32, FP32_OR_BF16, flat, on_cpu, tensor
 from offload.native.core import core as _core
-from offload.native.kernels import _execution
+from offload.native.kernels import BLOCK, _execution
 
 if TYPE_CHECKING:
     import torch
 
 PURPOSE = 1
 """Of what is drawn for the first direction of a step; the next one adds 65536."""
+ROUNDING = 3
+"""The purpose for which the bits are drawn by which weights in bf16 alone are rounded."""
 _NEXT = 1 << 16
 _SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 as every number here is by torch
 _PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: in the cache, and of few launches
@@ -39,12 +41,12 @@ class Stretch(NamedTuple):
     threshold: float = math.inf
     """Where the magnitude of a weight, as the device uses it, is larger, z is 0."""
 
-    def check(self) -> None:
+    def check(self, multiple: int = 64) -> None:
         """Raise ConfigError where something of it cannot be."""
-        if not (0 <= self.key < 2**64 and 0 <= self.step < 2**32 and self.element >= 0 and self.element % 64 == 0):
+        if not (0 <= self.key < 2**64 and 0 <= self.step < 2**32 and self.element >= 0) or self.element % multiple:
             raise ConfigError(
                 f"key is {self.key}, step {self.step} and element {self.element}; they must be of 64 and of 32 bits, "
-                "and a multiple of 64."
+                f"and a multiple of {multiple}."
             )
 
 
@@ -93,23 +95,25 @@ def descend(
     accelerator as a 0-dim int64 tensor there.
 
     master: float32 [n], or the halves (hi: bfloat16 [n], lo: int16 [n]), of which `of.threshold` is compared with hi.
+    Or bfloat16 [n] alone, from an element on that is a multiple of 128: it is rounded up or down at random, with the
+    probability of the distance.
     """
-    of.check()
     if not coefficients:
         raise ConfigError("coefficients are none; there is one for each direction of the step, at least one.")
     whole, lo = master if isinstance(master, tuple) else (master, None)
-    name, kinds = ("master", FP32) if lo is None else ("hi", BF16)
+    of.check()
+    name, kinds = ("master", FP32_OR_BF16) if lo is None else ("hi", BF16)
     if _core is None or not on_cpu(whole):
         first = tensor(name, whole, kinds)
         low = None if lo is None else tensor("lo", lo, BITS16, first)
         count = _descend(first, low, coefficients, of, lr, weight_decay)
         return int(count) if on_cpu(whole) else count
-    address, n, _ = flat(name, whole, kinds)
+    address, n, is_bf16 = flat(name, whole, kinds)
+    if is_bf16 and lo is None:
+        of.check(BLOCK)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
-    where = of.key, of.step, PURPOSE, of.element, of.threshold
-    return _core.descend(
-        address, low_address, n, *where, list(coefficients), lr, weight_decay, *_execution(threads, isa)
-    )
+    arrays, where = (address, low_address, is_bf16, n), (of.key, of.step, PURPOSE, of.element, of.threshold)
+    return _core.descend(*arrays, *where, ROUNDING, list(coefficients), lr, weight_decay, *_execution(threads, isa))
 
 
 def normal(words: torch.Tensor) -> torch.Tensor:
@@ -133,11 +137,15 @@ def _descend(
 ) -> torch.Tensor:
     import torch
 
-    from offload.native import torch_fallback
+    from offload.native import moments, torch_fallback
 
+    is_short = low is None and first.dtype == torch.bfloat16
+    if is_short:
+        of.check(BLOCK)
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=first.device)
     for piece in _pieces(first):
-        weights = first[piece] if low is None else torch_fallback.join(first[piece], low[piece])
+        stored = first[piece]
+        weights = stored.float() if low is None else torch_fallback.join(stored, low[piece])
         slope: torch.Tensor | None = None
         for which, coefficient in enumerate(coefficients):
             term = _direction(first[piece], of, which, piece).mul_(coefficient)
@@ -145,9 +153,13 @@ def _descend(
         assert slope is not None
         slope.add_(weights * weight_decay)
         weights.sub_(slope.mul_(lr))
-        num_nonfinite += weights.isfinite().logical_not_().sum()
         if low is not None:
-            torch_fallback.split(weights, first[piece], low[piece])
+            torch_fallback.split(weights, stored, low[piece])
+        elif is_short:
+            bits = weights.numel(), of.key, of.step, of.element + piece.start, stored.device, ROUNDING
+            moments.round_between(weights, stored, moments.random_halves(*bits))
+            weights = stored
+        num_nonfinite += weights.isfinite().logical_not_().sum()
     return num_nonfinite
 
 

@@ -22,10 +22,12 @@ def round_between(x: Tensor, out: Tensor, random: Tensor) -> None:
     out.view(torch.int16).copy_(bits.masked_fill_(x.isnan(), 0x7FC0))
 
 
-def random_halves(num_elements: int, key: int, step: int, element: int, device: torch.device) -> Tensor:
+def random_halves(
+    num_elements: int, key: int, step: int, element: int, device: torch.device, purpose: int = 0
+) -> Tensor:
     """Return 16 random bits for each element from number `element`, a multiple of 128, on: int32 [num_elements]."""
     num_words = -(-num_elements // BLOCK) * BLOCK // 2
-    words = philox.words(num_words, key, step, 0, element // 2, device).view(-1, 1, 16)
+    words = philox.words(num_words, key, step, purpose, element // 2, device).view(-1, 1, 16)
     return torch.cat([words & 0xFFFF, (words >> 16) & 0xFFFF], 1).view(-1)[:num_elements]
 
 

@@ -14,6 +14,7 @@ from offload.native import directions, kernels
 from offload.native.directions import Stretch
 from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 
+MASTERS = ("fp32", "bf16")
 _BLOCKS = 2
 """The purpose for which the words are drawn that choose the blocks of a step."""
 
@@ -31,7 +32,10 @@ class MeZO(UpdateRule):
 
     `layer_fraction`: the share of a model's blocks that a step perturbs and updates, at least one of them, chosen anew
     in each (LeZO, arXiv:2410.09823); what is in no block always takes part. `magnitude_quantile`: of each parameter the
-    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751).
+    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751). `master`: what weights
+    are kept in that the device uses in bf16: "fp32", or "bf16", which is half of the bytes. A step, mostly less than
+    the least change of a weight in bf16, is then added in fp32 and rounded up or down at random, with the probability
+    of the distance: a function of the run's seed, the parameter, the step and the element.
     """
 
     lr: float = 1e-6
@@ -40,6 +44,7 @@ class MeZO(UpdateRule):
     weight_decay: float = 0.0
     layer_fraction: float = 1.0
     magnitude_quantile: float = 1.0
+    master: str = "fp32"
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
@@ -55,6 +60,8 @@ class MeZO(UpdateRule):
             value = getattr(self, key)
             if not isinstance(value, int | float) or not 0.0 < value <= 1.0:
                 raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number above 0, at most 1 (for all).")
+        if self.master not in MASTERS:
+            raise ConfigError(f"optimizer.master is {self.master!r}; it must be one of {', '.join(MASTERS)}.")
         if any("rule" in values for _, values in self.groups):
             raise ConfigError(
                 "optimizer.groups gives some parameters another rule, and MeZO measures one loss for all of them "
@@ -68,6 +75,14 @@ class MeZO(UpdateRule):
     @property
     def by_parameter(self) -> bool:
         return True
+
+    @property
+    def has_low(self) -> bool:
+        return self.master == "fp32"
+
+    @property
+    def title(self) -> str:
+        return super().title + ("" if self.has_low else " with weights in bf16 alone")
 
     def threshold(self, weights: torch.Tensor) -> float:
         """Return the magnitude up to which the weights of a parameter take part, as the device uses them: fp32 or bf16

@@ -106,6 +106,11 @@ class UpdateRule(ABC):
         return not self.num_directions
 
     @property
+    def has_low(self) -> bool:
+        """True where trained weights that are used in bf16 have a low half beside them, and are fp32 by that."""
+        return True
+
+    @property
     def can_correct(self) -> bool:
         """True where there is a `correct`, which speculative clipping needs."""
         return False
@@ -273,5 +278,5 @@ def count_of(num_wrong: torch.Tensor) -> int | torch.Tensor:
 
 
 def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the master weights as kernels take them: fp32, or both halves."""
+    """Return the master weights as kernels take them: fp32, or both halves; or bf16, of a rule that has no low one."""
     return (states["weights"], states["low"]) if "low" in states else states["weights"]

@@ -79,7 +79,7 @@ def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> i
     """Bytes of the device in which `shards` neighbours' bf16 gradients are summed over ranks, in fp32. (Those in fp32
     are summed where they are.)
     """
-    split = [4 * region.numel // sharding.size for region in regions if region.trainable and region.is_split]
+    split = [4 * region.numel // sharding.size for region in regions if region.trainable and region.is_bf16]
     return window_bytes(split, shards) if sharding.size > 1 else 0
 
 

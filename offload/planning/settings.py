@@ -27,7 +27,7 @@ class Settings:
 
     optimizer: the update rule.
     placement: which states live on which tier, and the budgets.
-    precision: in what the device computes: fp32, or bf16 with fp32 masters.
+    precision: in what the device computes: fp32, or bf16, with fp32 masters unless the optimizer says otherwise.
     max_grad_norm: the norm to which gradients are clipped; None or 0 for no clipping. A rule that has a `clip_norm`
         goes by that instead; one without gradients has nothing to clip.
     clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
@@ -81,6 +81,11 @@ class Settings:
             if not isinstance(getattr(self, key), int):
                 raise ConfigError(f"run.{key} is {getattr(self, key)!r}; it must be a whole number.")
         _check(self.precision, ("fp32", "bf16"), "train.precision")
+        if self.precision == "fp32" and not self.optimizer.has_low:
+            raise ConfigError(
+                "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
+                "set --train.precision bf16, or leave --optimizer.master out."
+            )
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         lacking = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
         if self.clip == "speculative" and lacking:

@@ -248,7 +248,7 @@ class _Play:
             return
         self._executor.enter(call.regions, True)
         passing = [r for r in call.regions if r.trainable and r.index not in self._engine.lasting]
-        sizes = [r.numel * (2 if r.is_split and not self._engine.wide else 4) for r in passing]
+        sizes = [r.numel * (2 if r.is_bf16 and not self._engine.wide else 4) for r in passing]
         stretch = taken(self._states.buffer, sum(sizes)) if passing and sum(sizes) else None
         if stretch is not None:
             self._compute.after(stretch.fills)

@@ -182,7 +182,7 @@ class VirtualStates:
         """Sum a region's gradients over ranks; return the fence of the sum, and after what it is there."""
         shard_bytes, fence = 4 * region.numel // self._sharding.size, source
         fills: Sequence[Ticket] = ()
-        if self._shards.memory.nbytes and region.is_split:
+        if self._shards.memory.nbytes and region.is_bf16:
             stretch = taken(self._shards, shard_bytes)
             stretch.is_open = False
             fence, fills = stretch.fence, stretch.fills

@@ -23,7 +23,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "train": "steps epochs max_seconds batch_size micro_batch_size precision recompute max_grad_norm clip "
         "on_nonfinite delay delay_after eval_every log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
-        "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile decay_1d groups schedule warmup_steps",
+        "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master decay_1d groups schedule warmup_steps",
         "offload": "parameters optimizer gradients activations device_memory host_memory nvme_dir nvme_memory prefetch "
         "zero_stage throttle device update",
         "checkpoint": "every keep resume on_error export",
@@ -277,6 +277,22 @@ def test_another_width_of_states_may_go_on_with_a_run_that_is_reset() -> None:
         Config.load(None, {"optimizer.states": "bf16"}).resumed(was.to_dict(), "there")
     config = Config.load(None, {"optimizer.states": "bf16", "optimizer.reset": True}).resumed(was.to_dict(), "there")
     assert (config.optimizer.states, config.optimizer.lr) == ("bf16", 0.5)
+
+
+def test_masters_in_bf16_are_computed_with_in_bf16() -> None:
+    config = Config.load(None, {"optimizer.name": "mezo", "optimizer.master": "bf16"})
+    assert config.resolve(has_accelerator=False, max_positions=None).train.precision == "bf16"
+
+
+def test_other_masters_may_go_on_with_a_run_that_is_reset() -> None:
+    was = Config.load(None, {"optimizer.name": "mezo", "train.precision": "bf16", "optimizer.master": "bf16"})
+    was = was.resolve(has_accelerator=False, max_positions=None)
+    given = {"optimizer.name": "mezo", "optimizer.master": "fp32"}
+    assert Config.load(None, {}).resumed(was.to_dict(), "there").optimizer.master == "bf16"
+    with pytest.raises(ConfigError, match=r"optimizer\.master is 'fp32' and was 'bf16'.*--optimizer\.reset"):
+        Config.load(None, given).resumed(was.to_dict(), "there")
+    config = Config.load(None, {**given, "optimizer.reset": True}).resumed(was.to_dict(), "there")
+    assert (config.optimizer.master, config.train.precision) == ("fp32", "bf16")
 
 
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:

@@ -39,6 +39,19 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert all(set(each) >= {"change", "step_seconds", "fits"} for each in found["alternatives"])
 
 
+def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mezo = (*SMALL, "--optimizer.name", "mezo", "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    sizes = []
+    for master in ("fp32", "bf16"):
+        _, found = told(capsys, *mezo, "--optimizer.master", master)
+        sizes.append({each["name"]: each["bytes"] for each in found["tiers"]["pinned"]["allocations"]})
+    assert sizes == [{"weights": sizes[1]["weights"], "low": sizes[1]["weights"]}, {"weights": sizes[1]["weights"]}]
+    code, found = told(capsys, *mezo, "--offload.host_memory", str(sizes[1]["weights"] + (1 << 20)))
+    assert (code, found["fix"]) == (3, "--optimizer.master bf16")
+
+
 def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
     one, four = (told(capsys, *SMALL, *where, "--gpus", n)[1]["tiers"]["pinned"]["bytes"] for n in ("1", "4"))

@@ -44,6 +44,11 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
             ["optimizer.states is 'int8'", "sgd", "adamw or lion"],
         ),
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum is 0.9", "adamw", "--optimizer.name sgd"]),
+        (["--optimizer.master", "bf16"], ["optimizer.master is 'bf16'", "adamw", "--optimizer.name mezo"]),
+        (
+            ["--optimizer.name", "mezo", "--optimizer.master", "bf16", "--train.precision", "fp32"],
+            ["optimizer.master is bf16", "train.precision is fp32", "--train.precision bf16"],
+        ),
         (["--optimizer.states", "int4"], ["optimizer.states", "'int4'", "'bf16' or 'int8'"]),
         (
             ["--optimizer.states", "bf16", "--train.clip", "speculative"],

@@ -17,6 +17,7 @@ from torch import nn
 
 from offload import AdamW, Engine, MeZO, Placement, Settings
 from offload.errors import ConfigError, NonFiniteError
+from offload.native import kernels
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
@@ -26,6 +27,7 @@ from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
 
 RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
+ALONE = replace(RULE, master="bf16")
 
 
 def train_both(
@@ -52,14 +54,26 @@ def train_both(
 
 
 def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Return (value, precision) of all of them: in bf16 in the quick run, in fp32 too of those that are kept there."""
-    slow = [pytest.param(value, "fp32", marks=() if value in kept else pytest.mark.slow) for value in values]
+    """Return (value, width) of all of them: in bf16 in the quick run, otherwise too of those that are kept there."""
+    values = list(values)
+    slow = [
+        pytest.param(value, width, marks=() if value in kept else pytest.mark.slow)
+        for width in ("fp32", "alone")
+        for value in values
+    ]
     return [*slow, *((value, "bf16") for value in values)]
 
 
-@pytest.mark.parametrize(("make", "precision"), quick([*CAUSAL, *UNSHIFTED], [llama, gpt2, t5]))
-def test_it_is_plain_mezo(make: Callable[[], nn.Module], precision: str) -> None:
-    train_both(build(make), precision=precision, kept=lambda name: make is t5 and ".wo." in name).close()
+def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
+    """Return the rule and the precision of a width: fp32; bf16, with masters in fp32; or bf16 alone."""
+    if width == "alone":
+        return {"rule": replace(rule, master="bf16"), "precision": "bf16"}
+    return {"rule": rule, "precision": width}
+
+
+@pytest.mark.parametrize(("make", "width"), quick([*CAUSAL, *UNSHIFTED], [llama, gpt2, t5]))
+def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
+    train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
 
 
 def make_model(num_layers: int = 4) -> nn.Module:
@@ -80,15 +94,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "precision"), quick(list(PLACES), ["cpu", "leftover", "nvme"]))
+@pytest.mark.parametrize(("place", "width"), quick(list(PLACES), ["cpu", "leftover", "nvme"]))
 def test_where_states_rest_changes_no_bit(
-    place: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
     settings = dict(PLACES[place])
     if isinstance(settings.get("placement"), dict):
         settings["placement"] = Placement(**settings["placement"], nvme_dir=tmp_path)
-    train_both(make_model(), precision=precision, **settings).close()
+    train_both(make_model(), **of(width), **settings).close()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +114,9 @@ def test_where_states_rest_changes_no_bit(
     ],
     ids=["directions", "sparse", "both"],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_directions_and_quantiles(rule: MeZO, precision: str) -> None:
-    train_both(make_model(2), rule, precision=precision, **PLACES["cpu"]).close()
+@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
+def test_directions_and_quantiles(rule: MeZO, width: str) -> None:
+    train_both(make_model(2), **of(width, rule), **PLACES["cpu"]).close()
 
 
 def moved(engine: Engine, before: dict[str, torch.Tensor]) -> set[str]:
@@ -131,10 +145,11 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize(("place", "precision"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], ["cpu"]))
-def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, precision: str) -> None:
+@pytest.mark.parametrize(("place", "width"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], ["cpu"]))
+def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: str) -> None:
     """Each weight goes up once a step, with what its update needs, and down once where it took part."""
-    rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7)
+    how = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
+    rule, precision = how["rule"], how["precision"]
     slots, host = (
         Engine(make_model(), rule, precision=precision, update=update, **PLACES[place]) for update in ("auto", "cpu")
     )
@@ -149,9 +164,11 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, precisi
         assert host.counters.d2h_bytes == 0
         up_bytes = sum(region.weight_bytes for region in regions)
         assert host.counters.h2d_bytes == up_bytes
-        rides = down_bytes // 2 if precision == "bf16" else 0
+        rides = down_bytes // 2 if width == "bf16" else 0
         assert slots.counters.h2d_bytes == up_bytes + rides
-        down_bytes = sum(4 * r.numel for r in regions if r.index in touched and not resident(r))
+        down_bytes = sum(
+            (2 if width == "alone" else 4) * r.numel for r in regions if r.index in touched and not resident(r)
+        )
     slots.evaluate(tokens(9))
     assert_same(weights(slots), weights(host))
     slots.close()
@@ -185,9 +202,14 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     host.close()
 
 
-def test_what_stays_in_slots_is_updated_there() -> None:
+@pytest.mark.parametrize("width", ["fp32", "alone"])
+def test_what_stays_in_slots_is_updated_there(width: str) -> None:
     """Where the device has room, weights do not come up again, and go down all the same."""
-    slots, host = (Engine(make_model(), RULE, update=update, **PLACES["leftover"]) for update in ("auto", "cpu"))
+    rule, precision = of(width).values()
+    slots, host = (
+        Engine(make_model(), rule, precision=precision, update=update, **PLACES["leftover"])
+        for update in ("auto", "cpu")
+    )
     for batch in batches(5):
         assert slots.step(batch).measured == host.step(batch).measured
     assert slots.counters.h2d_bytes < host.counters.h2d_bytes
@@ -216,6 +238,75 @@ def test_there_are_no_gradients_and_no_moments() -> None:
     wanted = {"unit slot", "resident weights", "perturbed weights"}
     assert {name.split(" (")[0] for tier, name, _ in engine.allocations if tier == "device"} == wanted
     engine.close()
+
+
+# -- weights in bf16 alone ------------------------------------------------------------------------------------
+
+
+def test_the_host_holds_two_bytes_a_parameter() -> None:
+    """Where the masters are fp32, four; and as many bytes are on disk, and in a checkpoint."""
+    sizes = {}
+    for width in ("bf16", "alone"):
+        rule, precision = of(width).values()
+        engine = Engine(make_model(), rule, precision=precision, **PLACES["cpu"])
+        engine.step(tokens())
+        sizes[width] = {name: num_bytes for tier, name, num_bytes in engine.allocations if tier == "cpu"}
+        num_elements = sum(region.numel for region in engine._state.regions)
+        engine.close()
+    assert sizes["bf16"] == {"weights": 2 * num_elements, "low": 2 * num_elements}
+    assert sizes["alone"] == {"weights": 2 * num_elements}
+
+
+def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) -> None:
+    rule, precision = of("alone").values()
+    where = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
+    engine = Engine(make_model(), rule, precision=precision, placement=where)
+    engine.step(tokens())
+    (on_disk,) = (num_bytes for tier, _, num_bytes in engine.allocations if tier == "nvme")
+    assert on_disk == sum(region.weight_bytes for region in engine._state.regions if engine._state.store[region].tiles)
+    engine.save_checkpoint(tmp_path / "saved")
+    num_elements = sum(value.numel() for value in weights(engine).values())
+    engine.close()
+    written = sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.bin"))
+    assert 2 * num_elements <= written < 2.1 * num_elements + 8192
+
+
+def test_what_is_frozen_keeps_every_bit() -> None:
+    """At the start, as it came, also in more than bf16 has; or later on."""
+    model = make_model()
+    model.lm_head.requires_grad_(False)
+    wanted = model.lm_head.weight.detach().clone()
+    engine = Engine(model, ALONE, precision="bf16", **PLACES["cpu"])
+    engine.step(tokens())
+    engine.model.model.layers[1].requires_grad_(False)
+    before = weights(engine)
+    engine.step(tokens(1))
+    names = moved(engine, before)
+    assert names
+    assert not [name for name in names if "layers.1." in name or "lm_head" in name]
+    assert torch.equal(weights(engine)["lm_head.weight"], wanted)
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.* begin anew")
+@pytest.mark.parametrize("masters", [("bf16", "fp32"), ("fp32", "bf16")], ids=" to ".join)
+def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[str, str], tmp_path: Path) -> None:
+    """From bf16 alone no bit changes; to it the weights are those that compute has used."""
+    engines = [Engine(make_model(), replace(RULE, master=master), precision="bf16") for master in masters]
+    for batch in batches(2):
+        engines[0].step(batch)
+    engines[0].save_checkpoint(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"weights in bf16 alone.*optimizer\.reset"):
+        engines[1].load_checkpoint(tmp_path / "saved")
+    engines[1].load_checkpoint(tmp_path / "saved", reset=True)
+    wanted = weights(engines[0])
+    if masters[0] == "fp32":
+        wanted = {name: kernels.split(value)[0].float() for name, value in wanted.items()}
+    assert_same(weights(engines[1]), wanted)
+    assert engines[1].num_steps == 2
+    engines[1].step(tokens(2))
+    for engine in engines:
+        engine.close()
 
 
 # -- the loss ----------------------------------------------------------------------------------------------
@@ -280,7 +371,7 @@ class Classifier(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](torch.tanh(self.blocks[0](x)))
+        return self.blocks[1](torch.tanh(self.blocks[0](x.to(self.blocks[0].weight.dtype))))
 
 
 def accuracy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -293,11 +384,12 @@ def points(seed: int) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": (x[:, 0] > x[:, 1]).long()}
 
 
-@pytest.mark.parametrize("objective", ["loss", "accuracy"])
-def test_a_small_task_is_learned(objective: str) -> None:
+@pytest.mark.parametrize(("objective", "width"), [("loss", "fp32"), ("accuracy", "fp32"), ("loss", "alone")])
+def test_a_small_task_is_learned(objective: str, width: str) -> None:
     is_smooth = objective == "loss"
     rule = MeZO(lr=0.05 if is_smooth else 0.02, eps=1e-2 if is_smooth else 0.1, num_perturbations=4 if is_smooth else 8)
-    engine = Engine(Classifier(), rule)
+    rule, precision = of(width, rule).values()
+    engine = Engine(Classifier(), rule, precision=precision)
 
     def loss_fn(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
         if objective == "accuracy":
@@ -311,6 +403,25 @@ def test_a_small_task_is_learned(objective: str) -> None:
     assert before < 0.7
     assert after >= 0.8
     engine.close()
+
+
+@pytest.mark.parametrize(("lr", "num_steps"), [(0.05, 60), pytest.param(2e-3, 400, marks=pytest.mark.slow)])
+def test_weights_in_bf16_alone_learn_as_fp32_masters_do(lr: float, num_steps: int) -> None:
+    """The loss comes as far down; at the lower rate by steps that are mostly below the last bit of a weight."""
+    losses = {}
+    for width in ("bf16", "alone"):
+        rule, precision = of(width, MeZO(lr=lr, eps=1e-2, num_perturbations=4)).values()
+        engine = Engine(Classifier(), rule, precision=precision)
+        first = float(engine.evaluate(points(999), entropy))
+        for seed in range(num_steps):
+            engine.step(points(seed), entropy)
+        losses[width] = float(engine.evaluate(points(999), entropy))
+        engine.close()
+    assert abs(losses["alone"] - losses["bf16"]) < 0.1 * (first - losses["bf16"])
+
+
+def entropy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.float(), batch["labels"])
 
 
 # -- what ends it otherwise --------------------------------------------------------------------------------
@@ -337,6 +448,8 @@ def test_loops_with_gradients_are_refused() -> None:
         ({"optimizer": {"layer_fraction": 0.0}}, "layer_fraction"),
         ({"optimizer": {"magnitude_quantile": 2}}, "magnitude_quantile"),
         ({"optimizer": {"num_perturbations": 0}}, "num_perturbations"),
+        ({"optimizer": {"master": "fp16"}}, "optimizer.master is 'fp16'"),
+        ({"optimizer": {"master": "bf16"}}, "train.precision is fp32"),
         ({"optimizer": {"groups": [("norm", {"rule": AdamW()})]}}, "another rule"),
     ],
 )
@@ -414,9 +527,12 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 # -- going on, and going again -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_is_resumed_and_replayed(precision: str, tmp_path: Path) -> None:
-    rule = MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1)
+@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
+def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
+    rule, precision = of(
+        width,
+        MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1),
+    ).values()
     settings = {**PLACES["cpu"], "precision": precision, "seed": 5}
     engine, records = Engine(make_model(), rule, **settings), []
     for number, batch in enumerate(batches(5)):
@@ -449,25 +565,27 @@ def test_a_run_is_resumed_and_replayed(precision: str, tmp_path: Path) -> None:
 # -- ranks -------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_are_one_up_to_the_order_of_sums(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", ["fp32", "alone"])
+def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -> None:
     """Each computes its rows; losses are exchanged alone, and the stages of ZeRO have the same bits."""
-    rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)
+    rule, precision = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)).values()
     how: dict[str, Any] = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
+    how["precision"] = precision
     runs = [
         {**how, "zero_stage": stage, "placement": {"parameters": place, "optimizer": place}}
         for stage, place in ((0, "device"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "device"))
     ]
     found = run(2, trained, runs=runs)
-    engine = Engine(build(CASES["plain"].make), rule)
+    engine = Engine(build(CASES["plain"].make), rule, precision=precision)
     for step in range(3):
         result = engine.step(CASES["plain"].batch(step, 4))
         for rank in found:
             for its in rank:
-                assert its.steps[step][0] == pytest.approx(result.loss.item(), rel=1e-5)
+                assert its.steps[step][0] == pytest.approx(result.loss.item(), rel=1e-5 if width == "fp32" else 1e-2)
     for rank in found:
         for its in rank:
             assert_same(its.weights, found[0][0].weights)
-            assert_same(its.weights, weights(engine), within=1e-3)
+            assert_same(its.weights, weights(engine), within=1e-3 if width == "fp32" else 1e-2)
     engine.close()
 
 
@@ -478,7 +596,7 @@ def test_two_ranks_are_one_up_to_the_order_of_sums(tmp_path: Path) -> None:
 def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Path) -> None:
     """Of a model, a rule, a placement and looks at the states by chance, the bits of plain MeZO."""
     draw = random.Random(seed)
-    make, precision = draw.choice([llama, gpt2, gemma2, mixtral]), draw.choice(["fp32", "bf16"])
+    make, width = draw.choice([llama, gpt2, gemma2, mixtral]), draw.choice(["fp32", "bf16", "alone"])
     rule = replace(
         RULE,
         num_perturbations=draw.choice([1, 1, 2, 3]),
@@ -490,6 +608,7 @@ def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Pa
     place["update"] = draw.choice(["auto", "cpu"])
     number = draw.randrange(1000)
     model = build(make, seed)
+    rule, precision = of(width, rule).values()
     plain = PlainMeZO(model, rule, precision, seed=number)
     engine = Engine(model, rule, precision=precision, seed=number, head_chunk_bytes=None, **place)
     descent, infos, regions = engine._steps.method.descent, engine._state.infos, engine._state.regions

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload import MeZO
 from offload.native import kernels, philox
-from offload.native.directions import PURPOSE, normal
+from offload.native.directions import PURPOSE, ROUNDING, normal
 from offload.optim.rule import parameter_key
 from tests.engine.device import own_device, twin
 from tests.engine.reference import untie
@@ -20,7 +20,9 @@ Batch = Mapping[str, Any]
 
 
 class PlainMeZO:
-    """Trains a copy of `model`. In bf16 the copy computes in bf16 under fp32 masters; `kept(name)` says where not."""
+    """Trains a copy of `model`. In bf16 it computes in bf16, under masters as the rule has them; `kept(name)` says
+    where not.
+    """
 
     def __init__(
         self,
@@ -38,6 +40,9 @@ class PlainMeZO:
         self.named = untie(self.model)
         self.masters = {name: uses[0].detach().to("cpu", torch.float32, copy=True) for name, uses in self.named.items()}
         self.short = {name for name in self.named if precision == "bf16" and not kept(name)}
+        self.alone = self.short if rule.master == "bf16" else set()
+        for name in self.alone:
+            self.masters[name] = self.masters[name].bfloat16().float()
 
     def used(self, name: str) -> torch.Tensor:
         """Return a parameter as the device uses it."""
@@ -50,6 +55,15 @@ class PlainMeZO:
         words = philox.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
         rank = max(1, math.ceil(self.rule.magnitude_quantile * used.numel()))
         return normal(words).view(used.shape) * (used.abs() <= used.abs().flatten().kthvalue(rank).values)
+
+    def rounded(self, name: str) -> torch.Tensor:
+        """Return a master as bf16 has it: up or down at random, by 16 bits that are added to those that are dropped."""
+        master, key = self.masters[name].flatten(), parameter_key(name, self.seed)
+        element = torch.arange(master.numel())
+        words = philox.words(64 * (master.numel() // 128 + 1), key, self.num_steps, ROUNDING, 0, element.device)
+        half = words[16 * (element // 32) + element % 16] >> 16 * (element % 32 // 16)
+        bits = (master.view(torch.int32) + (half & 0xFFFF)) >> 16 << 16
+        return bits.to(torch.int32).view(torch.float32).view_as(self.masters[name])
 
     @torch.no_grad()
     def step(
@@ -80,4 +94,6 @@ class PlainMeZO:
         for name in names:
             decay = rule.weight_decay if self.masters[name].dim() > 1 else 0.0
             self.masters[name] -= rule.lr * (updates[name] + decay * self.masters[name])
+            if name in self.alone:
+                self.masters[name] = self.rounded(name)
         return losses

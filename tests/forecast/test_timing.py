@@ -57,6 +57,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mezo, bf16": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {}),
     "mezo, bf16, a budget": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {"device_memory": "130KiB"}),
     "mezo, bf16, weights stay": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16"}, {"parameters": "device"}),
+    "mezo, bf16 alone": ({"optimizer": MeZO(lr=1e-4, master="bf16"), "precision": "bf16"}, {}),
+    "mezo, bf16 alone, weights stay": (
+        {"optimizer": MeZO(lr=1e-4, master="bf16"), "precision": "bf16"},
+        {"parameters": "device"},
+    ),
+    "mezo, bf16 alone, nvme": (
+        {"optimizer": MeZO(lr=1e-4, master="bf16"), "precision": "bf16"},
+        {"parameters": "nvme", "optimizer": "nvme"},
+    ),
     "mezo, update cpu": ({"optimizer": MeZO(lr=1e-4), "precision": "bf16", "update": "cpu"}, {}),
     "mezo, nvme": ({"optimizer": MeZO(lr=1e-4)}, {"parameters": "nvme", "optimizer": "nvme"}),
     "mezo, micro-batches": ({"optimizer": MeZO(lr=1e-4), "micro_batch_size": 2}, {}),

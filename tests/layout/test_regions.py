@@ -85,6 +85,14 @@ def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
 
 @settings(max_examples=40)
 @given(models())
+def test_a_rule_may_keep_no_low_half_of_what_it_trains(model):
+    for region in build_regions(*model, MOMENTS, without_low=[0]):
+        frozen = not region.trainable and any(not model[0][index].bf16_source for index in region.parameters)
+        assert region.has_low == (region.compute == "bf16" and frozen)
+
+
+@settings(max_examples=40)
+@given(models())
 def test_parameters_of_equal_settings_are_neighbours(model):
     """So that one kernel call serves them."""
     parameters, units = model

@@ -107,13 +107,14 @@ Outcome all_kernels(int64_t n, Execution how) {
   draw(drawn.data(), n, {0x0123456789ABCDEF, 7, 3}, 640, how);
   const Directions directions{0x0123456789ABCDEF, 7, 1, 640, 0.5f};
   const float slopes[] = {0.5f, -2.0f};
-  const DescendScalars descent{slopes, 2, 1e-3f, 0.1f};
+  const DescendScalars descent{slopes, 2, 1e-3f, 0.1f, 3};
   std::vector<float> plus(static_cast<size_t>(n)), minus(static_cast<size_t>(n));
   perturb<float>({p.data(), plus.data(), minus.data()}, n, directions, 1e-2f, how);
-  descend({p.data(), nullptr, n}, directions, descent, how);
+  descend({p.data(), nullptr, false, n}, directions, descent, how);
   std::vector<uint16_t> short_plus(static_cast<size_t>(n)), short_minus(static_cast<size_t>(n));
   perturb<uint16_t>({hi.data(), short_plus.data(), short_minus.data()}, n, directions, 1e-2f, how);
-  descend({hi.data(), lo.data(), n}, directions, descent, how);
+  descend({hi.data(), lo.data(), true, n}, directions, descent, how);
+  descend({short_plus.data(), nullptr, true, n}, directions, descent, how);
   join(hi.data(), lo.data(), p.data(), n, how);
   accumulate(g.data(), p.data(), n, how);
   accumulate(g.data(), half.data(), n, how);

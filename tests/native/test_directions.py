@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.native import directions, kernels, philox
-from offload.native.directions import PURPOSE, Stretch, descend, normal, perturb
+from offload.native.directions import PURPOSE, ROUNDING, Stretch, descend, normal, perturb
 
 OF = Stretch(key=0xFEDCBA9876543210, step=7, element=128)
 LENGTHS = (1, 63, 64, 65, 1000, 70_001)
@@ -30,20 +31,20 @@ def run(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], weights: torch.Ten
 
 
 @pytest.mark.parametrize("threshold", [math.inf, 0.5])
-@pytest.mark.parametrize("is_short", [False, True])
-def test_every_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, is_short: bool, threshold: float) -> None:
+@pytest.mark.parametrize("kept", ["fp32", "split", "bf16"])
+def test_every_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, kept: str, threshold: float) -> None:
     of = OF._replace(threshold=threshold)
     for length in LENGTHS:
         torch.manual_seed(length)
         whole = torch.randn(length)
         whole[0] = math.nan
-        weights = whole.bfloat16() if is_short else whole
+        weights = whole if kept == "fp32" else whole.bfloat16()
         found = []
         for how in HOWS or [{"fallback": True}]:
-            master = kernels.split(whole) if is_short else whole.clone()
+            master = kernels.split(whole) if kept == "split" else weights.clone()
             plus, minus, master, count = run(monkeypatch, how, weights, master, of)
             assert count == 1, "the NaN alone"
-            halves = master if is_short else (master,)
+            halves = master if kept == "split" else (master,)
             found.append([t.view(torch.uint8).clone() for t in (plus, minus, *halves)])
         for how, other in zip(HOWS, found, strict=False):
             assert all(torch.equal(a[4:], b[4:]) for a, b in zip(found[0], other, strict=True)), f"{how}, {length}"
@@ -62,12 +63,57 @@ def test_it_is_what_the_formula_says() -> None:
 
 
 def test_a_cut_changes_nothing() -> None:
-    weights = torch.randn(1024)
-    whole, part = weights.clone(), weights.clone()
-    descend(whole, [1.0], OF, lr=0.1)
-    for begin, end in ((0, 64), (64, 640), (640, 1024)):
-        descend(part[begin:end], [1.0], OF._replace(element=OF.element + begin), lr=0.1)
-    assert torch.equal(whole, part)
+    for weights, borders in ((torch.randn(1024), (0, 64, 640, 1024)), (torch.randn(1024).bfloat16(), (0, 128, 1024))):
+        whole, part = weights.clone(), weights.clone()
+        descend(whole, [1.0], OF, lr=0.1)
+        for begin, end in pairwise(borders):
+            descend(part[begin:end], [1.0], OF._replace(element=OF.element + begin), lr=0.1)
+        assert torch.equal(whole, part)
+
+
+def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
+    """To one of the two neighbours of what the step makes in fp32, each with the probability of the distance to the
+    other one: so that none of a step is lost, however small it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(1 << 18, generator=generator).bfloat16()
+    exact, found = before.float(), before.clone()
+    how: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.5}
+    assert descend(exact, [1.0], OF, **how) == descend(found, [1.0], OF, **how) == 0
+    bits = exact.view(torch.int32)
+    lower = bits >> 16 << 16
+    step = (lower + (1 << 16)).view(torch.float32).double() - lower.view(torch.float32).double()
+    up = (bits - lower).double() / (1 << 16)
+    is_up = (found.double() - lower.view(torch.float32).double()) / step
+    assert set(is_up.unique().tolist()) == {0.0, 1.0}
+    for share in range(10):  # of those that are as near, as many go up as should
+        its = (up >= share / 10) & (up < (share + 1) / 10) & (up > 0)
+        deviation = float((up[its] * (1 - up[its])).sum()) ** 0.5
+        assert abs(float((is_up - up)[its].sum())) < 4 * deviation
+    drawn = [
+        philox.words(1 << 12, OF.key, OF.step, purpose, 0, before.device)
+        for purpose in (ROUNDING, PURPOSE, PURPOSE + (1 << 16))
+    ]
+    assert not torch.isin(drawn[0], torch.cat(drawn[1:])).any(), "by words that no direction is made of"
+
+
+def test_steps_below_the_last_bit_of_a_weight_add_up() -> None:
+    """Rounded to nearest, a weight of 1 that goes down by a fiftieth of its last bit in each step would stay there."""
+    weights, num_steps = torch.ones(1 << 12, dtype=torch.bfloat16), 500
+    rate = 2.0**-8 / 50  # the distance to what is next below 1, over fifty
+    for step in range(num_steps):
+        descend(weights, [0.0], OF._replace(step=step), lr=rate, weight_decay=1.0)
+    expected = (1 - rate) ** num_steps
+    deviation = (num_steps / 50) ** 0.5 * 2.0**-8  # of a sum of roundings, each by a step once in fifty
+    assert 0.5 * deviation < float(weights.double().std()) < 1.5 * deviation
+    assert abs(float(weights.double().mean()) - expected) < 4 * deviation / len(weights) ** 0.5
+
+
+def test_what_overflows_as_it_is_rounded_is_counted() -> None:
+    weights = torch.full((1000,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    count = descend(weights, [1.0], OF, lr=1e36)
+    assert count == int(weights.isinf().sum())
+    assert 0 < count < 1000
 
 
 def test_large_weights_take_no_part() -> None:
@@ -103,5 +149,7 @@ def test_wrong_arguments_are_named() -> None:
         perturb(weights, torch.zeros(8), torch.zeros(7), 1e-3, OF)
     with pytest.raises(ConfigError, match="plus has dtype bfloat16"):
         perturb(weights, weights.bfloat16(), weights, 1e-3, OF)
+    with pytest.raises(ConfigError, match="a multiple of 128"):
+        descend(weights.bfloat16(), [1.0], OF._replace(element=64), lr=0.1)
     with pytest.raises(ConfigError, match="coefficients"):
         descend(weights, [], OF, lr=0.1)

@@ -26,13 +26,14 @@ def values(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: str, capsys: Any) -> None:
+@pytest.mark.parametrize(("precision", "master"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: str, master: str, capsys: Any) -> None:
     base, _, _ = run("base", train__steps=2)
     begins_at = {"model__path": str(base.export), "model__init": "pretrained", "train__precision": precision}
-    whole, lines, _ = run("whole", **RULE, **begins_at, train__steps=6)
+    rule = {**RULE, "optimizer__master": master}
+    whole, lines, _ = run("whole", **rule, **begins_at, train__steps=6)
     assert {"seed", "projected_grad", "loss_plus", "loss_minus"} <= lines[-1].keys()
-    run("part", **RULE, **begins_at, train__steps=3)
+    run("part", **rule, **begins_at, train__steps=3)
     part, again, _ = run("part", **begins_at, train__steps=6)
     measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
     assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]

@@ -161,10 +161,10 @@ class GradientFlow:
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
         if not passing:
             return
-        dtypes = [torch.bfloat16 if region.is_split and not self.is_wide else torch.float32 for region in passing]
+        dtypes = [torch.bfloat16 if region.is_bf16 and not self.is_wide else torch.float32 for region in passing]
         sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
         # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
-        is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_split for region in passing)
+        is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_bf16 for region in passing)
         stretch = None if is_too_wide else self._buffer.take(sum(sizes))
         if stretch is None:
             for region in passing:

@@ -99,7 +99,7 @@ class Landing:
             self._measures.measure_shard(region, own, agrees=False)
         else:
             self._bring_down_squares(self._measures.measure(region, own))
-        if region.is_split:
+        if region.is_bf16:
             kernels.round_bf16_(own)
         if len(own) < len(plane):
             what = f"all-gather of the gradients of {region.name}"
