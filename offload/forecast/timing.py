@@ -16,8 +16,9 @@ from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.memory import BUFFER, SHARDS, SLOT, UnitPlan, gradient_lasts, resident_regions
 from offload.planning.plan import Plan
 from offload.planning.settings import Settings
+from offload.schedule.play import Call, Engine
 from offload.schedule.shortened import simulate_few
-from offload.schedule.simulation import Call, Engine, Simulated
+from offload.schedule.simulation import Simulated
 from offload.schedule.virtual_states import Seconds
 from offload.schedule.virtual_updates import Memory
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING

@@ -11,8 +11,10 @@ import torch
 from offload.benches.ideal import Unit, Use, Work, ideal
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
-from offload.schedule.simulation import Call, Engine, Memory, Simulated, simulate
+from offload.schedule.play import Call, Engine
+from offload.schedule.simulation import Simulated, simulate
 from offload.schedule.virtual_lanes import COMPUTE, InStream, OnHost, VirtualLanes
+from offload.schedule.virtual_updates import Memory
 
 NUMEL, DEPTH = 4096, 6
 MOMENTS = [[Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)]]
