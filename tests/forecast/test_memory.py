@@ -1,4 +1,4 @@
-"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_against_actual.py."""
+"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_memory.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_against_actual import CASES, Case, compare
+from benchmarks.plan_memory import CASES, Case, compare
 from offload.config.config import Config
 from offload.forecast.alternatives import forecast
 from offload.forecast.forecast import Teller
@@ -82,8 +82,9 @@ def test_budgets_are_those_of_the_machine_or_less() -> None:
 
 @pytest.mark.parametrize("activations", ["device", "cpu"])
 def test_a_step_is_played_with_the_memory_that_is_told(activations: str) -> None:
-    where = {"offload.device_memory": "300MiB", "offload.parameters": "cpu", "offload.optimizer": "cpu"}
-    where |= {"offload.activations": activations, "train.recompute": "auto", "train.micro_batch_size": 2}
+    where: dict[str, object] = {"offload.device_memory": "300MiB", "offload.parameters": "cpu"}
+    where |= {"offload.optimizer": "cpu", "offload.activations": activations}
+    where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
     teller = Teller(config(**where), 1)
     found = teller.tell(config(**where), GPU)
     its, work = found.prepared, teller._work(found.config, found.prepared)
