@@ -126,7 +126,6 @@ class Play(ABC):
         self._slots = VirtualSlots(
             engine.capacity_bytes,
             [region for region in engine.regions if all_stay or region.index in engine.resident],
-            self._lanes,
             self._compute,
             self._bring_up,
             engine.layout,

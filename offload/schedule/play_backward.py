@@ -71,7 +71,7 @@ class PlayBackward(Play):
         sizes = [r.numel * (2 if r.is_split and not self._engine.wide else 4) for r in passing]
         stretch = taken(self._states.buffer, sum(sizes)) if passing and sum(sizes) else None
         if stretch is not None:
-            self._compute.after(stretch.fills)
+            self._compute.compute_after(stretch.fills)
         for part in range(call.num_parts):
             self._inputs.bring_back(number, call, part)
             self._compute.run(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)

@@ -60,7 +60,7 @@ class VirtualInputs:
         tickets = self._coming.pop((number, part), None)
         if tickets is None:
             return
-        self._compute.after(tickets)
+        self._compute.compute_after(tickets)
         if self._engine.inline:
             return
         if part + 1 < call.num_parts:
