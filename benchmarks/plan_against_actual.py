@@ -1,10 +1,8 @@
-"""What a plan tells of memory, against what engines then hold, over families, sizes, tiers and settings.
+"""What a plan tells against what engines then hold and take: the table in benchmarks/results/plan.md.
 
-python benchmarks/plan_against_actual.py --json > benchmarks/results/plan.json     # minutes; without --json a table
+python -m benchmarks.plan_against_actual     # a quarter of an hour; writes benchmarks/results/plan.json and plan.md
 
-Three comparisons for each configuration: what the engine allocates, by name (the worst name counts); the inputs and
-graphs that wait for a backward; and all that a step's operations hold at once, these included, seen by a dispatch mode
-over a real step, which knows nothing of the plan's own.
+Bytes are compared by benchmarks/plan_memory.py, step times by benchmarks/step_times.py, everything on one thread.
 """
 
 from __future__ import annotations
@@ -12,350 +10,116 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
-import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-import torch.multiprocessing as processes
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from benchmarks import plan_memory, step_times
 from offload.benches.report import machine, versions
-from offload.config.sections import OptimizerSection
-from offload.distributed.comm import Comm
-from offload.distributed.imagined import ImaginedRanks
-from offload.distributed.joining import open_comm
-from offload.engine.assemble import prepare
-from offload.engine.engine import Engine
-from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.memory import CHECKPOINTS, INPUTS, KEPT, OPERATIONS, footprint
-from offload.machine.hardware import Hardware, Rates
-from offload.optim.rules import make_rule
-from offload.planning.machines import DescribedMachine
-from offload.planning.settings import Settings
-from offload.tiers.ledger import Ledger
-from offload.tiers.placement import Placement
+from offload.machine.probe import probe
+from offload.native import kernels
 
-HERE = Hardware("here", "cpu", 1, None, 1 << 40, 1 << 40, None, False, Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0))
-NUM_STEPS = 3
-"""The first recomputes everything, and shows what there is room to keep."""
-
-_GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
-_SHAPES: dict[str, dict[str, Any]] = {
-    "1M": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 1024},
-    "10M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 4096},
-    "50M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "vocab_size": 8192},
-    "300M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "vocab_size": 16384},
-}
-_GPT2 = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 1024}
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT2,
-    "opt": {
-        "hidden_size": 128,
-        "ffn_dim": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "vocab_size": 1024,
-        "word_embed_proj_dim": 128,
-    },
-    "t5": {"d_model": 128, "d_kv": 32, "d_ff": 344, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0},
-    "mixtral": {**_GROUPED, "num_local_experts": 4},
-    "qwen3": {**_GROUPED, "head_dim": 32},
-    "qwen3_moe": {**_GROUPED, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "llama": _GROUPED,
-    "gpt_neox": {"num_attention_heads": 4},
-    "bert": {"num_attention_heads": 4},
-}
-_KINDS = {"bert": "masked", "t5": "seq2seq"}
+RESULTS = Path(__file__).parent / "results"
+MOST_ALLOCATED, MOST_HELD, MOST_TIME, MOST_MEDIAN_TIME = 0.02, 0.1, 0.2, 0.1
+"""By which part may be told too much or too little: of an allocation, of what waits and operations hold, of a step on
+throttled links, and of these steps in the median."""
+_OF_MEMORY = {"worst_ratio": MOST_ALLOCATED, "waiting_ratio": MOST_HELD, "operations_ratio": MOST_HELD}
+_Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A configuration. Fields have the names of settings; `rows` are of all ranks."""
+def run(only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Compare all configurations, or those in whose names one of these parts is."""
 
-    family: str = "llama"
-    size: str = "1M"
-    precision: str = "fp32"
-    parameters: str = "cpu"
-    optimizer: str = "cpu"
-    activations: str = "device"
-    device_memory: str | None = None
-    micro_batch_size: int | None = None
-    recompute: str = "always"
-    rule: str = "adamw"
-    states: str = "fp32"
-    max_grad_norm: float | None = 1.0
-    rows: int = 4
-    length: int = 64
-    ranks: int = 1
-    zero_stage: int = 3
-    head_chunk_bytes: int | None = None
+    def each(cases: Sequence[Any], compare: Callable[[Any], dict[str, Any]], name: Callable[[Any], str]) -> list[_Row]:
+        rows: list[_Row] = []
+        for case in cases:
+            if only is None or any(part in name(case) for part in only):
+                rows.append(compare(case))
+                print(name(case), file=sys.stderr, flush=True)
+        return rows
 
-    @property
-    def kind(self) -> str:
-        return _KINDS.get(self.family, "causal")
-
-    def model(self) -> nn.Module:
-        shape = (
-            _SHAPES[self.size] if self.family in ("llama", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "bert") else {}
-        )
-        config = AutoConfig.for_model(
-            self.family, **shape | _FAMILIES[self.family], tie_word_embeddings=self.size == "1M"
-        )
-        auto = {"masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(self.kind, AutoModelForCausalLM)
-        return auto.from_config(config, dtype=torch.float32).train()
-
-    def settings(self, folder: str) -> Settings:
-        section = OptimizerSection(name=self.rule, lr=1e-3, states=self.states)  # type: ignore[arg-type]
-        rule = make_rule(self.rule, dict(section))
-        placement = Placement(
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            activations=self.activations,
-            device_memory=self.device_memory,
-            host_memory="64GiB",
-            nvme_dir=folder,
-        )
-        return Settings(
-            optimizer=rule,
-            placement=placement,
-            precision=self.precision,
-            micro_batch_size=self.micro_batch_size,
-            recompute=self.recompute,
-            max_grad_norm=self.max_grad_norm,
-            zero_stage=self.zero_stage,
-            head_chunk_bytes=self.head_chunk_bytes,
-            device="cpu",
-        )
-
-    def batch(self, rank: int) -> dict[str, torch.Tensor]:
-        rows = self.rows // self.ranks
-        ids = torch.randint(3, 1000, (rows, self.length), generator=torch.Generator().manual_seed(rank))
-        if self.kind != "seq2seq":
-            return {"input_ids": ids, "labels": ids}
-        half = self.length // 2
-        return {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
-
-    def __str__(self) -> str:
-        own = {key: value for key, value in asdict(self).items() if value != getattr(Case(), key)}
-        return " ".join([self.family, self.size, *(f"{k}={v}" for k, v in own.items() if k not in ("family", "size"))])
-
-
-CASES = [
-    Case(),
-    Case(precision="bf16"),
-    Case(micro_batch_size=1),
-    Case(micro_batch_size=2, precision="bf16", recompute="never"),
-    Case(recompute="never"),
-    Case(recompute="auto", device_memory="24MiB"),
-    Case(activations="cpu"),
-    Case(activations="nvme", precision="bf16"),
-    Case(parameters="device", optimizer="device"),
-    Case(parameters="nvme", optimizer="nvme"),
-    Case(optimizer="nvme", precision="bf16", states="int8"),
-    Case(rule="lion", states="bf16"),
-    Case(rule="adafactor", precision="bf16"),
-    Case(rule="lomo"),
-    Case(rule="muon"),
-    Case(rule="mezo"),
-    Case(rule="mezo", precision="bf16", size="10M"),
-    Case(rule="mezo", micro_batch_size=2),
-    Case(max_grad_norm=None),
-    Case(head_chunk_bytes=1 << 18),
-    Case(head_chunk_bytes=1 << 18, precision="bf16", size="10M", micro_batch_size=2),
-    Case(ranks=2),
-    Case(ranks=2, zero_stage=1, precision="bf16"),
-    Case("gpt2"),
-    Case("gpt2", precision="bf16", micro_batch_size=2),
-    Case("opt", recompute="never"),
-    Case("gpt_neox", size="10M"),
-    Case("qwen3", size="10M", precision="bf16", activations="cpu", micro_batch_size=1),
-    Case("mixtral", micro_batch_size=2),
-    Case("qwen3_moe", precision="bf16"),
-    Case("bert", recompute="never"),
-    Case("t5"),
-    Case(size="50M", precision="bf16", states="bf16", rows=2),
-    Case(size="300M", precision="bf16", parameters="nvme", optimizer="nvme", rows=2, length=32),
-]
-
-
-class Alive(TorchDispatchMode):
-    """The memory of tensors that operations of this thread have made and somebody still holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor, 0)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if type(tensor) is torch.Tensor:
-                self._see(tensor, tensor.untyped_storage().nbytes())
-        return result
-
-    def _see(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # a parameter at rest
-            return
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-        def forget() -> None:
-            self._known.discard(key)
-            self.live_bytes -= num_bytes
-
-        weakref.finalize(storage, forget).atexit = False
-
-
-@contextmanager
-def seeing_threads(model: nn.Module, alive: Alive) -> Iterator[None]:
-    """Within, forwards of other threads are seen as well, one of which goes on at a time: passes side by side."""
-    own = threading.get_ident()
-
-    def enter(*_: object) -> None:
-        if threading.get_ident() != own:
-            modes[threading.get_ident()] = ExitStack()
-            modes[threading.get_ident()].enter_context(alive)
-
-    def leave(*_: object) -> None:
-        if threading.get_ident() != own:
-            modes.pop(threading.get_ident()).close()
-
-    modes: dict[int, ExitStack] = {}
-    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@dataclass
-class Held:
-    """What an engine held at most: by tier and name, in its first step; of what waits in any; by its operations."""
-
-    allocations: dict[tuple[str, str], int] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)
-    operations: int = 0
-
-
-@contextmanager
-def watched(held: dict[tuple[str, str], int]) -> Iterator[None]:
-    """Within, note the most that any ledger holds by tier and name."""
-    reserve = Ledger.reserve
-
-    def noted(self: Ledger, name: str, num_bytes: int, fix: str = "") -> None:
-        reserve(self, name, num_bytes, fix)
-        for key, its in self.allocations.items():
-            held[self.tier, key] = max(held.get((self.tier, key), 0), its)
-
-    Ledger.reserve = noted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Ledger.reserve = reserve  # type: ignore[method-assign]
-
-
-def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
-    """Make a few steps; return what was held."""
-    torch.manual_seed(0)
-    peaks: dict[tuple[str, str], int] = {}
-    rank = 0 if comm is None else comm.rank
-    model = case.model()
-    with watched(peaks), Engine(model, settings=case.settings(folder), comm=comm) as engine:
-        engine.step(case.batch(rank))
-        held = Held(dict(peaks))
-        for _ in range(NUM_STEPS - 1):
-            alive = Alive()
-            with alive, seeing_threads(model, alive):
-                engine.step(case.batch(rank))
-        held.operations = alive.peak_bytes
-    for (_, name), num_bytes in peaks.items():
-        if name in (INPUTS, KEPT, CHECKPOINTS):
-            held.waiting[name] = num_bytes
-    return held
-
-
-def planned(case: Case, folder: str) -> Held:
-    """Tell what will be held."""
-    with torch.device("meta"):
-        model = case.model()
-    prepared = prepare(model, case.settings(folder), ImaginedRanks(case.ranks), DescribedMachine(HERE, case.ranks))
-    work = measure(model, BatchSpec(case.kind, case.rows // case.ranks, case.length), prepared)
-    found = footprint(prepared, work, HERE, case.ranks)
-    held = Held({(a.tier, a.name): a.num_bytes for a in found.allocations if a.name not in (INPUTS, KEPT, OPERATIONS)})
-    held.waiting = {a.name: a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, CHECKPOINTS)}
-    of_device = (a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, OPERATIONS))
-    held.operations = sum(of_device)
-    return held
-
-
-def compare(case: Case) -> dict[str, Any]:
-    """Return the ratios of what was told to what was held."""
     with tempfile.TemporaryDirectory() as folder:
-        told = planned(case, folder)
-        was = actual(case, folder) if case.ranks == 1 else _over_ranks(case, folder)
-    waits = {INPUTS, KEPT, CHECKPOINTS}
-    names = sorted({key for key in (*told.allocations, *was.allocations) if key[1] not in waits})
-    ratios = {f"{t}: {n}": _ratio(told.allocations.get((t, n), 0), was.allocations.get((t, n), 0)) for t, n in names}
-    worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
-    bytes_told, bytes_was = (sum(held.allocations.get(key, 0) for key in names) for held in (told, was))
-    return {
-        "case": str(case),
-        "allocated_bytes": bytes_was,
-        "allocated_ratio": _ratio(bytes_told, bytes_was),
-        "worst_allocation": worst,
-        "worst_ratio": ratios[worst],
-        "waiting_bytes": sum(was.waiting.values()),
-        "waiting_ratio": _ratio(sum(told.waiting.values()), sum(was.waiting.values())),
-        "operations_bytes": was.operations,
-        "operations_ratio": _ratio(told.operations, was.operations),
-    }
+        hardware = probe("cpu", (folder,), refresh=True, cache_dir=Path(folder) / "rates")
+        memory = each(plan_memory.CASES, plan_memory.compare, str)
+        times = each(
+            step_times.CASES, lambda case: step_times.compare(case, folder, hardware), lambda case: str(case.name)
+        )
+    head = {"machine": machine(), "versions": versions(), "rates": asdict(hardware.rates)}
+    return {**head, "memory": memory, "step_times": times}
 
 
-def _ratio(told: float, was: float) -> float:
-    return told / was if was else 1.0 if not told else float("inf")
+def document(found: _Row) -> str:
+    """Return what was found as Markdown."""
+    return "\n".join(
+        [
+            "# Plans against engines",
+            "",
+            "Made by `python -m benchmarks.plan_against_actual`; what is compared, and how, is in",
+            "[the README of the benchmarks](../README.md#plans-against-engines). What was told stands over what was",
+            "held, or taken: above 1 is too much.",
+            "",
+            *_summary(found),
+            "",
+            "## Memory",
+            "",
+            *_of_memory(found["memory"]),
+            "",
+            "## Step times",
+            "",
+            *_of_times(found["step_times"]),
+            "",
+        ]
+    )
 
 
-def _over_ranks(case: Case, folder: str) -> Held:
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        processes.spawn(_rank, (case, folder, file.name), nprocs=case.ranks)
-        return torch.load(file.name, weights_only=False)
+def beyond(found: _Row) -> list[str]:
+    """Return what was told worse than is promised."""
+    told = [
+        f"{row['case']}: {key.removesuffix('_ratio')} {row[key]:.3f}"
+        for row in found["memory"]
+        for key, most in _OF_MEMORY.items()
+        if abs(row[key] - 1) > most
+    ]
+    told += [f"{row['case']}: step {row['ratio']:.3f}" for row in found["step_times"] if _off(row) > MOST_TIME]
+    median = statistics.median(map(_off, found["step_times"])) if found["step_times"] else 0.0
+    return told + ([f"the median step: {median:.1%}"] if median > MOST_MEDIAN_TIME else [])
 
 
-def _rank(rank: int, case: Case, folder: str, path: str) -> None:
-    """One process of several; the first one tells."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
-    torch.set_num_threads(1)
-    comm = open_comm(device="cpu")
-    held = actual(case, folder, comm)
-    if rank == 0:
-        torch.save(held, path)
-    comm.close()
+def _off(row: _Row) -> float:
+    return abs(float(row["ratio"]) - 1)
 
 
-def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the rows as Markdown."""
+def _summary(found: _Row) -> Iterator[str]:
+    memory, times = found["memory"], found["step_times"]
+    if memory:
+        worst = [max(abs(row[key] - 1) for row in memory) for key in _OF_MEMORY]
+        yield (
+            f"- Memory of {len(memory)} configurations, at worst: an allocation {worst[0]:.1%} off, what waits "
+            f"{worst[1]:.1%}, operations {worst[2]:.1%}."
+        )
+    if times:
+        yield f"- Steps of {len(times)} configurations on throttled links: {_spread(times)}."
+        free = [row["without_throttle"] for row in times]
+        yield f"- The same without throttle, by the machine's rates as probed, which promises nothing: {_spread(free)}."
+        load = max(row["load"] for row in times)
+        yield f"- Load of the machine meanwhile, with the benchmark's own: up to {load:.1f}."
+    yield f"- Beyond what is promised: {'; '.join(beyond(found)) or 'nothing'}."
+
+
+def _spread(rows: Sequence[_Row]) -> str:
+    off = [_off(row) for row in rows]
+    return f"{statistics.median(off):.1%} off in the median, {max(off):.1%} at worst"
+
+
+def _of_memory(rows: Sequence[_Row]) -> Iterator[str]:
     yield "| configuration | allocated | told / held | worst name | waiting | told / held | operations | told / held |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
@@ -367,20 +131,33 @@ def table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def _of_times(rows: Sequence[_Row]) -> Iterator[str]:
+    yield "| configuration | throttled | told / taken | bound by | without throttle | told / taken | bound by |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        cells = [
+            f"{1e3 * its['seconds']:.3g} ms | {its['ratio']:.3f} | {its['bound_by']}"
+            for its in (row, row["without_throttle"])
+        ]
+        yield f"| {row['case']} | {' | '.join(cells)} |"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations, from 0")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_against_actual", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="configurations in whose names one of these is; nothing is written"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for plan.json and plan.md")
     arguments = parser.parse_args()
-    cases = CASES if arguments.only is None else [CASES[number] for number in arguments.only]
-    rows = []
-    for case in cases:
-        rows.append(compare(case))
-        print(list(table(rows[-1:]))[-1], file=sys.stderr)
-    if arguments.json:
-        print(json.dumps({"machine": machine(), "versions": versions(), "results": rows}, indent=2))
-    else:
-        print("\n".join(table(rows)))
+    torch.set_num_threads(1)
+    kernels.set_threads(1)
+    found = run(arguments.only)
+    if arguments.only is not None:
+        print(document(found))
+        return
+    (arguments.out / "plan.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (arguments.out / "plan.md").write_text(document(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
-"""Steps of an engine on throttled lanes against what is foretold of them.
+"""Steps of an engine against what is foretold of them, on throttled lanes and without throttle: a part of
+benchmarks/plan_against_actual.py.
 
-python -m benchmarks.step_times > benchmarks/results/step_times.json     # three minutes
-
-Each configuration is measured in two engines of its own: one without throttle, whose uses of units say what compute
-takes, each at its fastest; and one whose links are throttled so that each of them is busy for so many seconds in a step
-as the configuration says. What is foretold knows the first one's compute, the throttle and the plan. Blocks of steps of
-the second one are timed; the fastest counts, since what else the machine does only adds to it.
+With a throttle each configuration is measured in two engines of its own: one without throttle, whose uses of units say
+what compute takes, each at its fastest; and one whose links are throttled so that each of them is busy for so many
+seconds in a step as the configuration says. What is foretold knows the first one's compute, the throttle and the plan.
+Without throttle it knows what `plan` would know: the shapes, and the rates of this machine as `offload.machine.probe`
+measures them. Blocks of steps are timed; the fastest counts, since what else the machine does only adds to it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -27,11 +23,10 @@ import torch
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.benches.ideal import Use
 from offload.benches.overlap import compute_uses
-from offload.benches.report import Measured, Result
+from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.timing import Timing, step_time
 from offload.forecast.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware, Rates
-from offload.native import kernels
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 
@@ -116,17 +111,15 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a step was measured and foretold to take, and its compute."""
+class Told(Stack):
+    """The model with its loss, as a forecast runs it on `meta`."""
 
-    seconds: float
-    timing: Timing
-    compute_s: float
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return loss_of(super().forward(input_ids), {"x": labels})
 
 
-def compare(case: Case, nvme_dir: str, num_blocks: int = 3, num_steps: int = 3) -> Told:
-    """Measure steps of a case, and foretell them."""
+def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
+    """Measure steps of a case, and foretell them. `hardware`: this machine, for steps without throttle."""
     if "nvme" in case.placement.values():
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
@@ -134,12 +127,43 @@ def compare(case: Case, nvme_dir: str, num_blocks: int = 3, num_steps: int = 3) 
     timing = step_time(
         its.settings, its.regions, its.units, its.plan, work_of(case, uses), MACHINE, clips=case.clips, num_steps=12
     )
+    return {
+        "case": case.name,
+        **_row(timing, _measured(case, settings, num_blocks)),
+        "compute_seconds": sum(use.seconds for use in uses),
+        "without_throttle": without_throttle(case, hardware, num_blocks),
+        "load": os.getloadavg()[0],
+    }
+
+
+def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
+    """Measure steps of a case without throttle, and foretell them by shapes and the machine's rates alone."""
+    settings = case.engine_settings(None)
+    with torch.device("meta"):
+        model = Told(case.width, case.depth)
+    its = planned(model, settings)
+    work = measure(model, BatchSpec("causal", ROWS, LENGTH), its)
+    timing = step_time(its.settings, its.regions, its.units, its.plan, work, hardware, clips=case.clips, num_steps=12)
+    return _row(timing, _measured(case, settings, num_blocks, num_steps=10))
+
+
+def _measured(case: Case, settings: Settings, num_blocks: int, num_steps: int = 3) -> float:
+    """Return the seconds of a step of an engine."""
     steps = itertools.cycle(batches(2))
     with closing(Engine(case.model(), settings=settings)) as engine:
         for _ in range(WARM_STEPS):
             engine.step(next(steps), loss_of)
-        seconds = min(block_seconds(engine, steps, num_steps) for _ in range(num_blocks))
-    return Told(seconds, timing, sum(use.seconds for use in uses))
+        return min(block_seconds(engine, steps, num_steps) for _ in range(num_blocks))
+
+
+def _row(timing: Timing, seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "foretold_seconds": timing.step_seconds,
+        "ratio": timing.step_seconds / seconds,
+        "bound_by": timing.bound_by,
+        "lane_seconds": dict(timing.lane_seconds),
+    }
 
 
 def block_seconds(engine: Engine, steps: Iterator[Any], num_steps: int) -> float:
@@ -192,48 +216,3 @@ def work_of(case: Case, uses: Sequence[Use]) -> Workload:
             work(None, 0.0, after),
         ]
     return Workload(tuple(calls), parts, ROWS * LENGTH)
-
-
-def result(case: Case, told: Told) -> Result:
-    """Return a row."""
-    foretold = told.timing.step_seconds
-    details = {
-        "foretold_seconds": foretold,
-        "error": foretold / told.seconds - 1,
-        "compute_seconds": told.compute_s,
-        "bound_by": told.timing.bound_by,
-        "lane_seconds": dict(told.timing.lane_seconds),
-        "load": os.getloadavg()[0],
-    }
-    return Result(case.name, told.seconds * 1e3, "ms", "foretold", foretold / told.seconds, details)
-
-
-def main() -> None:
-    """Measure all configurations, and print them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_times", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", help="configurations whose name contains one of these")
-    parser.add_argument("--blocks", type=int, default=3, help="of three steps each (default %(default)s)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    kernels.set_threads(1)
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in CASES:
-            if arguments.only and not any(part in case.name for part in arguments.only):
-                continue
-            told = compare(case, folder, arguments.blocks)
-            results.append(result(case, told))
-            row = results[-1].details
-            print(
-                f"{case.name}: {told.seconds * 1e3:.0f} ms, foretold {row['foretold_seconds'] * 1e3:.0f} "
-                f"({row['error']:+.1%}), compute {told.compute_s * 1e3:.0f}, bound by {row['bound_by']}",
-                file=sys.stderr,
-                flush=True,
-            )
-    errors = sorted(abs(each.details["error"]) for each in results)
-    print(f"median {statistics.median(errors):.1%}, largest {errors[-1]:.1%}", file=sys.stderr)
-    print(Measured(results).document())
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +19,9 @@ from offload.engine.units.arguments import Arguments, deliver, without_caches
 from offload.engine.units.find import Candidate
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import put_parameters
+from offload.forecast.unit_use import SeenUse, SeenUses
 from offload.forecast.watch import UnknownValueError, Watch
-from offload.forecast.workload import NO_COST, Cost, UnitWork, Workload
+from offload.forecast.workload import NO_COST, NO_WORK, Cost, UnitWork, Workload
 
 _CHUNKED_LOSS = "ForCausalLMLoss"
 """Of transformers: the loss that takes labels which are shifted already, and divides by the count that it is given."""
@@ -110,21 +111,6 @@ class _Entry:
     held_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What one use of a unit does, which others like it need not show again.
-
-    sources: of each tensor of the result the number of the input that it is, or None. likes: tensors in the shapes of
-    the result.
-    """
-
-    work: UnitWork
-    result: Arguments
-    sources: list[int | None]
-    differentiable: list[bool]
-    likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-
-
 class _Probe:
     """Takes the calls of units, and what is computed between them."""
 
@@ -134,7 +120,7 @@ class _Probe:
         self._prepared = prepared
         self._entries: list[_Entry] = []
         self._chunk: list[_Entry] = []
-        self._seen: dict[Hashable, _Seen] = {}
+        self._uses = SeenUses(self.watch)
         self._held: dict[int, int] = {}
         self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
         self._mark, self._is_inside = NO_COST, False
@@ -227,7 +213,7 @@ class _Probe:
         works = [replace(e.work, saved_bytes=0, forward_temporary_bytes=0) for e in self._entries]
         unit = next((work for work in works if work.name is not None), None)
         rest = [work for work in works if work is not unit]
-        stretch = replace(_EMPTY, forward=_sum(w.forward for w in rest), backward=_sum(w.backward for w in rest))
+        stretch = replace(NO_WORK, forward=_sum(w.forward for w in rest), backward=_sum(w.backward for w in rest))
         most_bytes = most - held_bytes
         self._chunk = [_Entry(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), held_bytes)]
         if unit is not None:
@@ -255,7 +241,7 @@ class _Probe:
         held = self._entries[-1].held_bytes if self._entries else 0
         saved = sum(self._held.values()) - held
         work = replace(
-            _EMPTY,
+            NO_WORK,
             forward=self.watch.cost - self._mark,
             saved_bytes=saved,
             forward_temporary_bytes=max(0, self._peak_bytes() - held - saved),
@@ -289,10 +275,9 @@ class _Probe:
         self._end_stretch()
         args, kwargs = without_caches(args, kwargs)
         arguments = Arguments((args, kwargs))
-        key = _signature(unit), arguments.structure, _shapes(arguments.tensors), repr(arguments.others)
         self._is_inside = True
         try:
-            seen = self._seen.get(key) or self._seen.setdefault(key, self._look(unit, forward, arguments))
+            seen = self._uses.see(unit, forward, arguments)
         finally:
             self._is_inside = False
         entry = _Entry(replace(seen.work, name=unit.name))
@@ -325,57 +310,6 @@ class _Probe:
                     staying += num_bytes
         entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
 
-    def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> _Seen:
-        """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
-        watch, inputs = self.watch, arguments.tensors
-        cost, before = watch.cost, watch.begin()
-        with torch.no_grad():
-            args, kwargs = arguments.fill(inputs)
-            result = Arguments((forward(*args, **kwargs), None))
-        forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
-        numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
-        sources = [numbers.get(id(tensor)) for tensor in result.tensors]
-        likes = [(t.shape, t.stride(), t.dtype) for t in result.tensors]
-        owned = {watch.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
-        result_bytes = sum(size for key, size in owned.items() if watch.is_own(key))
-        result.tensors = []
-        gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
-
-        leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-        known = {watch.storage_of(t) for t in (*leaves, *unit.module.parameters())}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = watch.storage_of(tensor)
-            if storage not in known:
-                saved[storage] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
-        before = watch.begin()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            args, kwargs = arguments.fill(leaves)
-            again = Arguments((forward(*args, **kwargs), None)).tensors
-        cost = watch.cost
-        pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
-        differentiable = [t.requires_grad for t in again]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        for hook in hooks:
-            hook.remove()
-        work = replace(
-            _EMPTY,
-            forward=forward_cost,
-            backward=watch.cost - cost,
-            saved_bytes=sum(saved.values()),
-            forward_temporary_bytes=forward_bytes,
-            backward_temporary_bytes=watch.peak_bytes - before,
-            result_bytes=result_bytes,
-            gradient_bytes=sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None),
-            keeps_graph=not saved,
-        )
-        return _Seen(work, result, sources, differentiable, likes)
-
     def backward_of(self, number: int) -> None:
         """The backward between units has come to a unit's results."""
         if number + 1 < len(self._entries):
@@ -392,7 +326,7 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, probe: _Probe, number: int, seen: _Seen, _anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, probe: _Probe, number: int, seen: SeenUse, _anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> Any:
         ctx.probe, ctx.number, ctx.tensors = probe, number, tensors
         ctx.set_materialize_grads(False)
@@ -418,9 +352,6 @@ class _Border(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
-_EMPTY = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)
-
-
 def _sum(costs: Iterator[Cost]) -> Cost:
     total = NO_COST
     for cost in costs:
@@ -428,10 +359,6 @@ def _sum(costs: Iterator[Cost]) -> Cost:
             total.flops + cost.flops, total.num_bytes + cost.num_bytes, total.num_operations + cost.num_operations
         )
     return total
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None  # the gradient buffer has it
 
 
 def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
@@ -446,21 +373,3 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
 
 def _num_logits(model: nn.Module) -> int:
     return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
-    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-
-
-def _signature(unit: Candidate) -> Hashable:
-    """Return what units have in common that compute alike: classes, plain attributes, shapes of parameters."""
-    parts: list[Hashable] = []
-    for name, module in unit.module.named_modules():
-        plain = tuple(
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and not key.startswith("layer_i")  # its number
-        )
-        weights = tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items())
-        parts.append((name, type(module), plain, weights))
-    return tuple(parts)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.engine.assemble import Prepared
 from offload.forecast.workload import UnitWork, Workload
+from offload.layout.regions import Region
 from offload.machine.hardware import Hardware
-from offload.planning.memory import Allocation
-from offload.planning.plan import budget_bytes
+from offload.planning.memory import Allocation, UnitPlan, gradient_lasts, resident_regions
+from offload.planning.plan import Plan, budget_bytes
+from offload.planning.settings import Settings
 
 INPUTS, KEPT, CHECKPOINTS = "unit inputs", "kept tensors", "activation checkpoints"
 """As the engine's ledgers call them."""
@@ -20,7 +24,6 @@ OPERATIONS = "operations"
 LOADING = "loading"
 _SHARE_OF_FREE_MEMORY = 0.9
 """What of an accelerator's memory an engine takes without a budget."""
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -65,73 +68,112 @@ class Footprint:
 
 def footprint(prepared: Prepared, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return what one of so many ranks holds. `workload`: None where it is not known, nor what a step adds."""
-    return _Holds(prepared, workload, hardware, num_ranks).footprint()
+    found, kept = prepared.plan.allocations, frozenset[int]()
+    if workload is not None:
+        step = StepMemory(prepared.settings, prepared.regions, prepared.units, prepared.plan, workload, hardware)
+        found, kept = step.allocations, step.kept
+    pinned = "pinned" if hardware.device == "cuda" else "cpu"  # registered, where the device's driver takes that
+    placed = (replace(a, tier=pinned) if a.tier == "cpu" else a for a in found)
+    return Footprint(
+        allocations=tuple(a for a in placed if a.num_bytes),
+        budgets=_budgets(prepared.settings, hardware, num_ranks),
+        host_bytes=hardware.host_bytes // num_ranks,
+        is_one_memory=hardware.shares_memory or hardware.device == "cpu",
+        loading_bytes=_loading_bytes(prepared),
+        kept=kept,
+    )
+
+
+def device_budget(settings: Settings, hardware: Hardware) -> int | None:
+    """Return the bytes of the device that an engine may hold; None without end."""
+    budget, free = budget_bytes(settings.placement.device_memory), hardware.device_bytes
+    if hardware.device == "cpu" or free is None:
+        return budget
+    return int(free * _SHARE_OF_FREE_MEMORY) if budget is None else min(budget, free)
+
+
+def _budgets(settings: Settings, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
+    host, disk = budget_bytes(settings.placement.host_memory), budget_bytes(settings.placement.nvme_memory)
+    if disk is None and hardware.disk_bytes is not None:
+        disk = hardware.disk_bytes // num_ranks
+    return {"device": device_budget(settings, hardware), "cpu": host, "nvme": disk}
+
+
+def _loading_bytes(prepared: Prepared) -> int:
+    """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
+    infos = prepared.infos
+    return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.candidates)
 
 
 @dataclass(frozen=True)
-class _Holds:
-    """Fields are as of `footprint`."""
+class StepMemory:
+    """What a rank holds in a step: the plan's allocations, and what operations and waiting for the backward add.
 
-    prepared: Prepared
-    workload: Workload | None
+    settings, regions, units, plan: of an engine.
+    workload: what its step computes.
+    hardware: on what machine.
+    """
+
+    settings: Settings
+    regions: Sequence[Region]
+    units: Sequence[UnitPlan]
+    plan: Plan
+    workload: Workload
     hardware: Hardware
-    num_ranks: int
-
-    def footprint(self) -> Footprint:
-        found = [replace(a, tier=self._host if a.tier == "cpu" else a.tier) for a in self.prepared.plan.allocations]
-        kept: frozenset[int] = frozenset()
-        if self.workload is not None:
-            found = _with(found, "device", LASTING, self._lasting_bytes(self.workload))
-            kept = self.kept(self.workload)
-            found += self._of_a_step(self.workload, kept)
-        return Footprint(
-            allocations=tuple(a for a in found if a.num_bytes),
-            budgets=self._budgets(),
-            host_bytes=self.hardware.host_bytes // self.num_ranks,
-            is_one_memory=self.hardware.shares_memory or not self._has_accelerator,
-            loading_bytes=self._loading_bytes(),
-            kept=kept,
-        )
 
     @property
-    def _has_accelerator(self) -> bool:
-        return self.hardware.device != "cpu"
+    def allocations(self) -> list[Allocation]:
+        """Everything by tier and name, that of the host as the plan names it."""
+        planned = _with(self.plan.allocations, "device", LASTING, self._lasting_bytes)
+        return [*planned, *self._of_a_step(self.kept)]
+
+    @cached_property
+    def device_bytes(self) -> int:
+        """The most that the device holds at once, with the least for slots and the gradient buffer."""
+        return self._planned_bytes + self._on_device(self.kept)
+
+    def bytes_away(self, number: int) -> int:
+        """Return how many bytes of the inputs of a use, by its number, wait elsewhere than on the device."""
+        return self._waits(self.workload.calls[number], number in self.kept)[1] if self._has_backward else 0
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The uses, by number, whose graphs are kept instead of recomputed: as `RecomputePolicy` chooses."""
+        calls, mode = self.workload.calls, self.settings.recompute
+        budget = device_budget(self.settings, self.hardware)
+        if not self._has_backward:
+            return frozenset()
+        always = frozenset(n for n, call in enumerate(calls) if call.keeps_graph or call.name is None)
+        if mode == "always":
+            return always
+        if mode == "never" or budget is None:
+            return frozenset(range(len(calls)))
+        room = budget - self._planned_bytes
+        more = sorted(self._last_within(always, room - self._on_device(always)))
+        # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
+        fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
+        return always.union(more[fewer:])
 
     @property
     def _has_backward(self) -> bool:
-        return self.prepared.settings.optimizer.has_gradients
+        return self.settings.optimizer.has_gradients
 
-    @property
-    def _host(self) -> str:
-        """The tier of what the engine allocates on the host: registered, where the device's driver takes that."""
-        return "pinned" if self.hardware.device == "cuda" else "cpu"
+    @cached_property
+    def _planned_bytes(self) -> int:
+        return sum(a.num_bytes for a in self.plan.allocations if a.tier == "device") + self._lasting_bytes
 
-    @property
-    def _device_budget(self) -> int | None:
-        budget, free = budget_bytes(self.prepared.settings.placement.device_memory), self.hardware.device_bytes
-        if not self._has_accelerator or free is None:
-            return budget
-        most = int(free * _SHARE_OF_FREE_MEMORY)
-        return most if budget is None else min(budget, free)
+    def _on_device(self, kept: frozenset[int]) -> int:
+        return sum(a.num_bytes for a in self._of_a_step(kept) if a.tier == "device")
 
-    def _budgets(self) -> dict[str, int | None]:
-        placement = self.prepared.settings.placement
-        host, disk = budget_bytes(placement.host_memory), budget_bytes(placement.nvme_memory)
-        free_disk = self.hardware.disk_bytes
-        if disk is None and free_disk is not None:
-            disk = free_disk // self.num_ranks
-        return {"device": self._device_budget, "cpu": host, "nvme": disk}
-
-    # -- a step ----------------------------------------------------------------------------------------------
-
-    def _of_a_step(self, work: Workload, kept: frozenset[int]) -> Iterator[Allocation]:
+    def _of_a_step(self, kept: frozenset[int]) -> Iterator[Allocation]:
         """Yield what a step adds: what waits for the backward, and what operations take."""
+        work, of_operations = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         if not self._has_backward:
-            yield Allocation("device" if self._has_accelerator else "cpu", OPERATIONS, self._of_forwards(work))
+            yield Allocation(of_operations, OPERATIONS, self._of_forwards())
             return
         on_device: Counter[str] = Counter()
         away = 0
-        for number, call in self._each(work):
+        for number, call in self._each():
             name, bytes_away = self._waits(call, number in kept)
             on_device[name] += _over_all(call, call.input_bytes, work) - bytes_away
             away += bytes_away
@@ -140,21 +182,19 @@ class _Holds:
         for name in (INPUTS, KEPT):
             yield Allocation("device", name, on_device[name])
         if away:
-            on_disk = self.prepared.settings.placement.activations == "nvme"
-            yield Allocation("nvme" if on_disk else self._host, CHECKPOINTS, away)
-        operations = self._operations(work, kept, sum(on_device.values()))
-        yield Allocation("device" if self._has_accelerator else "cpu", OPERATIONS, operations)
+            yield Allocation(self.settings.placement.activations, CHECKPOINTS, away)
+        yield Allocation(of_operations, OPERATIONS, self._operations(kept, sum(on_device.values())))
 
-    def _each(self, work: Workload) -> Iterator[tuple[int, UnitWork]]:
+    def _each(self) -> Iterator[tuple[int, UnitWork]]:
         """Yield the calls with their numbers; of a head in pieces, the last piece."""
+        work = self.workload
         ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
         skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
         yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
 
     def _waits(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
         """Return under which name the inputs of a use wait, and how many bytes of them elsewhere than on the device."""
-        assert self.workload is not None
-        settings = self.prepared.settings
+        settings = self.settings
         goes_away = settings.placement.activations in ("cpu", "nvme")
         if not is_kept:
             away = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches if goes_away else 0
@@ -162,13 +202,14 @@ class _Holds:
         counts_as_input = settings.recompute == "auto" and not goes_away and call.is_cut
         return INPUTS if counts_as_input else KEPT, 0
 
-    def _operations(self, work: Workload, kept: frozenset[int], waiting_bytes: int) -> int:
+    def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
         """Return the most that is held on the device at once, less what waits at the end of the forward."""
+        work = self.workload
         parts, held, most = work.num_micro_batches, 0, 0
         # The head in pieces has a whole gradient of the hidden states, which stay as well.
         last = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
         hidden = sum(last) * parts if work.num_chunks > 1 else 0
-        for number, call in self._each(work):
+        for number, call in self._each():
             is_kept = number in kept
             held += _over_all(call, call.input_bytes, work) - self._waits(call, is_kept)[1]
             if call.name is None:
@@ -193,13 +234,14 @@ class _Holds:
             most = max(most, held + max(forward, backward))
         return max(0, most - waiting_bytes)
 
-    def _of_forwards(self, work: Workload) -> int:
+    def _of_forwards(self) -> int:
         """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one
         is within a unit or in what follows, the others behind it with what they gave it and got.
         """
-        passes, parts = 2 * self.prepared.settings.optimizer.num_directions, work.num_micro_batches
+        work = self.workload
+        passes, parts = 2 * self.settings.optimizer.num_directions, work.num_micro_batches
         given = handed_on = staying = most = 0
-        for _, call in self._each(work):
+        for _, call in self._each():
             staying += _over_all(call, call.staying_bytes, work)
             if call.name is None:
                 waiting = parts * ((passes - 1) * handed_on + passes * given)
@@ -212,62 +254,33 @@ class _Holds:
             handed_on = call.result_bytes
         return most + passes * staying
 
-    def kept(self, work: Workload) -> frozenset[int]:
-        """Return which uses keep their graph, by number: as `RecomputePolicy` chooses."""
-        mode, budget = self.prepared.settings.recompute, self._device_budget
-        if not self._has_backward:
-            return frozenset()
-        always = {n for n, call in enumerate(work.calls) if call.keeps_graph or call.name is None}
-        if mode == "always":
-            return frozenset(always)
-        if mode == "never" or budget is None:
-            return frozenset(range(len(work.calls)))
-        planned = sum(a.num_bytes for a in self.prepared.plan.allocations if a.tier == "device")
-        planned += self._lasting_bytes(work)
-        room = budget - planned - self._on_device(work, frozenset(always))
-        more = sorted(self._last_within(work, always, room))
-        # What operations hold beside graphs that are kept an engine finds out, and then keeps fewer.
-        while more and planned + self._on_device(work, frozenset({*always, *more})) > budget:
-            del more[0]
-        return frozenset({*always, *more})
-
-    def _on_device(self, work: Workload, kept: frozenset[int]) -> int:
-        return sum(a.num_bytes for a in self._of_a_step(work, kept) if a.tier == "device")
-
-    def _last_within(self, work: Workload, but: set[int], room: int) -> set[int]:
+    def _last_within(self, but: frozenset[int], room: int) -> set[int]:
         """Return the uses but some whose graphs have room, from the last one back: these are held for the shortest."""
         found = set()
-        for number in reversed(range(len(work.calls))):
-            size = work.calls[number].saved_bytes * work.num_micro_batches
+        for number, call in reversed(list(enumerate(self.workload.calls))):
+            size = call.saved_bytes * self.workload.num_micro_batches
             if number not in but and size <= room:
                 found.add(number)
                 room -= size
         return found
 
-    def _lasting_bytes(self, work: Workload) -> int:
-        """Return what gradients take that are summed in fp32 on the device, since their units are used several times: a
+    @cached_property
+    def _lasting_bytes(self) -> int:
+        """What gradients take that are summed in fp32 on the device, since their units are used several times: a
         head in pieces, where the buffer is none for that; blocks that are shared.
         """
         if not self._has_backward:
             return 0
-        uses = Counter(call.name for call in work.calls if call.name is not None and call.is_cut)
-        pieces = {call.name for call in work.calls if call.name is not None and not call.is_cut}
-        resident = {region.index for unit in self.prepared.units if unit.resident for region in unit.regions}
-        found = 0
-        for region in self.prepared.regions:
-            lasts = not region.trainable or len(region.units) > 1 or region.index in resident
+        uses = Counter(call.name for call in self.workload.calls if call.name is not None and call.is_cut)
+        pieces = {call.name for call in self.workload.calls if call.name is not None and not call.is_cut}
+        resident, found = resident_regions(self.units), 0
+        for region in self.regions:
+            lasts = not region.trainable or gradient_lasts(region, resident)
             is_repeated = any(uses[name] > 1 for name in region.units)
-            in_pieces = region.is_bf16 and not self.prepared.settings.splits and bool(pieces & set(region.units))
+            in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
             if not lasts and (is_repeated or in_pieces):
                 found += 4 * region.numel
         return found
-
-    # -- before the first step -------------------------------------------------------------------------------
-
-    def _loading_bytes(self) -> int:
-        """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
-        infos = self.prepared.infos
-        return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in self.prepared.candidates)
 
 
 def _over_all(call: UnitWork, num_bytes: int, work: Workload) -> int:
@@ -275,7 +288,7 @@ def _over_all(call: UnitWork, num_bytes: int, work: Workload) -> int:
     return num_bytes * work.num_micro_batches - call.shared_bytes * (work.num_micro_batches - 1)
 
 
-def _with(allocations: list[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
+def _with(allocations: Sequence[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
     """Return a list in which an allocation has so many bytes more."""
     before = next((a for a in allocations if (a.tier, a.name) == (tier, name)), Allocation(tier, name, 0))
     return [*(a for a in allocations if a is not before), replace(before, num_bytes=before.num_bytes + num_bytes)]

@@ -190,8 +190,8 @@ class Placed:
 
     @property
     def least_seconds(self) -> float:
-        compute = self.workload.num_micro_batches * sum(
-            max(compute_seconds(costs, self.settings, self.hardware))
+        compute = sum(
+            max(compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware))
             for work in self.workload.calls
             for costs in ([work.forward], [work.backward])
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from offload.forecast.memory import StepMemory, device_budget
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
@@ -13,10 +14,11 @@ from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.memory import BUFFER, SHARDS, SLOT, UnitPlan, gradient_lasts, resident_regions
-from offload.planning.plan import Plan, budget_bytes
+from offload.planning.plan import Plan
 from offload.planning.settings import Settings
+from offload.schedule.play import Call, Engine
 from offload.schedule.shortened import simulate_few
-from offload.schedule.simulation import Call, Engine, Simulated
+from offload.schedule.simulation import Simulated
 from offload.schedule.virtual_states import Seconds
 from offload.schedule.virtual_updates import Memory
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
@@ -32,8 +34,6 @@ _MOST_TILES = 4
 _MOST_PIECES = 4
 """Into which a head is cut here that is made in chunks, for the same reason."""
 _SPARE_ALIGNMENT = 4096
-_SHARE_OF_FREE_MEMORY = 0.9
-"""What of an accelerator's memory an engine takes without a budget."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,25 @@ class PlannedStep:
     @cached_property
     def calls(self) -> list[Call]:
         """Return the uses of a step, in the order of the forward."""
-        kept, parts = self._kept, self.workload.num_micro_batches
+        memory, parts = self._memory, self.workload.num_micro_batches
         its = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
             return list(self._forwards(its))
         found = []
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
-            again = [work.forward] if regions and number not in kept else []
-            waits = bool(again) and self.settings.placement.activations in ("cpu", "nvme")
+            again = [work.forward] if regions and number not in memory.kept else []
             host = (FORWARD_HOST_S, BACKWARD_HOST_S) if regions else (0.0, 0.0)
-            forward, backward = self._compute([work.forward]), self._compute([*again, work.backward])
+            forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
             found.append(
                 Call(
                     regions,
-                    forward[0] * parts * times,
-                    backward[0] * parts * times,
-                    (forward[1] * parts + host[0]) * times,
-                    (backward[1] * parts + host[1]) * times,
+                    forward[0] * times,
+                    backward[0] * times,
+                    (forward[1] + host[0]) * times,
+                    (backward[1] + host[1]) * times,
                     num_parts=parts,
-                    saved_bytes=round(work.input_bytes * parts * times) if waits else 0,
+                    saved_bytes=round(memory.bytes_away(number) * times),
                 )
             )
         return found
@@ -142,7 +141,7 @@ class PlannedStep:
         these: both sides are written, from weights that are read. (As if all took part, and without what random
         numbers and magnitudes take.)
         """
-        directions, parts = self.settings.optimizer.num_directions, self.workload.num_micro_batches
+        directions = self.settings.optimizer.num_directions
         here = self.seconds()["here"]
 
         def perturb_s(regions: Iterable[Region]) -> float:
@@ -153,23 +152,25 @@ class PlannedStep:
         last = None
         for work in self.workload.calls:
             regions = its.get(work.name or "", ())
-            device_s, host_s = self._compute([work.forward] * (2 * directions * parts))
+            device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
             if regions and (directions > 1 or work.name != last):  # one use after the other has them still
                 device_s += perturb_s(regions)
             last = work.name or last
             yield Call(regions, device_s, 0.0, host_s + (2 * directions * FORWARD_HOST_S if regions else 0.0), 0.0)
 
-    def _compute(self, costs: Sequence[Cost]) -> tuple[float, float]:
-        return compute_seconds(costs, self.settings, self.hardware)
+    def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
+        return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware)
 
-    # -- the device's memory ---------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _memory(self) -> StepMemory:
+        return StepMemory(self.settings, self.regions, self.units, self.plan, self.workload, self.hardware)
 
     @property
     def budget_bytes(self) -> int | None:
         """Bytes of the device that an engine may hold; None without end."""
-        budget = budget_bytes(self.settings.placement.device_memory)
-        free = self.hardware.device_bytes
-        return int(free * _SHARE_OF_FREE_MEMORY) if budget is None and free is not None else budget
+        return device_budget(self.settings, self.hardware)
 
     @property
     def waiting_bytes(self) -> int:
@@ -179,58 +180,14 @@ class PlannedStep:
     @property
     def device_bytes(self) -> int:
         """The most that the device holds at once, with the least for slots and the gradient buffer."""
-        slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
-        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept)
-        return self._others() + slots + kept * self.workload.num_micro_batches
-
-    def _saved(self, works: Sequence[UnitWork]) -> int:
-        """Return the bytes of unit inputs that wait on the device at once."""
-        if not self._has_backward:  # a pass has what it computes with, and the others what they go on with
-            passes = 2 * self.settings.optimizer.num_directions
-            return passes * self.workload.num_micro_batches * max((work.result_bytes for work in works), default=0)
-        if self.settings.placement.activations in ("cpu", "nvme"):
-            works = [work for work in works if not work.saved_bytes]  # whose graph is kept, and holds its inputs
-        return sum(work.input_bytes for work in works) * self.workload.num_micro_batches
-
-    def _others(self) -> int:
-        """Return what the device holds beside slots, the gradient buffer and kept graphs."""
-        planned = [a for a in self.plan.allocations if a.tier == "device"]
-        own = {self.plan.of("device", name).name for name in (SLOT, BUFFER)}
-        temporaries = 0
-        if self._in_stream:  # of a CPU's nobody counts them
-            temporaries = max(
-                max(work.forward_temporary_bytes, work.backward_temporary_bytes if self._has_backward else 0)
-                for work in self.workload.calls
-            )
-        return sum(a.num_bytes for a in planned if a.name not in own) + self._saved(self.workload.calls) + temporaries
-
-    @cached_property
-    def _kept(self) -> frozenset[int]:
-        """Return which uses keep their graph, by their number: as of `RecomputePolicy`."""
-        works, parts = self.workload.calls, self.workload.num_micro_batches
-        if not self._has_backward:
-            return frozenset()
-        nothing = {n for n, work in enumerate(works) if work.name is not None and not work.saved_bytes}
-        if self.settings.recompute == "always":
-            return frozenset(nothing)
-        if self.settings.recompute == "never" or self.budget_bytes is None:
-            return frozenset(range(len(works)))
-        slots = sum(self.plan.of("device", name).num_bytes for name in (SLOT, BUFFER))
-        room = self.budget_bytes - self._others() - slots
-        for number in reversed(range(len(works))):
-            size = works[number].saved_bytes * parts
-            if works[number].name is not None and size <= room:
-                nothing.add(number)
-                room -= size
-        return frozenset(nothing)
+        return self._memory.device_bytes
 
     def _room(self) -> tuple[int, int]:
         """Return the bytes of slots and of the gradient buffer once the rest was given away: as of `SpareMemory`."""
         (least_slots, most_slots), (least, most) = self.plan.range(SLOT), self.plan.range(BUFFER)
         if self.budget_bytes is None:
             return least_slots, least
-        kept = sum(self.workload.calls[number].saved_bytes for number in self._kept)
-        room = self.budget_bytes - self._others() - kept * self.workload.num_micro_batches
+        room = self.budget_bytes - (self.device_bytes - least_slots - least)
         buffer = most if room >= most + least_slots else least
         stretch = min((room - buffer) // _SPARE_ALIGNMENT * _SPARE_ALIGNMENT, most_slots)
         return (stretch, buffer) if stretch > least_slots else (least_slots, least)
@@ -352,14 +309,17 @@ def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
     return [(use, 1.0) for use in work.calls[:first]] + [(use, times) for use in pieces]
 
 
-def compute_seconds(costs: Sequence[Cost], settings: Settings, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds of work on the device, and those that the host takes to launch it; on a CPU, which does both,
-    the larger of them and nothing.
+def compute_seconds(
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, settings: Settings, hardware: Hardware
+) -> tuple[float, float]:
+    """Return the seconds of some costs of a use on the device, over all micro-batches, and those that the host takes to
+    launch them: once for all where the use is not cut. On a CPU, which does both, the larger of them and nothing.
     """
     rates = hardware.rates
     flops = rates.flops_per_s[settings.precision]
     device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
-    host = sum(cost.num_operations for cost in costs) * rates.launch_s
+    launches = sum(cost.num_operations for cost in costs) * (num_micro_batches if work.is_cut else 1)
+    device, host = num_micro_batches * device, launches * rates.launch_s
     return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
 
 

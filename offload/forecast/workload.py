@@ -63,6 +63,9 @@ class UnitWork:
     is_cut: bool = True
 
 
+NO_WORK = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A step's compute.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from offload.accelerators import parse_device
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest, shorten
 
@@ -100,9 +102,10 @@ def described_names() -> list[str]:
 
 
 def _find(given: str) -> Path:
-    path = Path(given).expanduser()
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        return path
+    with suppress(OSError, RuntimeError):  # what is no path: too long, of a user that there is not
+        path = Path(given).expanduser()
+        if path.suffix in (".yaml", ".yml") or path.is_file():
+            return path
     name = "-".join(given.lower().replace("_", " ").split())
     if name not in described_names():
         raise ConfigError(
@@ -121,14 +124,15 @@ class _Description:
     def hardware(self, found: Any) -> Hardware:
         """Return what the file says. Raises ConfigError."""
         values = _LEFT_OUT | self._known(found, "", Hardware)
-        if values["device_bytes"] is None and values["device"] != "cpu":
+        device = self._device(values["device"])
+        if values["device_bytes"] is None and device != "cpu":
             raise self._error("device_bytes", None, "the memory of a device, which only a CPU is without")
         rates = self._known(values["rates"], "rates.", Rates)
         flops = self._keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
         return Hardware(
             name=self._word("name", values["name"]),
-            device=self._word("device", values["device"]),
+            device=device,
             num_devices=int(self._number("num_devices", values["num_devices"], is_whole=True)),
             device_bytes=self._size("device_bytes", values["device_bytes"]),
             host_bytes=int(self._number("host_bytes", values["host_bytes"])),
@@ -172,6 +176,13 @@ class _Description:
         if not isinstance(value, str) or not value.strip():
             raise self._error(key, value, "a text")
         return value
+
+    def _device(self, value: Any) -> str:
+        with suppress(ConfigError):
+            found = parse_device(self._word("device", value))
+            if found is not None and str(found) == found.type:
+                return found.type
+        raise self._error("device", value, 'what torch calls its kind, such as "cuda" or "cpu", without a number')
 
     def _flag(self, key: str, value: Any) -> bool:
         if not isinstance(value, bool):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.schedule.simulation import Call, Engine, Simulated, simulate
+from offload.schedule.play import Call, Engine
+from offload.schedule.simulation import Simulated, simulate
 from offload.schedule.virtual_states import Seconds
 
 FEW, FEWER = 16, 10

@@ -143,7 +143,7 @@ class Compute(Protocol):
     busy_s: float
     """Seconds that it computed so far."""
 
-    def after(self, tickets: Sequence[Ticket]) -> None:
+    def compute_after(self, tickets: Sequence[Ticket]) -> None:
         """What compute does next comes after these tickets."""
 
     def run(self, seconds: float, host_s: float = 0.0) -> None:
@@ -159,7 +159,7 @@ class OnHost:
     def __init__(self, lanes: VirtualLanes) -> None:
         self._lanes, self.busy_s = lanes, 0.0
 
-    def after(self, tickets: Sequence[Ticket]) -> None:
+    def compute_after(self, tickets: Sequence[Ticket]) -> None:
         begin = self._lanes.now
         self._lanes.expose(begin, self._lanes.wait(tickets))
 
@@ -181,7 +181,7 @@ class InStream:
         self._after: list[Ticket] = []
         self._last: Sequence[Ticket] = ()
 
-    def after(self, tickets: Sequence[Ticket]) -> None:
+    def compute_after(self, tickets: Sequence[Ticket]) -> None:
         self._after += [ticket for ticket in tickets if not ticket.is_done]
 
     def run(self, seconds: float, host_s: float = 0.0) -> None:

@@ -6,14 +6,15 @@ There are fences and rings, and no bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import DiskLayout, Region
-from offload.schedule.virtual_lanes import Compute, VirtualLanes
+from offload.schedule.virtual_lanes import Compute
+from offload.tiers.cargoes import Cargoes, Slot
 from offload.tiers.ring import Ring, Stretch
 
 Seconds = Callable[[int], float]
@@ -98,18 +99,7 @@ def virtual_region(region: Region, layout: DiskLayout) -> VirtualRegion:
     return VirtualRegion(region, tiles(layout.on_disk(region, is_own=True), 1), others)
 
 
-@dataclass(eq=False)
-class Slot:
-    """What lies, or lay, in a stretch of the device's memory. `is_whole`: with the rest of its master weights."""
-
-    cargo: int
-    begin: int
-    end: int
-    fence: Fence = field(default_factory=lambda: Fence("slot"))
-    is_whole: bool = False
-
-
-class VirtualSlots:
+class VirtualSlots(Cargoes):
     """The device's memory for weights, of which an `Executor` thinks that it is the engine's.
 
     `bring_up(region, fills, is_whole)` submits a region's way to the device and returns the tickets after which it is
@@ -120,112 +110,29 @@ class VirtualSlots:
         self,
         capacity_bytes: int,
         resident: Iterable[Region],
-        lanes: VirtualLanes,
         compute: Compute,
         bring_up: Callable[[Region, Sequence[Ticket], bool], list[Ticket]],
         layout: DiskLayout = DiskLayout(),  # noqa: B008 (frozen)
     ) -> None:
-        self.capacity_bytes, self._lanes, self._compute, self._bring_up = capacity_bytes, lanes, compute, bring_up
-        self._layout = layout
+        super().__init__(layout.rides, compute)
+        self.capacity_bytes, self._bring_up = capacity_bytes, bring_up
         self.pending: set[Region] = set()
-        self.cargoes: list[tuple[Region, ...]] = [()]
-        self._numbers: dict[tuple[Region, ...], int] = {}
+        self.brings_masters = self.pending.__contains__
         self._slots = [Slot(0, 0, capacity_bytes)] if capacity_bytes else []
-        self._lying: dict[int, Slot] = {}
-        self._resident = {region.index: (region, Fence("resident weights")) for region in resident}
+        self._resident = tuple(resident)
+        self._staying = {region.index: Fence("resident weights") for region in self._resident}
 
-    def cargo_of(self, regions: Sequence[Region]) -> int:
-        regions = tuple(regions)
-        found = self._numbers.get(regions)
-        if found is None:
-            streaming = tuple(region for region in regions if region.index not in self._resident)
-            if streaming not in self.cargoes:
-                self.cargoes.append(streaming)
-            found = self._numbers[regions] = self.cargoes.index(streaming)
-        return found
+    def _fill(self, slot: Slot, gone: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:  # noqa: ARG002
+        its = self.cargoes[slot.cargo]
+        return [ticket for region in its for ticket in self._bring_up(region, fills, slot.is_whole)]
 
-    def cargo_bytes(self, cargo: int) -> int:
-        return sum([region.weight_bytes + self._rides_bytes(region) for region in self.cargoes[cargo]])
-
-    def _rides_bytes(self, region: Region) -> int:
-        return sum([plane.num_bytes(region.numel) for plane in self._layout.rides(region)])
-
-    def held(self) -> dict[int, int]:
-        return {cargo: slot.begin for cargo, slot in self._lying.items()}
-
-    def offset(self, cargo: int) -> int:
-        slot = self._lying.get(cargo)
-        return -1 if slot is None else slot.begin
-
-    def is_resident(self, region: Region) -> bool:
-        """True where a region is on the device for good."""
-        return region.index in self._resident
-
-    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:  # noqa: ARG002
-        end = offset + self.cargo_bytes(cargo)
-        evicted = [self._lying[other] for other in evicts if other in self._lying]
-        gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
-        self._lying = {other: s for other, s in self._lying.items() if s not in gone}
-        rest = [
-            Slot(other.cargo, *part, fence=other.fence)
-            for other in gone
-            for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
-            if part[0] < part[1]
-        ]
-        slot = Slot(cargo, offset, end, is_whole=not self.pending.isdisjoint(self.cargoes[cargo]))
-        self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
-        fills = [ticket for other in gone for ticket in other.fence.before_fill()]
-        its = self.cargoes[cargo]
-        slot.fence.fill(*[ticket for region in its for ticket in self._bring_up(region, fills, slot.is_whole)])
-        self._lying[cargo] = slot
-
-    def wait(self, cargo: int, regions: Sequence[Region]) -> None:
-        slot = self._lying.get(cargo)
-        tickets = list(slot.fence.before_read()) if slot is not None else []
-        for region in regions:
-            if region.index in self._resident:
-                tickets += self._resident[region.index][1].before_read()
-        self._compute.after(tickets)
-
-    def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        slot = self._lying.get(cargo)
-        if slot is not None:
-            slot.fence.read(*marks)
-        for region in regions:
-            if region.index in self._resident:
-                self._resident[region.index][1].read(*marks)
-
-    def invalidate(self, regions: Collection[Region]) -> None:
-        """What lies of these regions on the device is stale."""
-        stale = set(regions)
-        self._retire([slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])])
-
-    def _retire(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            slot.fence.read(*self._compute.mark())
-            del self._lying[slot.cargo]
-
-    def need_masters(self, regions: Collection[Region]) -> None:
-        """Regions are to be updated in their slots: those that lie there without their master weights come up anew."""
+    def need_masters(self, regions: Iterable[Region]) -> None:
         self.pending.update(regions)
-        lacking = []
-        for slot in self._lying.values():
-            its = self.pending.intersection(self.cargoes[slot.cargo])
-            if its and not slot.is_whole and any(map(self._layout.rides, its)):
-                lacking.append(slot)
-            elif its:
-                slot.is_whole = True
-        self._retire(lacking)
+        super().need_masters(self.pending)
 
     def refresh(self) -> None:
         """Bring the resident regions that are trained up again, after an update."""
-        for region, fence in self._resident.values():
+        for region in self._resident:
             if region.trainable:
+                fence = self._staying[region.index]
                 fence.fill(*self._bring_up(region, fence.before_fill(), False))
-
-    def settle(self) -> None:
-        """Let compute come after every fetch of what stays."""
-        self._compute.after([ticket for _, fence in self._resident.values() for ticket in fence.before_read()])
-
-    def forget(self) -> None:
-        self._lying.clear()

@@ -80,13 +80,13 @@ class VirtualStates:
         seconds = self._seconds[link](num_bytes)
         if not self._inline:
             return self._lanes.submit(lane, seconds, reads, fills)
-        self._compute.after((*reads, *fills))
+        self._compute.compute_after((*reads, *fills))
         self._compute.run(seconds)
         return self._done()
 
     def _here(self, link: str, num_bytes: int, reads: Sequence[Ticket]) -> Ticket:
         """Let compute itself do work on states of the device."""
-        self._compute.after(reads)
+        self._compute.compute_after(reads)
         self._compute.run(self._seconds[link](num_bytes))
         return next(iter(self._compute.mark()), None) or self._done()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
+from offload.tiers.cargoes import Cargoes, Slot
 from offload.tiers.device import Device
 from offload.tiers.store import Store
 
@@ -20,24 +20,12 @@ _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
 
 
-@dataclass(eq=False)
-class Slot:
-    """What lies, or lay, in a stretch of the device's memory."""
-
-    cargo: int
-    begin: int
-    end: int
-    is_whole: bool = False  # the master weights have come up, as far as they are updated there
-    fence: Fence = field(default_factory=lambda: Fence("slot"))
-
-
-class Slots:
+class Slots(Cargoes):
     """Where the weights of a unit are while it computes.
 
-    The regions of a unit that stream together are its cargo (by number, 0 for none). `fetch` brings a cargo to an
-    offset, on the h2d lane; where the weights are cut over ranks each brings its own range up over its own link, and
-    the collective lane puts them together. `wait` lets compute come after it; `used` notes compute as a reader.
-    `parameters` are Parameters that view the weights where they lie now.
+    A cargo comes up on the h2d lane; where the weights are cut over ranks each brings its own range up over its own
+    link, and the collective lane puts them together. `parameters` are Parameters that view the weights where they lie
+    now.
     """
 
     def __init__(
@@ -52,131 +40,37 @@ class Slots:
         slot_name: str,
         debug: bool = False,
     ) -> None:
-        self._store, self._infos, self._device, self._lanes, self._counters = store, infos, device, lanes, counters
+        super().__init__(store.rides, lanes)
+        self._store, self._infos, self._device, self._counters = store, infos, device, counters
+        self._lanes: Lanes = lanes
         self._debug, self._name = debug, slot_name
-        self._resident: dict[int, tuple[torch.Tensor, Fence]] = {}
+        self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
         self._gathers = store.sharding.gathers
         self._on_device = store.tier == "device" and not self._gathers
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
-        self.cargoes: list[tuple[Region, ...]] = [()]
-        self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
-        self._slots: list[Slot] = []
-        self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated on the host
         self.needs: Callable[[Region], None] = lambda _: None
         """Called before a region's weights are fetched."""
-        self.brings_masters: Callable[[Region], bool] = lambda _: False
-        """Asked then whether all of the master weights are to come up, for an update in the slot."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.beside = torch.empty(0, dtype=torch.uint8)
         """Memory of the device in which units have weights for a while that are near those in a slot."""
         self.resize(slot_bytes)
-
-    # -- cargoes ---------------------------------------------------------------------------------------------
-
-    def cargo_of(self, regions: Sequence[Region]) -> int:
-        """Return the number of the cargo that a unit with these regions needs."""
-        regions = tuple(regions)
-        found = self._numbers.get(regions)
-        if found is None:
-            streaming = tuple(region for region in regions if not self.is_resident(region))
-            if streaming not in self.cargoes:
-                self.cargoes.append(streaming)
-            found = self._numbers[regions] = self.cargoes.index(streaming)
-        return found
-
-    def cargo_bytes(self, cargo: int) -> int:
-        """Return the bytes that a cargo takes in a slot."""
-        return sum([self._slot_bytes(region) for region in self.cargoes[cargo]])
-
-    def _slot_bytes(self, region: Region) -> int:
-        return region.weight_bytes + sum([plane.num_bytes(region.numel) for plane in self._store.rides(region)])
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of the device's memory through which cargoes stream."""
         return self._memory.nbytes
 
-    def held(self) -> dict[int, int]:
-        """Return where every cargo lies that is on the device, or on its way there, and still good."""
-        return {cargo: slot.begin for cargo, slot in self._lying.items()}
+    def is_resident(self, region: Region) -> bool:
+        return self._on_device or region.index in self._staying
 
-    def offset(self, cargo: int) -> int:
-        """Return where a cargo lies; -1 where it has nothing that streams."""
-        slot = self._lying.get(cargo)
-        return -1 if slot is None else slot.begin
-
-    # -- a use -----------------------------------------------------------------------------------------------
-
-    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
-        end = offset + self.cargo_bytes(cargo)
-        evicted = [self._lying[other] for other in evicts if other in self._lying]
-        gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
-        self._lying = {other: s for other, s in self._lying.items() if s not in gone}
-        slot = Slot(cargo, offset, end, is_whole=any(map(self.brings_masters, self.cargoes[cargo])))
-        rest = [  # who comes where nothing was overwritten yet has to wait for the same
-            Slot(other.cargo, *part, fence=other.fence)
-            for other in gone
-            for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
-            if part[0] < part[1]
-        ]
-        self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
-        fills = [ticket for other in gone for ticket in other.fence.before_fill()]
-        if self._debug:
-            fills = [*fills, self._poison(gone, fills)]
-        tickets: list[Ticket] = []
-        for region in self.cargoes[cargo]:
-            planes = self._planes_at(region, offset)
-            flat = planes.pop("weights")
-            offset += self._slot_bytes(region)
-            tickets += self._bring_up(region, flat, fills, is_ahead, planes if slot.is_whole else {})
-        slot.fence.fill(*tickets)
-        self._lying[cargo] = slot  # now that all of it is on its way
-
-    def wait(self, cargo: int, regions: Sequence[Region]) -> None:
-        """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
-        slot = self._lying.get(cargo)
-        tickets = list(slot.fence.before_read()) if slot is not None else []
-        for region in regions:
-            if region.index in self._resident:
-                tickets += self._resident[region.index][1].before_read()
-        if tickets:
-            self._lanes.compute_after(tickets)
-
-    def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """Note that compute has read a unit's weights up to these marks."""
-        slot = self._lying.get(cargo)
-        if slot is not None:
-            slot.fence.read(*marks)
-        for region in regions:
-            if region.index in self._resident:
-                self._resident[region.index][1].read(*marks)
-
-    def invalidate(self, regions: Collection[Region]) -> None:
-        """Regions are about to be updated on the host: what lies of them on the device is stale."""
-        stale = set(regions)
-        slots = [slot for slot in self._lying.values() if not stale.isdisjoint(self.cargoes[slot.cargo])]
-        self._retire(slots)
+    def invalidate(self, regions: Iterable[Region]) -> list[Slot]:
+        slots = super().invalidate(regions)
         if self._debug:
             for slot in slots:
                 self._poison([slot], slot.fence.before_fill())
-
-    def need_masters(self, regions: Collection[Region]) -> None:
-        """Regions are to be updated in their slots: those that lie there without their master weights come up anew."""
-        needed, lacking = set(regions), []
-        for slot in self._lying.values():
-            its = needed.intersection(self.cargoes[slot.cargo])
-            if its and not slot.is_whole and any(map(self._store.rides, its)):
-                lacking.append(slot)
-            elif its:
-                slot.is_whole = True
-        self._retire(lacking)
-
-    def forget(self) -> None:
-        """Nothing that streams is on the device any more (the step was given up)."""
-        self._retire(list(self._lying.values()))
+        return slots
 
     # -- where weights are -----------------------------------------------------------------------------------
 
@@ -187,8 +81,8 @@ class Slots:
         for region in regions:
             if self._on_device:
                 placed[region] = self._store[region].planes["weights"]
-            elif region.index in self._resident:
-                placed[region] = self._resident[region.index][0]
+            elif region.index in self._staying:
+                placed[region] = self._flats[region.index]
             else:
                 placed[region] = self._planes_at(region, end)["weights"]
                 end += self._slot_bytes(region)
@@ -253,10 +147,6 @@ class Slots:
         """True where a tensor views weights that are on the device for good."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
-    def is_resident(self, region: Region) -> bool:
-        """True where a region is on the device for good."""
-        return self._on_device or region.index in self._resident
-
     # -- what stays ------------------------------------------------------------------------------------------
 
     def keep(self, regions: Iterable[Region]) -> None:
@@ -266,25 +156,25 @@ class Slots:
                 continue
             flat = self._device.allocate("resident weights", region.weight_bytes)
             flat = flat.view(region.plane("weights").dtype)
-            self._resident[region.index] = flat, self._new_fence("resident weights")
+            self._flats[region.index] = flat
+            self._staying[region.index] = self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
         self.forget()
-        self._numbers.clear()
-        self.cargoes = [()]
+        self._forget_cargoes()
 
     def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
         """Bring the resident regions up again, after an update; counted for the next step."""
         chosen = None if regions is None else {region.index for region in regions}
-        for index, (flat, fence) in self._resident.items():
+        for index, fence in self._staying.items():
             region = self._store.states[index].region
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
-                fence.fill(*self._bring_up(region, flat, fence.before_fill(), is_ahead=True))
+                fence.fill(*self._bring_up(region, self._flats[index], fence.before_fill(), is_ahead=True))
 
     def versions(self) -> dict[int, int]:
         """Return how often each resident region has been written to, by the number of the region."""
         self.settle()
-        return {index: flat._version for index, (flat, _) in self._resident.items()}
+        return {index: flat._version for index, flat in self._flats.items()}
 
     def restore(self, versions: Mapping[int, int]) -> None:
         """Bring up again what of the resident regions was written to since then, or is resident since then."""
@@ -293,12 +183,6 @@ class Slots:
         if changed:
             self._lanes.wait(self._lanes.mark())
             self.refresh(changed, always=True)
-
-    def settle(self) -> None:
-        """Let compute come after every fetch of what stays: its modules run without asking."""
-        tickets = [ticket for _, fence in self._resident.values() for ticket in fence.before_read()]
-        if tickets:
-            self._lanes.compute_after(tickets)
 
     def resize(self, num_bytes: int) -> None:
         """Stream through `num_bytes` of the device's memory instead; nothing is held then. Whoever still fills or
@@ -317,7 +201,8 @@ class Slots:
         self._memory = self.beside = torch.empty(0, dtype=torch.uint8)
         self._slots.clear()
         self._lying.clear()
-        self._resident.clear()
+        self._staying.clear()
+        self._flats.clear()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -327,12 +212,17 @@ class Slots:
         fence.read(*self._lanes.mark())
         return fence
 
-    def _retire(self, slots: Collection[Slot]) -> None:
-        """What lies in slots is good for nobody; compute may still be reading it."""
-        marks = self._lanes.mark() if slots else ()
-        for slot in slots:
-            slot.fence.read(*marks)
-            del self._lying[slot.cargo]
+    def _fill(self, slot: Slot, gone: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+        if self._debug:
+            fills = [*fills, self._poison(gone, fills)]
+        tickets: list[Ticket] = []
+        begin = slot.begin
+        for region in self.cargoes[slot.cargo]:
+            planes = self._planes_at(region, begin)
+            flat = planes.pop("weights")
+            begin += self._slot_bytes(region)
+            tickets += self._bring_up(region, flat, fills, is_ahead, planes if slot.is_whole else {})
+        return tickets
 
     def _bring_up(
         self,

@@ -62,7 +62,8 @@ def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> P
 
 def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int = 0, saved_bytes: int = 0) -> UnitWork:
     """Return a use of a unit whose floating point operations are seconds."""
-    return UnitWork(name, Cost(forward_s, 0, 0), Cost(backward_s, 0, 0), input_bytes, saved_bytes, 0, 0)
+    forward, backward = Cost(forward_s, 0, 0), Cost(backward_s, 0, 0)
+    return UnitWork(name, forward, backward, input_bytes, saved_bytes, 0, 0, keeps_graph=not saved_bytes)
 
 
 def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001, kept_bytes: int = 1) -> Workload:

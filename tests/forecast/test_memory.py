@@ -1,4 +1,4 @@
-"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_against_actual.py."""
+"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_memory.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_against_actual import CASES, Case, compare
+from benchmarks.plan_memory import CASES, Case, compare
 from offload.config.config import Config
 from offload.forecast.alternatives import forecast
 from offload.forecast.forecast import Teller
+from offload.forecast.memory import StepMemory
+from offload.forecast.timing import PlannedStep
+from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation
 
@@ -75,6 +78,39 @@ def test_budgets_are_those_of_the_machine_or_less() -> None:
     assert held.budgets["device"] == 300 << 20
     assert held.total("device") <= 300 << 20
     assert len(held.kept) <= len(free.kept)
+
+
+@pytest.mark.parametrize("activations", ["device", "cpu"])
+def test_a_step_is_played_with_the_memory_that_is_told(activations: str) -> None:
+    where: dict[str, object] = {"offload.device_memory": "300MiB", "offload.parameters": "cpu"}
+    where |= {"offload.optimizer": "cpu", "offload.activations": activations}
+    where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
+    teller = Teller(config(**where), 1)
+    found = teller.tell(config(**where), GPU)
+    its, work = found.prepared, teller._work(found.config, found.prepared)
+    assert isinstance(work, Workload)
+    step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, GPU, True)
+    assert step.device_bytes == found.memory.total("device")
+    away = [a.num_bytes for a in found.memory.allocations if a.name == "activation checkpoints"]
+    assert step.waiting_bytes == sum(away)
+    assert bool(away) == (activations == "cpu")
+    again = [call.backward_s > 2.5 * call.forward_s for call in step.calls if call.regions]
+    assert any(again)
+    assert not all(again), "some graphs are kept"
+
+
+def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
+    where = {"offload.device_memory": "300MiB", "offload.parameters": "cpu", "offload.optimizer": "cpu"}
+    where |= {"train.recompute": "auto"}
+    teller = Teller(config(**where), 1)
+    found = teller.tell(config(**where), GPU, times=False)
+    its, work = found.prepared, teller._work(found.config, found.prepared)
+    assert isinstance(work, Workload)
+    step = StepMemory(its.settings, its.regions, its.units, its.plan, work, GPU)
+    missing = [n for n in range(len(work.calls)) if n not in step.kept]
+    assert missing
+    planned = step.device_bytes - step._on_device(step.kept)
+    assert step.device_bytes <= 300 << 20 < planned + step._on_device(step.kept | {missing[-1]})
 
 
 def test_more_ranks_share_the_host() -> None:

@@ -27,7 +27,9 @@ from offload.machine.hardware import Hardware
 from offload.planning.machines import DescribedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
 from offload.planning.settings import Settings
-from offload.schedule.simulation import Call, Engine, Memory, Simulated, simulate
+from offload.schedule.play import Call, Engine
+from offload.schedule.simulation import Simulated, simulate
+from offload.schedule.virtual_updates import Memory
 
 GB, GIB, TIB = 1e9, 2.0**30, 2.0**40
 ADAM = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))

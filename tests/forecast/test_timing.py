@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
-from offload.forecast.timing import PlannedStep, step_time
+from offload.forecast.timing import PlannedStep, compute_seconds, step_time
+from offload.forecast.workload import Cost
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 from offload.schedule.simulation import simulate
 from tests.engine.device import cpu_only
-from tests.forecast.planned import Stack, batches, loss_of, planned, workload
+from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
 
 pytestmark = cpu_only("what is foretold here is a CPU's step")
 
@@ -99,6 +101,14 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
         return
     assert [told.busy_s[link] for link in links] == moved
     assert told.nvme_written_bytes == moved[-1]
+
+
+@pytest.mark.parametrize(("is_cut", "launches"), [(True, 4), (False, 1)])
+def test_what_runs_once_over_all_micro_batches_is_launched_once(is_cut: bool, launches: int) -> None:
+    cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
+    use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
+    assert compute_seconds(use, [cost], 4, Settings(), gpu) == (8.0, 1.5 * launches)
+    assert compute_seconds(use, [cost], 4, Settings(), replace(gpu, device="cpu")) == (8.0, 0.0)
 
 
 def test_a_throttle_stands_for_its_link() -> None:

@@ -106,6 +106,9 @@ def test_a_machine_with_other_values(tmp_path: Path) -> None:
         ({"rates_launch_s": ...}, ["lacks rates.launch_s"]),
         ({"rates": ...}, ["lacks rates"]),
         ({"device_bytes": ...}, ["device_bytes is None", "only a CPU"]),
+        ({"device": "gpu"}, ["device is 'gpu'", '"cuda" or "cpu"']),
+        ({"device": "cuda:1"}, ["device is 'cuda:1'", "without a number"]),
+        ({"device": 5}, ["device is 5"]),
         ({"host_bytes": "64 gigs"}, ["host_bytes is '64 gigs'", "24GiB"]),
         ({"host_bytes": 0}, ["host_bytes is 0", "above 0"]),
         ({"rates_host_bytes_per_s": -1.0}, ["rates.host_bytes_per_s is -1.0"]),
@@ -130,7 +133,14 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [("h10", "did you mean h100?"), ("none.yaml", "cannot be read"), ("", "''")]
+    ("given", "words"),
+    [
+        ("h10", "did you mean h100?"),
+        ("none.yaml", "cannot be read"),
+        ("", "''"),
+        ("a" * 300, "neither a YAML file"),
+        ("~nobody-of-this-name/x.yaml", "neither a YAML file"),
+    ],
 )
 def test_a_name_that_is_not_known(given: str, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from offload.layout.regions import DiskLayout
+from offload.schedule.play import Call, Engine
 from offload.schedule.shortened import FEW, simulate_few
-from offload.schedule.simulation import Call, Engine, Memory, simulate
+from offload.schedule.simulation import simulate
+from offload.schedule.virtual_updates import Memory
 from tests.schedule.test_simulation import NUMEL, regions
 
 SIZE = 4 * NUMEL

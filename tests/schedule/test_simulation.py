@@ -11,8 +11,10 @@ import torch
 from offload.benches.ideal import Unit, Use, Work, ideal
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
-from offload.schedule.simulation import Call, Engine, Memory, Simulated, simulate
+from offload.schedule.play import Call, Engine
+from offload.schedule.simulation import Simulated, simulate
 from offload.schedule.virtual_lanes import COMPUTE, InStream, OnHost, VirtualLanes
+from offload.schedule.virtual_updates import Memory
 
 NUMEL, DEPTH = 4096, 6
 MOMENTS = [[Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)]]
@@ -72,7 +74,7 @@ def test_compute_in_a_stream_is_behind_the_host_and_no_shorter_than_its_launches
     compute = InStream(lanes)
     compute.run(3.0, host_s=1.0)
     assert lanes.now == 1.0
-    compute.after([lanes.submit("h2d", 9.0)])
+    compute.compute_after([lanes.submit("h2d", 9.0)])
     compute.run(1.0, host_s=2.0)
     (last,) = compute.mark()
     lanes.wait([last])
@@ -83,7 +85,7 @@ def test_compute_in_a_stream_is_behind_the_host_and_no_shorter_than_its_launches
 def test_compute_on_the_host_waits_and_tells_for_whom() -> None:
     lanes = VirtualLanes({"h2d": "h2d"})
     compute = OnHost(lanes)
-    compute.after([lanes.submit("h2d", 2.0)])
+    compute.compute_after([lanes.submit("h2d", 2.0)])
     compute.run(1.0)
     assert (lanes.now, compute.busy_s, lanes.exposed_s["h2d"]) == (3.0, 1.0, 2.0)
 

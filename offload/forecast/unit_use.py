@@ -1,0 +1,118 @@
+"""A use of a unit on `meta`: what it computes and holds, looked at once for all uses that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.find import Candidate
+from offload.forecast.watch import Watch
+from offload.forecast.workload import NO_WORK, UnitWork
+
+
+@dataclass(frozen=True)
+class SeenUse:
+    """What one use of a unit does, which others like it need not show again.
+
+    work: without a name.
+    result: what it hands on, without its tensors.
+    sources: of each tensor of the result the number of the input that it is, or None.
+    differentiable: which of them have gradients.
+    likes: their shapes, strides and dtypes.
+    """
+
+    work: UnitWork
+    result: Arguments
+    sources: list[int | None]
+    differentiable: list[bool]
+    likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+
+
+class SeenUses:
+    """Uses of units, of which each that is new runs, under a `Watch`."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._seen: dict[Hashable, SeenUse] = {}
+
+    def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
+        """Return what a use of a unit with these arguments does."""
+        key = _signature(unit), arguments.structure, _shapes(arguments.tensors), repr(arguments.others)
+        return self._seen.get(key) or self._seen.setdefault(key, self._look(unit, forward, arguments))
+
+    def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
+        """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
+        watch, inputs = self._watch, arguments.tensors
+        cost, before = watch.cost, watch.begin()
+        with torch.no_grad():
+            args, kwargs = arguments.fill(inputs)
+            result = Arguments((forward(*args, **kwargs), None))
+        forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
+        numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
+        sources = [numbers.get(id(tensor)) for tensor in result.tensors]
+        likes = [(t.shape, t.stride(), t.dtype) for t in result.tensors]
+        owned = {watch.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
+        result_bytes = sum(size for key, size in owned.items() if watch.is_own(key))
+        result.tensors = []
+        gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
+
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        known = {watch.storage_of(t) for t in (*leaves, *unit.module.parameters())}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = watch.storage_of(tensor)
+            if storage not in known:
+                saved[storage] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
+        before = watch.begin()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            args, kwargs = arguments.fill(leaves)
+            again = Arguments((forward(*args, **kwargs), None)).tensors
+        cost = watch.cost
+        pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
+        differentiable = [t.requires_grad for t in again]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        for hook in hooks:
+            hook.remove()
+        work = replace(
+            NO_WORK,
+            forward=forward_cost,
+            backward=watch.cost - cost,
+            saved_bytes=sum(saved.values()),
+            forward_temporary_bytes=forward_bytes,
+            backward_temporary_bytes=watch.peak_bytes - before,
+            result_bytes=result_bytes,
+            gradient_bytes=sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None),
+            keeps_graph=not saved,
+        )
+        return SeenUse(work, result, sources, differentiable, likes)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None  # the gradient buffer has it
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
+    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _signature(unit: Candidate) -> Hashable:
+    """Return what units have in common that compute alike: classes, plain attributes, shapes of parameters."""
+    parts: list[Hashable] = []
+    for name, module in unit.module.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and not key.startswith("layer_i")  # its number
+        )
+        weights = tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items())
+        parts.append((name, type(module), plain, weights))
+    return tuple(parts)
