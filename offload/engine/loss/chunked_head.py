@@ -84,7 +84,7 @@ class ChunkedHead:
         for number, span in enumerate([*spans[:1] * missing, *spans]):  # what is overwritten comes first
             labels = shifted[:, span].contiguous()
             if number < missing:
-                labels.fill_(IGNORED)
+                labels = torch.full_like(labels, IGNORED)
             elif skips and not any(has_targets[span]):
                 continue
             leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
