@@ -146,10 +146,11 @@ class _Standing:
     def __init__(self, state: EngineState, modules: list[nn.Module], last: _Standing | None = None) -> None:
         """`last`: what was put back last, of which most is unchanged."""
         self._state = state
-        self._random, self._drawn = state.device.random_state(), Drawn.so_far(last and last._drawn)
+        self._random = state.device.random_state()
+        self._drawn: Drawn = Drawn.so_far(None if last is None else last._drawn)
         self._ours, self._batch = state.is_ours, state.runner.standing
         is_same = last is not None and last._attributes.are_as_then
-        self._attributes = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
+        self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
 
     def put_back(self, now: _Standing) -> None:
         """All is as it was. `now`: how it is."""

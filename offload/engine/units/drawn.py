@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
 
 def _memory() -> bytes | None:
     """Return what numpy's default generator has in memory, where that is a Mersenne twister."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.mtrand.get_bit_generator()
     return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else None
 
 
