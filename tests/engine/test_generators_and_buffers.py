@@ -384,3 +384,11 @@ def test_a_unit_that_draws_from_a_generator_of_its_own_is_not_recomputed() -> No
         Engine(build(lambda: Stack(DrawsFromItsOwn))).step(words(), cross_entropy)
     engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), recompute="never")
     assert engine.step(words(), cross_entropy).grad_norm > 0
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_unit_that_draws_from_a_generator_of_its_own_has_no_two_passes_alike(recompute: str) -> None:
+    engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), MeZO(), recompute=recompute)
+    with pytest.raises(ConfigError, match=r"unit blocks\.0 .*both sides of the weights"):
+        engine.step(words(), cross_entropy)
+    engine.close()
