@@ -195,10 +195,14 @@ class _Holds:
 
     def _of_forwards(self, work: Workload) -> int:
         """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one
-        is within a unit or in what follows, the others behind it with what they gave it and got.
+        is within a unit or in what follows, the others behind it with what they gave it and got. What the first unit
+        gave, an embedding, each has under a name (`inputs_embeds`) until its last block is through.
         """
         passes, parts = 2 * self.prepared.settings.optimizer.num_directions, work.num_micro_batches
-        given = handed_on = staying = most = 0
+        blocks = {unit.name for unit in self.prepared.candidates if unit.is_block}
+        first = next((call for call in work.calls if call.name is not None), None)
+        entered = 0 if first is None or first.name in blocks else first.result_bytes
+        given = handed_on = staying = most = num_blocks = 0
         for _, call in self._each(work):
             staying += _over_all(call, call.staying_bytes, work)
             if call.name is None:
@@ -207,6 +211,9 @@ class _Holds:
                 continue
             given = handed_on
             waiting = ((passes - 1) * call.result_bytes + passes * given) * parts
+            num_blocks += call.name in blocks
+            if call.name in blocks and num_blocks > 1:  # else it is what the block is given
+                waiting += passes * entered * parts
             joined = 2 * parts * call.result_bytes if parts > 1 else 0
             most = max(most, waiting + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined))
             handed_on = call.result_bytes

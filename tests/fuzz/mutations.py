@@ -318,9 +318,9 @@ def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
 def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
     put_back = side_by_side._Standing.put_back
 
-    def without(self: Any) -> None:
-        self._random = self._state.device.random_state()
-        put_back(self)
+    def without(self: Any, now: Any) -> None:
+        self._random = now._random
+        put_back(self, now)
 
     patch.setattr(side_by_side._Standing, "put_back", without)
 

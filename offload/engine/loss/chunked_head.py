@@ -91,10 +91,16 @@ class ChunkedHead:
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
             with self._replaced(lambda *_args, part=part, **_kwargs: part):
-                outputs = self._model(
-                    input_ids=batch["input_ids"][:, span], labels=labels, shift_labels=labels, num_items_in_batch=tokens
+                # No name for the outputs: the logits of a chunk go before the next one's come.
+                loss = find_loss(
+                    self._model(
+                        input_ids=batch["input_ids"][:, span],
+                        labels=labels,
+                        shift_labels=labels,
+                        num_items_in_batch=tokens,
+                    )
                 )
-            yield find_loss(outputs), leaf, span
+            yield loss, leaf, span
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
