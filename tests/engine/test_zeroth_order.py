@@ -397,7 +397,7 @@ class Chain(nn.Module):
 def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted, put off and made are one: who comes in between does not make it again along other directions, or twice."""
+    """Counted, put off and made are one: who comes in between makes it neither along other directions nor twice."""
     engine, twin = (Engine(make_model(2), RULE, **PLACES[place]) for _ in range(2))
     for each in (engine, twin):
         each.step(tokens())
@@ -410,9 +410,10 @@ def test_an_interrupt_where_a_step_becomes_one_tears(
         original(*how, **named)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, where, interrupted)
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
         engine.step(tokens(1))
+    monkeypatch.setattr(owner, where, original)
     with pytest.raises(TornError):
         engine.step(tokens(1))
     engine.load_checkpoint(tmp_path / "saved")
@@ -432,9 +433,10 @@ def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(mon
         descend(*how)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine._state.updates, "descend", interrupted)
+    monkeypatch.setattr(engine._state.updates, "descend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         engine.evaluate(tokens(2))
+    monkeypatch.setattr(engine._state.updates, "descend", descend)
     assert_same(weights(engine), weights(twin))
     engine.close()
     twin.close()
