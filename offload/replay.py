@@ -44,11 +44,10 @@ def main(words: list[str]) -> int:
     base, run = Path(options.base).expanduser(), Path(options.run).expanduser()
     out = Path(options.out).expanduser() if options.out else run / "replayed"
     for folder, needs in ((base, ()), (run, ("config.yaml", "metrics.jsonl"))):
-        missing = [name for name in needs if not (folder / name).is_file()] if folder.is_dir() else ["the folder"]
-        if missing:
-            raise ConfigError(
-                f"{folder} lacks {missing[0]}; give the folder that a run began with, and that of the run."
-            )
+        missing = next((name for name in needs if not (folder / name).is_file()), "")
+        if missing or not folder.is_dir():
+            wrong = f"lacks {missing}" if folder.is_dir() else "is no folder"
+            raise ConfigError(f"{folder} {wrong}; give the folder that a run began with, and that of the run.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; set --out to a new or empty folder.")
     from offload.training.replay import replay_run  # imports torch

@@ -53,11 +53,12 @@ class Steps:
         self._state, self._recovery, self._counters = state, recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
-        self.rehearsal = Rehearsal(state, counters, cuts=settings.micro_batch_size is not None or state.comm.size > 1)
+        cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
+        self.rehearsal = Rehearsal(state, counters, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
             Backward(state, counters, settings, self.losses, self._moment)
-            if settings.optimizer.has_gradients
+            if has_backward
             else Forwards(state, counters, settings)
         )
 

@@ -280,7 +280,7 @@ class _Probe:
             seen = self._uses.see(unit, forward, arguments)
         finally:
             self._is_inside = False
-        entry = _Entry(replace(seen.work, name=unit.name))
+        entry = _Entry(replace(seen.work, name=unit.name, is_block=unit.is_block))
         self._wait(entry, arguments.tensors)
         entry.held_bytes = sum(self._held.values())
         self._entries.append(entry)

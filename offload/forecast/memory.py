@@ -236,11 +236,14 @@ class StepMemory:
 
     def _of_forwards(self) -> int:
         """Return the most that operations of a step of forwards alone hold at once. Its passes stand side by side: one
-        is within a unit or in what follows, the others behind it with what they gave it and got.
+        is within a unit or in what follows, the others behind it with what they gave it and got. What the first unit
+        gave, an embedding, each has under a name (`inputs_embeds`) until its last block is through.
         """
         work = self.workload
         passes, parts = 2 * self.settings.optimizer.num_directions, work.num_micro_batches
-        given = handed_on = staying = most = 0
+        first = next((call for call in work.calls if call.name is not None), None)
+        entered = 0 if first is None or first.is_block else first.result_bytes
+        given = handed_on = staying = most = num_blocks = 0
         for _, call in self._each():
             staying += _over_all(call, call.staying_bytes, work)
             if call.name is None:
@@ -249,6 +252,9 @@ class StepMemory:
                 continue
             given = handed_on
             waiting = ((passes - 1) * call.result_bytes + passes * given) * parts
+            num_blocks += call.is_block
+            if call.is_block and num_blocks > 1:  # else it is what the block is given
+                waiting += passes * entered * parts
             joined = 2 * parts * call.result_bytes if parts > 1 else 0
             most = max(most, waiting + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined))
             handed_on = call.result_bytes

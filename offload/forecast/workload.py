@@ -46,6 +46,7 @@ class UnitWork:
     shared_bytes: of that, what does not grow with the rows, and is there once for all micro-batches.
     keeps_graph: its graph saves nothing but inputs and weights, so that it is kept always, and nothing recomputed.
     is_cut: False where it runs once, over all micro-batches (stretches, the head in chunks).
+    is_block: it is of a unit that is an element of a list of them, and no embedding or head.
     """
 
     name: str | None
@@ -61,6 +62,7 @@ class UnitWork:
     shared_bytes: int = 0
     keeps_graph: bool = False
     is_cut: bool = True
+    is_block: bool = False
 
 
 NO_WORK = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)

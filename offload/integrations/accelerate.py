@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -126,6 +127,8 @@ class OffloadAccelerator(Accelerator):
         own = self._own_optimizer()
         if own is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if not own.has_gradients:
+            return torch.tensor(math.nan if own.result is None else own.result.grad_norm)  # there is nothing to clip
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -20,7 +20,7 @@ FOLDER = "offload"
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """Makes the engine's update in `step()`.
+    """Makes the engine's update in `step()`; with a rule without gradients (MeZO) it is part of `descend(batch)`.
 
     Its parameter groups are the engine's: `lr` of each is what a scheduler makes it, as long as their ratio stays;
     `weight_decay` is for reading. Gradients are the engine's; `zero_grad` drops them there. `state_dict` says
@@ -36,7 +36,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.max_grad_norm: float | None = None
         self.result: StepResult | None = None
-        self._updates, self._missing = 0, 0
+        self._updates, self._missing, self._has_descended = 0, 0, False
         named = dict(engine.model.named_parameters())
         made = [
             {
@@ -67,6 +67,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "OffloadOptimizer.step was given a closure, which would need gradients several times over."
             )
+        if not self.has_gradients:
+            if not self._has_descended:
+                raise ConfigError(
+                    f"OffloadOptimizer.step was called, and {type(self.engine.optimizer).__name__} has no gradients to "
+                    "update from: call OffloadOptimizer.descend(batch) for a step, or train with OffloadTrainer."
+                )
+            self._has_descended = False
+            return
+        self._prepare()
+        limit, self.max_grad_norm = self.max_grad_norm, None
+        self._done(self.engine.update(limit))
+
+    @property
+    def has_gradients(self) -> bool:
+        """False where the engine trains by forward passes alone."""
+        return self.engine.optimizer.has_gradients
+
+    def descend(self, batch: Mapping[str, Any]) -> StepResult:
+        """Make the whole step of a rule without gradients on this rank's rows of a batch; the `step` that comes next
+        does nothing. Collective.
+        """
+        self._prepare()
+        self._has_descended = True
+        return self._done(self.engine.step(batch))
+
+    def _prepare(self) -> None:
+        """Let the engine's learning rate be that of the groups, whose states have to be there."""
         if self._missing:
             raise ConfigError(
                 f"the optimizer's state was loaded, of a run with {self._missing} updates, and the engine has made "
@@ -75,9 +102,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "OffloadOptimizer.load(folder)."
             )
         self.engine.lr = self._base_lr()
-        limit, self.max_grad_norm = self.max_grad_norm, None
-        self.result = self.engine.update(limit)
-        self._updates += not self.result.skipped
+
+    def _done(self, result: StepResult) -> StepResult:
+        self.result = result
+        self._updates += not result.skipped
+        return result
 
     def _base_lr(self) -> float:
         """Return the engine's learning rate, of which each group's is a multiple."""

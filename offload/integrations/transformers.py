@@ -184,6 +184,18 @@ class OffloadMixin(_Base):
         if vllm is not None:
             vllm._iter_named_params = partial(weights_for_vllm, self, vllm)
 
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's; with a rule without gradients the whole step is made here, on the batch."""
+        own = self._own_optimizer
+        if own.has_gradients:
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return loss
+        _refuse_other_losses(self)
+        model.train()
+        return own.descend(self._prepare_inputs(inputs)).loss.to(self.args.device)
+
     # -- saving ----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -262,7 +274,8 @@ class OffloadTrainer(OffloadMixin, Trainer):
 
 class OffloadCallback(TrainerCallback):
     """Adds to what a Trainer logs of its steps: `grad_norm`, the true one, `offload/bytes`, moved for the last step
-    over all links, and `offload/exposed_seconds`, for which compute waited for them.
+    over all links, and `offload/exposed_seconds`, for which compute waited for them; with MeZO `seed`, `lr`,
+    `projected_grad`, `loss_plus` and `loss_minus`, by which `engine.replay` makes the step again.
 
     With `offload_optimizer_factory`, which adds one, it also saves the engine's states into each checkpoint, and reads
     them where the Trainer resumes from one in its output_dir. An `OffloadMixin` has one of its own.
@@ -279,6 +292,8 @@ class OffloadCallback(TrainerCallback):
             "offload/bytes": own.engine.counters.total,
             "offload/exposed_seconds": sum(lane.exposed_seconds for lane in own.result.lanes.values()),
         }
+        if own.result.measured is not None:
+            more |= own.result.measured.fields()
         for logged in (logs, *state.log_history[-1:]):  # the Trainer keeps a copy
             logged.update(more)
 
@@ -288,7 +303,7 @@ class OffloadCallback(TrainerCallback):
         own = find_own(optimizer)
         if own is None:
             return
-        if (own.engine.max_grad_norm or None) != (args.max_grad_norm or None):
+        if own.has_gradients and (own.engine.max_grad_norm or None) != (args.max_grad_norm or None):
             raise ConfigError(
                 f"the engine clips to {own.engine.max_grad_norm}, and the Trainer's max_grad_norm is "
                 f"{args.max_grad_norm}, which finds no gradients to clip: make the engine with the same max_grad_norm."
@@ -337,6 +352,11 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             "model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     options = _without_rule(settings, model)
+    if not options["optimizer"].has_gradients:
+        raise ConfigError(
+            f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which makes a step of forward "
+            "passes alone, and a plain Trainer goes backward: train with OffloadTrainer, or class X(OffloadMixin, ...)."
+        )
     if weights_dtype(model) is None:
         options.setdefault("precision", "bf16")
     trainer = _calling_trainer(model)
@@ -405,6 +425,29 @@ def refuse_arguments(args: Any) -> None:
         raise ConfigError(
             "save_only_model and load_best_model_at_end are set: an engine takes the best weights from its own states "
             "in the checkpoint. Set save_only_model=False, with save_total_limit where there is little room."
+        )
+
+
+def _refuse_other_losses(trainer: Any) -> None:
+    """Raise ConfigError where a Trainer asks for what a step without gradients does not do."""
+    args, rule = trainer.args, type(trainer.engine.optimizer).__name__
+    if args.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and {rule} has no gradients: a step "
+            "measures the loss of one batch. Set per_device_train_batch_size to so many times as much; it is cut by "
+            "offload=dict(micro_batch_size=...)."
+        )
+    wrong = {
+        "label_smoothing_factor": trainer.label_smoother is not None,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        f"compute_loss of {type(trainer).__name__}": type(trainer).compute_loss is not Trainer.compute_loss,
+    }
+    given = next((name for name, is_given in wrong.items() if is_given), None)
+    if given is not None:
+        raise ConfigError(
+            f"{given} is the Trainer's own loss, and a step of {rule} runs the model by turns, several times at once, "
+            "for the loss that it returns itself. Leave it out, let the model make its loss, or call "
+            "engine.step(batch, loss_fn) in a loop of your own."
         )
 
 

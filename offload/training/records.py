@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.engine.methods.result import Measured, StepResult
+from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
 from offload.machine.environment import describe_environment
@@ -182,15 +182,7 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
             "reduce_scatter_elements": counters.reduce_scatter_elements,
         }
     if result.measured is not None:
-        fields |= _measured_fields(result.measured)
+        fields |= result.measured.fields()
     if clip == "speculative":
         fields |= {"corrected": result.corrected, "coarse": result.coarse}
     return fields
-
-
-def _measured_fields(measured: Measured) -> dict[str, Any]:
-    """Return what a step without gradients adds to its line: numbers for one direction, lists for several."""
-    plus, minus = ([pair[side] for pair in measured.losses] for side in (0, 1))
-    lists = {"projected_grad": list(measured.slopes), "loss_plus": plus, "loss_minus": minus}
-    shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
-    return {"seed": measured.seed, **shown}

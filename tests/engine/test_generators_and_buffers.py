@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine, Placement
+from offload import Engine, MeZO, Placement
+from offload.engine.units.drawn import Drawn
 from offload.engine.units.runner import generator_seed
 from offload.errors import ConfigError
-from tests.engine.compare import assert_weights, same_bits, train_both, weights
+from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
+from tests.engine.zeroth_order import PlainMeZO
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -258,6 +261,13 @@ class DrawsFromNumpy(Draws):
         return torch.from_numpy(np.random.normal(size=WIDTH)).float()
 
 
+class DrawsOneNormal(Draws):
+    """Of which numpy makes two at a time, and keeps the other."""
+
+    def draw(self) -> Tensor:
+        return torch.full((WIDTH,), np.random.normal())
+
+
 class DrawsFromItsOwn(Draws):
     def __init__(self) -> None:
         super().__init__()
@@ -294,8 +304,91 @@ def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: 
     assert_weights(engine, reference)
 
 
+@pytest.mark.parametrize("block", [DrawsFromPython, DrawsFromNumpy, DrawsOneNormal])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
+    block: type[Draws], num_before: int
+) -> None:
+    """Each as if it were alone, and afterwards as much is drawn as by one."""
+    model = build(lambda: Stack(block))
+    plain, engine = PlainMeZO(model, MeZO(lr=1e-3)), Engine(model, MeZO(lr=1e-3))
+
+    def seed() -> None:
+        random.seed(7), np.random.seed(7)
+        np.random.normal(size=num_before)
+
+    def draw_alike() -> list[float]:
+        return [random.random(), np.random.normal(), np.random.normal()]
+
+    for step in range(3):
+        seed()
+        result = engine.step(words(step), cross_entropy)
+        after = draw_alike()
+
+        def loss(batch: dict[str, Tensor]) -> float:
+            seed()
+            return float(cross_entropy(plain.model(x=batch["x"]), batch))
+
+        losses = plain.measure(partial(loss, words(step)))
+        assert draw_alike() == after
+        assert result.measured is not None
+        assert list(result.measured.losses) == losses
+        plain.move(result.measured.slopes)
+    assert_same(weights(engine), plain.masters)
+    engine.close()
+
+
+def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
+    """A look that finds nothing new gives the one before; whatever was drawn, or set, is put back."""
+    draws = [
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.random,
+        np.random.normal,
+        np.random.normal,  # the second of two
+        lambda: np.random.bytes(4),
+        lambda: np.random.seed(3),
+        lambda: random.seed(3),
+        lambda: np.random.shuffle([1, 2, 3]),
+    ]
+    for draw in [*draws, *draws]:
+        before = Drawn.so_far()
+        assert Drawn.so_far(before) is before
+        wanted = random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()
+        before.put_back()
+        draw()
+        after = Drawn.so_far(before)
+        assert after is not before
+        assert not after.is_as(before)
+        before.put_back()
+        assert Drawn.so_far().is_as(before)
+        assert (random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()) == wanted
+        after.put_back()
+
+
+def test_another_generator_of_numpys_is_put_back_too() -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        before = Drawn.so_far()
+        assert Drawn.so_far(before) is before
+        wanted = np.random.random(3).tolist()
+        before.put_back()
+        assert np.random.random(3).tolist() == wanted
+    finally:
+        np.random.set_bit_generator(own)
+
+
 def test_a_unit_that_draws_from_a_generator_of_its_own_is_not_recomputed() -> None:
     with pytest.raises(ConfigError, match=r"unit blocks\.0 .*train\.recompute"):
         Engine(build(lambda: Stack(DrawsFromItsOwn))).step(words(), cross_entropy)
     engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), recompute="never")
     assert engine.step(words(), cross_entropy).grad_norm > 0
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_unit_that_draws_from_a_generator_of_its_own_has_no_two_passes_alike(recompute: str) -> None:
+    engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), MeZO(), recompute=recompute)
+    with pytest.raises(ConfigError, match=r"unit blocks\.0 .*both sides of the weights"):
+        engine.step(words(), cross_entropy)
+    engine.close()

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload import Engine, Placement
+from offload.engine.loss.chunked_head import find_chunked_head
+from offload.engine.units.undo import Undo
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.families import (
     GROUPED,
@@ -210,6 +212,20 @@ def test_rows_and_chunks_without_targets() -> None:
     with calls_of(engine.model.lm_head) as shapes:
         engine.step(batch)
     assert len(shapes) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
+    """Over ranks all run as many as the longest row of any needs, the first ones for nothing."""
+    model, batch = build(llama), {key: value[:rows] for key, value in tokens().items()}
+    head = find_chunked_head(model, batch, lambda given: model(**given), Undo())
+    assert head is not None
+    output, count = head.base_output(lambda: model(**batch)), int((batch["labels"][:, 1:] != -100).sum())
+    wanted = float(model(**batch).loss)
+    for num_chunks in (2, LENGTH - 1, LENGTH + 3):
+        parts = [float(loss) for loss, _, _ in head.losses(output, batch, num_chunks, count, skips=False)]
+        assert len(parts) == num_chunks
+        assert sum(parts) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_other_inputs_go_to_the_base_model() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, MeZO, Placement, Settings
-from offload.errors import ConfigError, NonFiniteError
+from offload.errors import ConfigError, NonFiniteError, TornError
 from offload.native import kernels
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
@@ -503,6 +503,56 @@ class Chain(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x.square().mean()
+
+
+@pytest.mark.parametrize("place", ["device", "cpu", "stays"])
+@pytest.mark.parametrize("where", ["end_step", "put"])
+def test_an_interrupt_where_a_step_becomes_one_tears(
+    place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, put off and made are one: who comes in between makes it neither along other directions nor twice."""
+    engine, twin = (Engine(make_model(2), RULE, **PLACES[place]) for _ in range(2))
+    for each in (engine, twin):
+        each.step(tokens())
+    engine.save_checkpoint(tmp_path / "saved")
+
+    owner = engine._state.runner if where == "end_step" else engine._steps.method._pending
+    original = getattr(owner, where)
+
+    def interrupted(*how: Any, **named: Any) -> None:
+        original(*how, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(tokens(1))
+    monkeypatch.setattr(owner, where, original)
+    with pytest.raises(TornError):
+        engine.step(tokens(1))
+    engine.load_checkpoint(tmp_path / "saved")
+    assert engine.step(tokens(1)).measured == twin.step(tokens(1)).measured
+    assert_same(weights(engine), weights(twin))
+    engine.close()
+    twin.close()
+
+
+def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, twin = (Engine(make_model(2), RULE, **PLACES["cpu"]) for _ in range(2))
+    for each in (engine, twin):
+        each.step(tokens())
+    descend = engine._state.updates.descend
+
+    def interrupted(*how: Any) -> None:
+        descend(*how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._state.updates, "descend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.evaluate(tokens(2))
+    monkeypatch.setattr(engine._state.updates, "descend", descend)
+    assert_same(weights(engine), weights(twin))
+    engine.close()
+    twin.close()
 
 
 @pytest.mark.parametrize("call", [1, 2])

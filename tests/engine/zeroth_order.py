@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,35 +66,71 @@ class PlainMeZO:
         bits = (master.view(torch.int32) + (half & 0xFFFF)) >> 16 << 16
         return bits.to(torch.int32).view(torch.float32).view_as(self.masters[name])
 
+    def chosen(self, blocks: Sequence[nn.Module], own: nn.Module) -> set[str]:
+        """Return the names of the parameters that take part in the next step: what is trained, of the blocks those that
+        are drawn. `blocks`: of `own`, which is the model as it was, before its ties were undone.
+        """
+        words = philox.words(len(blocks), parameter_key("(blocks)", self.seed), self.num_steps + 1, 2, 0, "cpu")
+        count = max(1, round(self.rule.layer_fraction * len(blocks)))
+        active = set(sorted(range(len(blocks)), key=words.tolist().__getitem__)[:count])
+        users: dict[int, set[int]] = {}
+        numbers = {id(m): number for number, block in reversed(list(enumerate(blocks))) for m in block.modules()}
+        for module in own.modules():
+            for parameter in module._parameters.values():
+                users.setdefault(id(parameter), set()).add(numbers.get(id(module), -1))
+        named = ((name, p) for name, p in own.named_parameters() if p.requires_grad)
+        return {name for name, p in named if min(users[id(p)]) in active | {-1}}
+
     @torch.no_grad()
     def step(
         self, batch: Batch, loss_fn: Callable[..., Any] | None = None, taking: Callable[[str], bool] | None = None
     ) -> list[tuple[float, float]]:
         """Train on a batch; return the losses on both sides. `taking`: of the parameters that take part, by name."""
-        rule, names = self.rule, [name for name in self.named if taking is None or taking(name)]
-        self.num_steps += 1
-        losses, updates = [], {name: torch.zeros(()) for name in names}
         batch = {k: v.to(own_device()) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        for number in range(rule.num_perturbations):
+        inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
+
+        def loss() -> float:
+            outputs = self.model(**inputs)
+            return float(outputs.loss if loss_fn is None else loss_fn(outputs, batch))
+
+        losses = self.measure(loss, taking)
+        self.move([(plus - minus) / (2 * self.rule.eps) for plus, minus in losses], taking)
+        return losses
+
+    def _taking(self, taking: Callable[[str], bool] | None) -> list[str]:
+        return [name for name in self.named if taking is None or taking(name)]
+
+    @torch.no_grad()
+    def measure(
+        self, loss: Callable[[], float], taking: Callable[[str], bool] | None = None
+    ) -> list[tuple[float, float]]:
+        """Begin a step: return what the loss is on both sides of the weights, along each direction."""
+        names, losses = self._taking(taking), []
+        self.num_steps += 1
+        for number in range(self.rule.num_perturbations):
             both = []
             for sign in (1, -1):
                 for name, uses in self.named.items():
                     used = self.used(name)
-                    moved = used + sign * (rule.eps * self.direction(name, number)) if name in names else used
+                    moved = used + sign * (self.rule.eps * self.direction(name, number)) if name in names else used
                     for p in uses:
                         p.data = moved.to(own_device(), used.dtype, copy=True)
                 torch.manual_seed(torch.initial_seed())  # both sides draw alike
-                inputs = batch if loss_fn is None else {k: v for k, v in batch.items() if k != "labels"}
-                outputs = self.model(**inputs)
-                both.append(float(outputs.loss if loss_fn is None else loss_fn(outputs, batch)))
-            slope = (both[0] - both[1]) / (2 * rule.eps)
-            for name in names:
-                term = self.direction(name, number) * (slope / rule.num_perturbations)
-                updates[name] = updates[name] + term if number else term
+                both.append(loss())
             losses.append((both[0], both[1]))
+        return losses
+
+    @torch.no_grad()
+    def move(self, slopes: Sequence[float], taking: Callable[[str], bool] | None = None) -> None:
+        """End a step: take it along its directions, of these slopes."""
+        rule, names, updates = self.rule, self._taking(taking), {}
         for name in names:
-            decay = rule.weight_decay if self.masters[name].dim() > 1 else 0.0
-            self.masters[name] -= rule.lr * (updates[name] + decay * self.masters[name])
+            terms = [self.direction(name, number) * (slope / len(slopes)) for number, slope in enumerate(slopes)]
+            updates[name] = sum(terms[1:], terms[0])
+        for name in names:
+            group: Mapping[str, Any] = next((values for key, values in rule.groups if re.search(key, name)), {})
+            decay = rule.weight_decay if self.masters[name].dim() > 1 or rule.decay_1d else 0.0
+            decay, lr = group.get("weight_decay", decay), rule.lr * group.get("lr_scale", 1.0)
+            self.masters[name] -= lr * (updates[name] + decay * self.masters[name])
             if name in self.alone:
                 self.masters[name] = self.rounded(name)
-        return losses

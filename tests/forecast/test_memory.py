@@ -30,6 +30,8 @@ SMALL = Case(rows=2, length=32)
         replace(SMALL, parameters="device", optimizer="device", rule="lion"),
         replace(SMALL, precision="bf16", rule="mezo"),
         replace(SMALL, micro_batch_size=1, rule="mezo"),
+        replace(SMALL, head_chunk_bytes=1 << 16, rule="mezo"),
+        replace(SMALL, precision="bf16", head_chunk_bytes=1 << 16, rule="mezo"),
     ],
     ids=str,
 )

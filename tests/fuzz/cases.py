@@ -10,9 +10,22 @@ from typing import Any
 
 from tests.fuzz import models
 
-KINDS = {"engine": 8, "loops": 3, "saves": 3, "interrupts": 4, "ranks2": 5, "ranks3": 2, "commands": 3}
+KINDS = {
+    "engine": 8,
+    "loops": 3,
+    "saves": 3,
+    "interrupts": 4,
+    "forwards": 4,
+    "ranks2": 5,
+    "ranks3": 2,
+    "forwards2": 2,
+    "commands": 3,
+}
 """The kinds of cases, and how often each is drawn."""
-WORLDS = {"ranks2": 2, "ranks3": 3}
+WORLDS = {"ranks2": 2, "ranks3": 3, "forwards2": 2}
+
+_BY_MATRIX = ["adafactor", "adalomo", "muon"]
+"""Rules that take a parameter as a whole."""
 
 Op = dict[str, Any]
 
@@ -23,7 +36,8 @@ class Case:
     laid out (`layouts`, the first of which it begins with), and what is done with both.
 
     The twin has everything on the device, nothing fetched ahead and nothing delayed. plain: plain PyTorch runs, too.
-    one: over several ranks, a run of one rank does the same on all rows. words: of a command line.
+    one: over several ranks, a run of one rank does the same on all rows. words: of a command line. forwards: training
+    is by forward passes alone, and this is what `MeZO` is told beyond the fuzzer's own defaults.
     """
 
     kind: str
@@ -36,6 +50,7 @@ class Case:
     one: bool = False
     restore: bool = False
     words: list[str] = field(default_factory=list)
+    forwards: dict[str, Any] | None = None
     without: tuple[str, ...] = ()
 
     @property
@@ -56,6 +71,7 @@ class Case:
         for number, layout in enumerate(self.layouts):
             names += [f"layout{number}.{key}" for key in layout]
         names += [f"settings.{key}" for key in self.settings]
+        names += [f"forwards.{key}" for key in self.forwards or ()]
         names += [f"model.{key}" for key in self.model if key not in ("make", "name", "width", "words", "tiles")]
         names += [f"tile{number}" for number, kind in enumerate(self.model.get("tiles", ())) if kind != "narrow"]
         return names
@@ -68,7 +84,7 @@ class Case:
             head, _, key = name.partition(".")
             if head == "plain":
                 case.plain = False
-            elif head in ("settings", "model"):
+            elif head in ("settings", "model", "forwards"):
                 getattr(case, head).pop(key, None)
             elif head.startswith("layout"):
                 case.layouts[int(head[6:])].pop(key, None)
@@ -101,7 +117,9 @@ def draw(kind: str, seed: int) -> Case:
 
         case.words = draw_words(dice)
         return case
-    case.one = case.world > 1 and dice.random() < 0.3
+    if kind in ("forwards", "forwards2") or (kind == "interrupts" and dice.random() < 0.25):
+        case.forwards = _forwards(dice)
+    case.one = case.world > 1 and case.forwards is None and dice.random() < 0.3
     case.model = models.draw(dice, gentle=case.one)
     if case.one and "tiles" in case.model:  # which experts a row takes must not hang on the last bit
         case.model["tiles"] = ["tile" if kind == "experts" else kind for kind in case.model["tiles"]]
@@ -111,9 +129,15 @@ def draw(kind: str, seed: int) -> Case:
     ):  # their buffers stay in fp32, in torch as well
         case.model["tiles"] = ["wide" if kind in ("spectral", "orthogonal") else kind for kind in case.model["tiles"]]
     is_speculative = case.settings.get("clip") == "speculative"
-    case.layouts = [_layout(dice, case.world, is_speculative) for _ in range(1 + 2 * (kind in ("saves", *WORLDS)))]
+    case.layouts = [
+        _layout(dice, case.world, is_speculative) for _ in range(1 + 2 * (kind in ("saves", "forwards", *WORLDS)))
+    ]
+    if case.settings.get("optimizer") in _BY_MATRIX:
+        for layout in case.layouts:  # what is updated as a whole does not stream in pieces
+            layout.pop("update", None)
     case.ops = _ops(dice, case)
     case.plain = case.world == 1 and kind in ("engine", "loops") and dice.random() < 0.5
+    case.plain = case.plain or kind in ("forwards", "forwards2")
     case.restore = dice.random() < 0.2
     return case
 
@@ -124,6 +148,8 @@ def draw(kind: str, seed: int) -> Case:
 def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
     clip, norm = dice.choice(
         [("deferred", 1.0), ("speculative", 0.3), ("speculative", 1e-3), ("deferred", 1e-3), (0, 0)]
+        if case.forwards is None
+        else [(0, 0)]
     )
     settings: dict[str, Any] = {"clip": clip, "max_grad_norm": norm} if clip else {"max_grad_norm": None}
     if dice.random() < 0.35 and not case.one:
@@ -136,13 +162,29 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
         settings["on_nonfinite"] = "skip"
     if dice.random() < 0.2:
         settings["seed"] = dice.randrange(1000)
+    if case.forwards is not None:
+        return settings
     if case.one or dice.random() < (0.6 if clip == "speculative" else 0.3):
         settings["optimizer"] = dice.choice(["smooth", "smooth", "groups"]) if not case.one else "smooth"
     if clip != "speculative" and not case.one and dice.random() < 0.3:
         # Over ranks rules by matrix sum the norm up from other parts in stage 0.
-        by_matrix = ["adafactor", "adalomo", "muon"] if case.world == 1 else []
-        settings["optimizer"] = dice.choice(["lomo", *by_matrix])
+        settings["optimizer"] = dice.choice(["lomo", *(_BY_MATRIX if case.world == 1 else [])])
     return settings
+
+
+def _forwards(dice: random.Random) -> dict[str, Any]:
+    """Draw what `MeZO` is told."""
+    chances = {
+        "num_perturbations": (0.4, lambda: dice.choice([2, 2, 3])),
+        "layer_fraction": (0.5, lambda: dice.choice([0.01, 0.3, 0.5, 0.75])),
+        "magnitude_quantile": (0.4, lambda: dice.choice([0.001, 0.3, 0.7, 0.99])),
+        "weight_decay": (0.5, lambda: dice.choice([0.1, 3.0])),
+        "decay_1d": (0.3, lambda: True),
+        "eps": (0.3, lambda: dice.choice([1e-3, 0.1])),
+        "lr": (0.2, lambda: dice.choice([0.0, 1e-5, 1e-2])),
+        "groups": (0.3, lambda: (("norm|bias", {"weight_decay": 0.5}), ("0|embed", {"lr_scale": 0.25}))),
+    }
+    return {key: make() for key, (chance, make) in chances.items() if dice.random() < chance}
 
 
 def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, Any]:
@@ -196,6 +238,21 @@ _WEIGHTS: dict[str, dict[str, int]] = {
         "empty": 1,
         "forward": 1,
     },
+    "forwards": {
+        "step": 14,
+        "evaluate": 2,
+        "replay": 2,
+        "reopen": 3,
+        "save": 2,
+        "load": 2,
+        "export": 1,
+        "forward": 1,
+        "ungraded": 1,
+        "read": 1,
+        "lr": 2,
+        "empty": 1,
+    },
+    "forwards2": {"step": 10, "evaluate": 2, "replay": 2, "reopen": 2, "world": 1, "save": 1, "load": 1, "lr": 1},
 }
 _WEIGHTS["ranks3"] = _WEIGHTS["ranks2"]
 _ONE = {"step": 6, "evaluate": 1, "reopen": 1}
@@ -208,6 +265,8 @@ def _ops(dice: random.Random, case: Case) -> list[Op]:
     saved = False
     for _ in range(dice.choice([2, 3, 3, 4, 5, 6, 8])):
         (do,) = dice.choices(list(weights), list(weights.values()))
+        if do == "own" and case.forwards is not None:
+            do = "step"
         if do == "load" and not saved:
             do = "save"
         saved = saved or do == "save"
@@ -234,10 +293,11 @@ def _op(dice: random.Random, case: Case, do: str, shapes: Sequence[dict[str, Any
             op["lost_forward"] = True
     if do == "lr":
         op["factor"] = dice.choice([0.1, 0.5, 2.0, 0.0])
-    if do == "reopen":
+    if do in ("reopen", "replay"):
         op["layout"] = dice.randrange(len(case.layouts))
     if do == "fail":
-        of = dice.choices(["step", "own", "evaluate", "read", "save"], [8, 4, 1, 1, 1])[0]
+        own = 4 if case.forwards is None else 0
+        of = dice.choices(["step", "own", "evaluate", "read", "save"], [8, own, 1, 1, 1])[0]
         op["of"] = _op(dice, case, of, shapes) | {"look": True}
         where = ["lines", "lines", "lines", "time", "forward", "backward", "lane"]
         op["where"] = dice.choice(where if of in ("step", "own", "evaluate") else ["lines", "time"])

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from offload.engine.loss.loss import find_loss
 from tests.engine import handmade
 from tests.engine.families import SPECIAL
 
@@ -314,7 +315,8 @@ TILES: dict[str, type[nn.Module]] = {
 }
 RANDOM = {"dropping", "noise"}
 MOVING = {"moving", "moving-unsaved", "assigning", "spectral"}
-MIXES_ROWS = {"moving", "moving-unsaved", "assigning"}
+MIXING = {"TreesOfTensors"}
+"""Handmade models in which what a row gives hangs on the others."""
 
 
 class Mosaic(nn.Module):
@@ -390,7 +392,7 @@ def draw(dice: random.Random, *, gentle: bool = False) -> Spec:
         return _draw_family(dice, gentle)
     if roll < 0.85:
         return _draw_mosaic(dice, gentle)
-    unfit = {"Noisy", "TreesOfTensors"} if gentle else set()
+    unfit = {"Noisy", *MIXING} if gentle else set()
     names = [one.__name__ for one in handmade.MODELS if one.__name__ not in unfit]
     return {"make": "handmade", "name": dice.choice(names), "seed": dice.randrange(99)}
 
@@ -489,6 +491,11 @@ def moves(spec: Spec) -> bool:
     return bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
 
 
+def mixes_rows(spec: Spec) -> bool:
+    """True where what a row gives hangs on the others."""
+    return moves(spec) or spec.get("name") in MIXING
+
+
 def shares(model: nn.Module) -> bool:
     """True where a weight, or a module with weights, is in several places."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -525,6 +532,14 @@ def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
     if logits is None:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs
     return functional.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten())
+
+
+def loss_of(model: nn.Module, given: dict[str, Tensor], is_own: bool) -> Tensor:
+    """Return the loss of a model that is called directly: its own, or that of its outputs."""
+    if is_own:
+        return find_loss(model(**given))
+    inputs = {key: value for key, value in given.items() if key != "labels"}
+    return cross_entropy(model(**inputs), given)
 
 
 def draw_batch(dice: random.Random, world: int, *, alike: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,13 @@ from offload.engine.gradients import updates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.updates import Updates
 from offload.engine.loss import parts as losses
+from offload.engine.methods import descent, pending, side_by_side
+from offload.engine.methods.method import Method
+from offload.engine.methods.perturbed import Perturbed
 from offload.engine.units import call, condition
 from offload.lanes.ticket import Fence
 from offload.optim import update
+from offload.optim.mezo import MeZO
 from offload.tiers.nvme import Stripes
 from offload.tiers.ring import Ring, Stretch
 from offload.tiers.slots import Slots
@@ -244,6 +249,85 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
             slot.begin, slot.end = own
 
     patch.setattr(Slots, "view", stale)
+
+
+# -- without a backward ----------------------------------------------------------------------------------------------
+
+
+@mutation
+def update_that_was_put_off_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one."""
+    patch.setattr(pending.Pending, "flush", lambda self: self._works.clear())
+
+
+@mutation
+def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
+    put = pending.Pending.put
+
+    def put_twice(self: pending.Pending, works: Any) -> None:
+        put(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
+
+    patch.setattr(pending.Pending, "put", put_twice)
+
+
+@mutation
+def update_that_was_put_off_outlives_a_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pending.Pending, "forget", lambda self: None)
+
+
+@mutation
+def weights_updated_in_a_slot_do_not_go_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pending.Pending, "_copy", lambda self, targets, sources: None)
+
+
+@mutation
+def update_along_the_directions_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    estimate = descent.Estimate
+    patch.setattr(descent, "Estimate", lambda step, *rest: estimate(step - 1, *rest))
+
+
+@mutation
+def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
+    update_of = descent.Descent.update
+
+    def updated(self: descent.Descent, *how: Any) -> None:
+        rule, self.rule = self.rule, replace(self.rule, layer_fraction=1.0)
+        try:
+            update_of(self, *how)
+        finally:
+            self.rule = rule
+
+    patch.setattr(descent.Descent, "update", updated)
+
+
+@mutation
+def mask_by_weights_that_have_moved(patch: pytest.MonkeyPatch) -> None:
+    """Which weights are small is found from one side of them."""
+    threshold = MeZO.threshold
+    patch.setattr(MeZO, "threshold", lambda self, weights: threshold(self, weights + self.eps))
+
+
+@mutation
+def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Of those along which the loss is measured."""
+    fill = Perturbed._fill
+    patch.setattr(Perturbed, "_fill", lambda self, unit, _direction, place: fill(self, unit, 0, place))
+
+
+@mutation
+def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
+    put_back = side_by_side._Standing.put_back
+
+    def without(self: Any, now: Any) -> None:
+        self._random = now._random
+        put_back(self, now)
+
+    patch.setattr(side_by_side._Standing, "put_back", without)
+
+
+@mutation
+def losses_of_each_rank_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Method, "sum", lambda self, *values: list(values))
 
 
 # -- disk and checkpoints --------------------------------------------------------------------------------------------

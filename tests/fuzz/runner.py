@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from offload import LOMO, Adafactor, AdaLomo, AdamW, Engine, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
-from offload.engine.loss.loss import find_loss
+from offload.engine.methods.result import Measured
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -32,7 +32,7 @@ from offload.errors import (
 )
 from offload.planning import device_updates, disk
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
-from tests.fuzz import models
+from tests.fuzz import forwards, models
 from tests.fuzz.cases import Case, Op
 from tests.fuzz.faults import Faults, Told
 from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
@@ -89,6 +89,8 @@ class Player:
         self._num_saved = 0
         self._saved: Path | None = None
         self._under_way: tuple[Saving, Path] | None = None
+        self.records: list[Measured] = []  # of the steps by forwards that have led to the weights as they are
+        self._num_records_saved = 0
         self.may_copy = True  # states for a checkpoint, into memory that is left over
         self.engine = self.open(layout)
         self.base_lr = self.engine.lr
@@ -98,7 +100,7 @@ class Player:
         if self.case.kind == "interrupts":
             self.faults = Faults(model)
         budgets = self._budgets if layout is self.case.layouts[0] else {}
-        engine = open_engine(model, self.case.settings, layout, self.folder, self.comm, budgets)
+        engine = open_engine(model, settings_of(self.case), layout, self.folder, self.comm, budgets)
         if self.faults is not None:
             self.faults.watch(engine)
         return engine
@@ -134,7 +136,15 @@ class Player:
         result = self.engine.step(self._batch(op), loss_fn=self._loss_fn(op))
         if result.tokens != self._num_targets(op):
             raise Wrong(f"{result.tokens} tokens, and there are {self._num_targets(op)} targets")
-        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.tokens, result.skipped
+        if result.measured is not None:
+            self.records.append(result.measured)
+        return (
+            models.bits(result.loss.item()),
+            models.bits(result.grad_norm),
+            result.tokens,
+            result.skipped,
+            *(() if result.measured is None else (result.measured,)),
+        )
 
     def _num_targets(self, op: Op) -> int:
         spec = self.case.model
@@ -163,7 +173,7 @@ class Player:
 
     def loss(self, op: Op) -> Tensor:
         """Call the model as an own loop does."""
-        return plain_loss(self.engine.model, self._batch(op), op)
+        return models.loss_of(self.engine.model, self._batch(op), not op.get("loss_fn"))
 
     def _ungraded(self, op: Op) -> Any:
         self.loss(op)
@@ -180,6 +190,7 @@ class Player:
 
     def _save(self, op: Op) -> Any:
         self._num_saved += 1
+        self._num_records_saved = len(self.records)
         folder = self.folder / "checkpoints" / f"{op['seed']}-{self._num_saved}"
         self.settle()
         if self.may_copy and op["seed"] % 2:
@@ -200,23 +211,51 @@ class Player:
         self.settle()
         if self._saved is not None:
             self.engine.load_checkpoint(self._saved)
+            del self.records[self._num_records_saved :]
+
+    def _replay(self, op: Op) -> Any:
+        """Let one rank alone make all steps again, from what they have measured, wherever its states are."""
+        wanted, problem = self.weights(), ""
+        if self.comm.rank == 0:
+            layout = self.case.layouts[op["layout"]] | {"zero_stage": 0}
+            engine = open_engine(models.build(self.case.model), settings_of(self.case), layout, self.folder, Comm(), {})
+            try:
+                engine.replay(self.records)
+                problem = same(dict(engine.named_parameters()), wanted)
+            finally:
+                engine.close()
+        problem = agreed(self.comm, problem)
+        if problem:
+            raise Wrong(f"replayed: {problem}")
+
+    def _export(self, op: Op) -> Any:
+        if not models.is_family(self.case.model):
+            return
+        self._num_saved += 1
+        folder = self.folder / "exports" / f"{op['seed']}-{self._num_saved}"
+        self.engine.export(folder, dtype=torch.float32)
+        wanted = self.weights()
+        problem = same(dict(type(self.engine.model).from_pretrained(folder).named_parameters()), wanted)
+        if problem:
+            raise Wrong(f"exported: {problem}")
 
     def _reopen(self, op: Op) -> Any:
         """Go on in a new engine, which lies elsewhere."""
         self.settle()
-        before, lr = self._saved, self.engine.lr
+        before, lr, num_records = self._saved, self.engine.lr, self._num_records_saved
         self._save(op)
         self.settle()
         self.engine.close()
         self.engine = self.open(self.case.layouts[op["layout"]])
         self.engine.load_checkpoint(self._saved or "")
-        self.engine.lr, self._saved = lr, before
+        self.engine.lr, self._saved, self._num_records_saved = lr, before, num_records
 
     def _world(self, op: Op) -> Any:
         """Let one rank alone load what all have saved, and save it; all go on from that."""
         self.settle()
-        before = self._saved
+        before, num_records = self._saved, self._num_records_saved
         self._save(op)
+        self._num_records_saved = num_records
         self.settle()
         if models.moves(self.case.model):  # every rank has moved its own, and one rank has one
             self.engine.load_checkpoint(self._saved or "")
@@ -226,7 +265,7 @@ class Player:
         saved, other = self._saved, self.folder / "checkpoints" / f"{op['seed']}-alone"
         assert saved is not None
         if self.comm.rank == 0:
-            engine = open_engine(models.build(self.case.model), self.case.settings, {}, self.folder, Comm(), {})
+            engine = open_engine(models.build(self.case.model), settings_of(self.case), {}, self.folder, Comm(), {})
             engine.load_checkpoint(saved)
             problem = same(dict(engine.named_parameters()), wanted)
             engine.save_checkpoint(other)
@@ -238,12 +277,9 @@ class Player:
         self._saved = before
 
 
-def plain_loss(model: nn.Module, given: dict[str, Tensor], op: Op) -> Tensor:
-    """Return the loss of a model that is called directly."""
-    if op.get("loss_fn"):
-        inputs = {key: value for key, value in given.items() if key != "labels"}
-        return models.cross_entropy(model(**inputs), given)
-    return find_loss(model(**given))
+def settings_of(case: Case) -> dict[str, Any]:
+    """Return what the engines of a case are told, its rule as an object where it has values of its own."""
+    return case.settings if case.forwards is None else {**case.settings, "optimizer": forwards.rule_of(case)}
 
 
 def open_engine(
@@ -262,7 +298,7 @@ def open_engine(
     keys = ("debug", "recompute", "prefetch", "throttle", "update", "zero_stage")
     more = {key: layout[key] for key in keys if key in layout}
     given = dict(settings)
-    if "optimizer" in given:
+    if isinstance(given.get("optimizer"), str):
         given["optimizer"] = RULES[given["optimizer"]]
     with ExitStack() as stack:
         if layout.get("small_tiles"):
@@ -312,7 +348,12 @@ def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
     ops = [op for op in case.ops if op]
     seen = record(case, comm, folder / "twin", ops)
     outcome.notes.update(op["do"] for op in ops[: len(seen)])
-    if case.plain:
+    if case.plain and case.forwards is not None:
+        problem = forwards.compare(case, ops, seen, _last["blocks"], outcome.notes) if comm.rank == 0 else ""
+        problem = agreed(comm, problem)
+        if problem:
+            raise Wrong(problem)
+    elif case.plain:
         compare_plain(case, ops, seen, outcome)
     if case.one:
         compare_one(case, comm, folder / "one", ops, seen)
@@ -376,6 +417,7 @@ def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
             seen.append(Seen(result, player.weights() if looks else None))
         if seen:
             seen[-1].weights = player.weights()
+            _last.update(blocks=[unit.name for unit in player.engine._state.units if unit.is_block])
             _last.update(states=all_states(player.engine), buffers=buffers(player.engine))
     return seen
 
@@ -554,7 +596,7 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
     player.may_copy = False
     try:
         for op in ops:
-            if op["do"] in ("reopen", "world"):
+            if op["do"] in ("reopen", "world", "replay", "export"):
                 continue
             of = op["of"] if op["do"] == "fail" else op
             with suppress(Refused):
@@ -618,7 +660,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
             losses = []
             for again in range(op.get("passes", 1)):
                 torch.manual_seed(op["seed"] + again)
-                losses.append(plain_loss(reference.model, given, op))
+                losses.append(models.loss_of(reference.model, given, not op.get("loss_fn")))
                 losses[-1].backward()
                 reference.collect()
             loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
@@ -654,7 +696,7 @@ def step(reference: Reference, given: dict[str, Tensor], op: Op, count: Any) -> 
     for start in range(0, num_rows, rows):
         part = {key: value[start : start + rows] for key, value in given.items()}
         if count(part):
-            loss = plain_loss(reference.model, part, op) * (count(part) / count(given))
+            loss = models.loss_of(reference.model, part, not op.get("loss_fn")) * (count(part) / count(given))
             loss.backward()
             total += loss.detach().float()
             reference.collect()

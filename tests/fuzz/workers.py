@@ -149,6 +149,7 @@ def prepare() -> None:
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # whose thread stays
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     lane._LONGEST_DELAY_S = 0.001  # the work of tiny models takes less than that

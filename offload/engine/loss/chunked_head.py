@@ -84,17 +84,23 @@ class ChunkedHead:
         for number, span in enumerate([*spans[:1] * missing, *spans]):  # what is overwritten comes first
             labels = shifted[:, span].contiguous()
             if number < missing:
-                labels.fill_(IGNORED)
+                labels = torch.full_like(labels, IGNORED)
             elif skips and not any(has_targets[span]):
                 continue
             leaf = hidden[:, span].detach().requires_grad_(hidden.requires_grad)
             part = copy.copy(output)
             part["last_hidden_state"] = leaf
             with self._replaced(lambda *_args, part=part, **_kwargs: part):
-                outputs = self._model(
-                    input_ids=batch["input_ids"][:, span], labels=labels, shift_labels=labels, num_items_in_batch=tokens
+                # No name for the outputs: the logits of a chunk go before the next one's come.
+                loss = find_loss(
+                    self._model(
+                        input_ids=batch["input_ids"][:, span],
+                        labels=labels,
+                        shift_labels=labels,
+                        num_items_in_batch=tokens,
+                    )
                 )
-            yield find_loss(outputs), leaf, span
+            yield loss, leaf, span
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:

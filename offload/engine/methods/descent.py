@@ -65,6 +65,8 @@ class Descent:
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
         self._pending.flush()  # of units that no pass has come to
+        # From here on an interrupt finds some of it put off or made, or the step counted and its update not yet due.
+        self._state.updates.is_updating = True
         self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
         self._state.updates.descend(works, go_on)
 

@@ -88,8 +88,9 @@ class Pending:
         """Make on the host what is put off still."""
         if self._works:
             works = dict(self._works)
-            self._state.updates.descend(works, lambda: None)
+            self._state.updates.is_updating = True  # whoever is interrupted from here on does not know if it is made
             self._works.clear()
+            self._state.updates.descend(works, lambda: None)
 
     def forget(self) -> None:
         """The weights are others by now."""

@@ -28,6 +28,13 @@ class Measured(NamedTuple):
     losses: tuple[tuple[float, float], ...] = ()
     """On both sides of the weights, along each direction. A replay does not ask for them."""
 
+    def fields(self) -> dict[str, Any]:
+        """Return what a record of the step has of it: numbers for one direction, lists for several."""
+        plus, minus = ([pair[side] for pair in self.losses] for side in (0, 1))
+        lists = {"projected_grad": list(self.slopes), "loss_plus": plus, "loss_minus": minus}
+        shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
+        return {"seed": self.seed, "lr": self.lr, **shown}
+
     @classmethod
     def of(cls, record: Any) -> Measured:
         """Return what a record says: one of these, the first three or more of its fields, or a line of a run's

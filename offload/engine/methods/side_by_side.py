@@ -15,6 +15,7 @@ from offload.engine.methods.perturbed import Perturbed
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments, deliver, without_caches
 from offload.engine.units.call import Surroundings
+from offload.engine.units.condition import Dicts
 from offload.engine.units.drawn import Drawn
 from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
@@ -33,6 +34,7 @@ class SideBySide:
         self._above: list[nn.Module] = []
         self._kept: dict[int, _Standing] = {}
         self._begin: _Standing | None = None
+        self._last: _Standing | None = None  # what was last put back
         self._open: Unit | None = None  # whose weights are up
         self._have_run: set[int] = set()
         self._num_passes = 0
@@ -44,13 +46,13 @@ class SideBySide:
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
         self._above = [module for module in state.model.modules() if module not in inside]
         self._num_passes, self._open, self._kept = num_passes, None, {}
-        self._begin = _Standing(state, self._above)
+        self._begin = self._last = _Standing(state, self._above)
         passes = [self._pass(function) for _ in range(num_passes)]
         with state.router.diverted(self._call), self._residents_moved():
             try:
                 results = self._lockstep.run(passes)
             finally:
-                self._kept, self._begin = {}, None
+                self._kept, self._begin, self._last = {}, None, None
             self._leave()
         return results
 
@@ -130,8 +132,9 @@ class SideBySide:
     def _switched(self, leaves: int, comes: int) -> None:
         """Another pass has its turn: all is as it was when it had it last."""
         assert self._begin is not None
-        self._kept[leaves] = _Standing(self._state, self._above)
-        self._kept.get(comes, self._begin).put_back()
+        self._kept[leaves] = _Standing(self._state, self._above, self._last)
+        self._last = self._kept.get(comes, self._begin)
+        self._last.put_back(self._kept[leaves])
         self._move_residents(comes)
 
 
@@ -140,20 +143,25 @@ class _Standing:
     noted in modules. (Hooks that it has registered are everybody's, and so are notes of that.)
     """
 
-    def __init__(self, state: EngineState, modules: list[nn.Module]) -> None:
-        self._state, self._modules = state, modules
-        self._random, self._drawn = state.device.random_state(), Drawn.so_far()
+    def __init__(self, state: EngineState, modules: list[nn.Module], last: _Standing | None = None) -> None:
+        """`last`: what was put back last, of which most is unchanged."""
+        self._state = state
+        self._random = state.device.random_state()
+        self._drawn: Drawn = Drawn.so_far(None if last is None else last._drawn)
         self._ours, self._batch = state.is_ours, state.runner.standing
-        self._attributes = [vars(module).copy() for module in modules]
+        is_same = last is not None and last._attributes.are_as_then
+        self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
 
-    def put_back(self) -> None:
-        """All is as it was."""
+    def put_back(self, now: _Standing) -> None:
+        """All is as it was. `now`: how it is."""
         state = self._state
         state.device.set_random_state(self._random)
-        self._drawn.put_back()
+        if self._drawn is not now._drawn:
+            self._drawn.put_back()
         state.is_ours, state.runner.standing = self._ours, self._batch
-        for module, then in zip(self._modules, self._attributes, strict=True):
-            live = vars(module)
+        if self._attributes is now._attributes:
+            return
+        for live, then in self._attributes.pairs():
             for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:
                 if _is_own(key, live.get(key)) or _is_own(key, then.get(key)):
                     if key in then:

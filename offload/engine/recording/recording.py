@@ -53,11 +53,19 @@ class Recording:
     rows, if there was one.
     """
 
-    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int, before: Recording | None = None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        runner: UnitRunner,
+        rows: int,
+        before: Recording | None = None,
+        has_backward: bool = True,
+    ) -> None:
+        """`has_backward`: a step has one; else it is made of forwards that are to draw alike."""
         self.outside_readers: set[str] = set()
         self.rows = rows
         self.uses: dict[str, list[Use]] = {}
-        self._runner, self._before = runner, before
+        self._runner, self._before, self._has_backward = runner, before, has_backward
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
@@ -215,10 +223,10 @@ class Recording:
                 )
 
     def _refuse_other_results(self, unit: Unit, arguments: Arguments) -> None:
-        """Raise ConfigError where a unit gives another result when it runs again as a recompute does: it draws from a
-        generator of its own, or goes by what is in none of its attributes.
+        """Raise ConfigError where a unit gives another result when it runs again as a recompute does, or the next pass:
+        it draws from a generator of its own, or goes by what is in none of its attributes.
         """
-        if self._runner.saved.surely_keeps_graph(unit):
+        if self._has_backward and self._runner.saved.surely_keeps_graph(unit):
             return
         self._inside = unit
         self._runner.enter(unit)
@@ -228,11 +236,18 @@ class Recording:
             self._runner.leave()
             self._inside = None
         if not all(map(_close, _floats(first), _floats(second))):
+            what, rest = (
+                (
+                    "gradients would belong to another forward when train.recompute runs it again",
+                    ", or set train.recompute to never",
+                )
+                if self._has_backward
+                else ("losses on both sides of the weights would differ by that", "")
+            )
             raise ConfigError(
-                f"unit {unit.name} gives another result each time it runs on the same input, so that its gradients "
-                "would belong to another forward when train.recompute runs it again. Draw random numbers from the "
-                "default generators of torch, Python or numpy, which are put back for that (not from a "
-                "torch.Generator, random.Random or numpy Generator of its own), or set train.recompute to never."
+                f"unit {unit.name} gives another result each time it runs on the same input, so that its {what}. Draw "
+                "random numbers from the default generators of torch, Python or numpy, which are put back for that "
+                f"(not from a torch.Generator, random.Random or numpy Generator of its own){rest}."
             )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:

@@ -60,7 +60,8 @@ class Rehearsal:
     Each pass leaves weights, buffers, generators and counters as they were.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, cuts: bool) -> None:
+    def __init__(self, state: EngineState, counters: Counters, cuts: bool, has_backward: bool) -> None:
+        self._has_backward = has_backward
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, Found] = {}
@@ -421,7 +422,7 @@ class Rehearsal:
     def _settled(self, run: Callable[[Recording], _Made], rows: int, before: Recording | None) -> _Made:
         """Run under the eyes of a recording, again with more resident units as long as some are read from outside."""
         while True:
-            recording = Recording(self._state.units, self._state.runner, rows, before)
+            recording = Recording(self._state.units, self._state.runner, rows, before, self._has_backward)
             try:
                 with self._state.hold.watched(self._state.undo), self._state.undo.within(recording.reads()):
                     result = run(recording)

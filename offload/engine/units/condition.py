@@ -33,8 +33,8 @@ class Condition:
 
     def __init__(self, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
         self._modules, self._next_hook = modules, RemovableHandle.next_id
-        self._attributes = _Dicts(map(vars, modules))
-        self._buffers = _Dicts(map(attrgetter("_buffers"), modules))
+        self._attributes = Dicts(map(vars, modules))
+        self._buffers = Dicts(map(attrgetter("_buffers"), modules))
         found = [(module, key, module._buffers.get(key)) for module, key in moving]
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
 
@@ -60,7 +60,7 @@ class Condition:
             with undo.afterwards(then.put_back):
                 yield
         else:
-            with undo.afterwards(_Dicts(map(vars, self._modules)).put_back):
+            with undo.afterwards(Dicts(map(vars, self._modules)).put_back):
                 then.put_back()
                 yield
 
@@ -108,7 +108,7 @@ class Moment:
         self.condition.put_back()
 
 
-class _Dicts:
+class Dicts:
     """What modules' own dicts hold at one moment."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
@@ -125,11 +125,15 @@ class _Dicts:
             and all(map(is_, chain.from_iterable(live), chain.from_iterable(then)))
         )
 
+    def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield each of them, and what it held."""
+        return zip(self._dicts, self._then, strict=True)
+
     def put_back(self) -> None:
         """The same hangs there again, but for the engine's own forward: a unit may stay on the device from now on."""
         if self.are_as_then:
             return
-        for live, before in zip(self._dicts, self._then, strict=True):
+        for live, before in self.pairs():
             for key in live.keys() - before.keys() - {"forward"}:
                 del live[key]
             for key, value in before.items():

@@ -1,0 +1,112 @@
+"""Training by forward passes alone, beside plain PyTorch that does the same (tests/engine/zeroth_order.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from offload import MeZO
+from offload.engine.methods.result import Measured
+from tests.engine.zeroth_order import PlainMeZO
+from tests.fuzz import models
+from tests.fuzz.cases import Case, Op
+from tests.fuzz.oracles import same
+
+_NEAR = 2e-5
+"""How far losses may be apart whose sums are in another order, as a share."""
+
+
+def rule_of(case: Case) -> MeZO:
+    return MeZO(**{"lr": 1e-3, "eps": 1e-2, **(case.forwards or {})})
+
+
+def compare(case: Case, ops: Sequence[Op], seen: Sequence[Any], blocks: Sequence[str], notes: Counter[str]) -> str:
+    """Return how steps differ from those of plain PyTorch, if they do. It measures the losses itself, compares them as
+    exactly as the order of sums allows, and then moves by the slopes that were seen: its weights have the same bits,
+    however batches were cut. `seen`: what each op gave, and the weights after it. `blocks`: the names of modules.
+    """
+    spec, precision = case.model, case.settings.get("precision", "fp32")
+    if spec.get("half"):  # weights of two precisions at once
+        return ""
+    own = models.build(spec)
+    plain = PlainMeZO(models.build(spec), rule_of(case), precision, seed=case.settings.get("seed", 0))
+    modules = [own.get_submodule(name) for name in blocks]
+    measures, is_exact = _measures(case)
+    saved = None
+    for number, (op, its) in enumerate(zip(ops, seen, strict=False)):
+        do, where = op["do"], f"op {number}, plain PyTorch: "
+        if do == "save":
+            saved = copy.deepcopy(plain.masters), plain.num_steps
+        elif do == "load" and saved is not None:
+            plain.masters, plain.num_steps = copy.deepcopy(saved)
+            measures = measures and not models.moves(spec)
+        elif do == "lr":
+            plain.rule = replace(plain.rule, lr=rule_of(case).lr * op["factor"])
+        elif do in ("forward", "ungraded", "empty"):
+            measures = measures and not models.moves(spec)
+        elif do == "step" and isinstance(its.result, tuple):
+            taking = plain.chosen(modules, own).__contains__
+            losses = None
+            if measures:
+                torch.manual_seed(op["seed"])
+                losses = plain.measure(lambda op=op: _loss(plain, case, op), taking)
+            else:
+                plain.num_steps += 1
+            if isinstance(its.result[-1], Measured):
+                measured = its.result[-1]
+                problem = _judge(plain, measured, losses, is_exact)
+                if problem:
+                    return where + problem
+                plain.move(measured.slopes, taking)
+                notes["by forwards, to the bit" if is_exact and measures else "by forwards"] += 1
+        if its.weights is not None:
+            problem = same(its.weights, plain.masters)
+            if problem:
+                return where + problem
+    return ""
+
+
+def _measures(case: Case) -> tuple[bool, bool]:
+    """Return whether plain PyTorch has the losses of a case, and whether it has their bits."""
+    spec, settings = case.model, case.settings
+    is_cut = "micro_batch_size" in settings or case.world > 1
+    is_exact = not is_cut and "head_chunk_bytes" not in settings
+    is_wide = settings.get("precision") != "bf16"
+    if not is_wide and (not is_exact or models.moves(spec)):
+        return False, False
+    if is_cut and (models.is_random(spec) or models.mixes_rows(spec)):
+        return False, False
+    # A unit that is used twice moves its buffers for both passes before it is used again.
+    again = any(isinstance(tile, int) for tile in spec.get("tiles", ()))
+    return not (again and models.moves(spec)), is_exact
+
+
+def _loss(plain: PlainMeZO, case: Case, op: Op) -> float:
+    """Return the loss over the rows of all ranks."""
+    is_own = not op.get("loss_fn")
+    shares = [models.batch(case.model, op["batch"], rank) for rank in range(case.world)]
+    counts = [models.targets(case.model, share, is_own) for share in shares]
+    losses = [
+        float(models.loss_of(plain.model, share, is_own)) if count else 0.0
+        for share, count in zip(shares, counts, strict=True)
+    ]
+    return sum(loss * (count / sum(counts)) for loss, count in zip(losses, counts, strict=True))
+
+
+def _judge(plain: PlainMeZO, measured: Measured, losses: list[tuple[float, float]] | None, is_exact: bool) -> str:
+    """Return what is wrong with what a step has measured."""
+    if measured.step != plain.num_steps or measured.seed != plain.seed or measured.lr != plain.rule.lr:
+        return f"it is told as step {measured.step} of seed {measured.seed} at {measured.lr}"
+    slopes = tuple((plus - minus) / (2 * plain.rule.eps) for plus, minus in measured.losses)
+    if slopes != measured.slopes:
+        return f"the slopes {measured.slopes} are not those of the losses, {slopes}"
+    for pair, wanted in zip(measured.losses, losses or (), strict=losses is not None):
+        for one, other in zip(pair, wanted, strict=True):
+            if one != other and (is_exact or abs(one - other) > _NEAR * max(1e-2, abs(other))):
+                return f"the losses are {measured.losses}, and plain PyTorch gives {losses}"
+    return ""
