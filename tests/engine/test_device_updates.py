@@ -28,7 +28,7 @@ from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks
 from tests.matrix import matrix
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 PLACES: dict[str, dict[str, str]] = {
     "cpu": {},
     "weights stay": {"parameters": "device", "optimizer": "cpu"},
@@ -61,7 +61,7 @@ def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[s
     """Return what each step gave, and the weights; a step in the middle is skipped where that is allowed."""
     found = []
     for seed in range(num_steps):
-        spikes = seed == 7 and engine._state.updates._skips
+        spikes = seed == 3 and engine._state.updates._skips
         loss_fn = (lambda outputs, batch: outputs.loss * float("inf")) if spikes else None
         result = engine.step(tokens(seed), loss_fn=loss_fn)
         found.append((result.loss.item(), result.grad_norm, result.skipped, result.corrected))
@@ -149,9 +149,7 @@ RANKS: list[dict[str, Any]] = [
 
 
 @TWO_KERNELS
-@pytest.mark.parametrize(
-    ("size", "num_steps"), [(3, 3), *(pytest.param(size, 20, marks=pytest.mark.slow) for size in (2, 3))]
-)
+@pytest.mark.parametrize(("size", "num_steps"), [(2, 3), pytest.param(3, 10, marks=pytest.mark.slow)])
 def test_bits_are_the_same_over_ranks(size: int, num_steps: int, tmp_path: Path) -> None:
     common = {"rows": [1] * size, "num_steps": num_steps, "folder": str(tmp_path)}
     cases = ["plain", "frozen in bf16", "tied", "plain"]

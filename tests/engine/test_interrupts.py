@@ -27,7 +27,7 @@ from tests.matrix import matrix
 
 ENGINE = str(Path(offload.__file__).parent)
 DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
-NUM_SAMPLES = 5
+NUM_SAMPLES = 3
 
 
 class Lines:

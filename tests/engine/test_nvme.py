@@ -100,7 +100,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
 
 # -- the same bits -------------------------------------------------------------------------------------------
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefetch, folders), (folders, fraction)
     (("io_uring", "threads")[(prefetch + part) % 2], prefetch, 1 + (prefetch + part) % 3, fraction)
     for prefetch in range(5)

@@ -57,7 +57,7 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return [*slow, *((value, "bf16") for value in values)]
 
 
-@pytest.mark.parametrize(("make", "precision"), quick([*CAUSAL, *UNSHIFTED], [llama, gpt2, t5]))
+@pytest.mark.parametrize(("make", "precision"), quick([*CAUSAL, *UNSHIFTED], [t5]))
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], precision: str) -> None:
     train_both(build(make), precision=precision, kept=lambda name: make is t5 and ".wo." in name).close()
 
@@ -80,7 +80,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "precision"), quick(list(PLACES), ["cpu", "leftover", "nvme"]))
+@pytest.mark.parametrize(("place", "precision"), quick(list(PLACES), ["leftover"]))
 def test_where_states_rest_changes_no_bit(
     place: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize(("place", "precision"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], ["cpu"]))
+@pytest.mark.parametrize(("place", "precision"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], []))
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, precision: str) -> None:
     """Each weight goes up once a step, with what its update needs, and down once where it took part."""
     rule = replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7)
@@ -200,7 +200,7 @@ def test_what_stays_in_slots_is_updated_there() -> None:
 @LEDGER
 def test_the_device_needs_no_more_for_more_layers() -> None:
     peaks = []
-    for num_layers in (4, 64):
+    for num_layers in (4, 16):
         engine = Engine(make_model(num_layers), RULE, **PLACES["cpu"])
         engine.step(tokens())
         engine.step(tokens(1))

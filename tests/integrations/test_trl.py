@@ -125,7 +125,11 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
     assert_same_run(offloaded, plain)
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("sft chunked_nll", "dpo", "grpo", "lora")
+"""Each of what differs in a trainer that goes on: a head of its own, a second model, a text that is drawn, adapters."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in CASES])
 def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
     """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
     how: dict[str, Any] = {

@@ -102,7 +102,7 @@ def test_a_run_repeats_itself(run: Any) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5", "bert"])
 def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None:
     result, lines, said = run("run", family, train__micro_batch_size=2)
     assert "reloaded" in said
