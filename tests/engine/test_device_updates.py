@@ -77,6 +77,7 @@ def on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[s
 
 @TWO_KERNELS
 @matrix(
+    strength=1,
     place=list(PLACES),
     clip=list(CLIPS),
     precision=["fp32", "bf16"],

@@ -21,6 +21,7 @@ from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_rules import PLACES, placed
+from tests.matrix import matrix
 
 
 class Waiting(LOMO):
@@ -55,17 +56,19 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
     assert engine._state.runner.step_number == 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"micro_batch_size": 2},
-        {"head_chunk_bytes": 4096},
-        {"debug": 3, "prefetch": 0},
-        {"recompute": "never"},
-        {"placement": Placement(parameters="cpu", optimizer="cpu", device_memory="300KiB"), "recompute": "auto"},
-    ],
-    ids=lambda settings: next(iter(settings)),
+@matrix(
+    strength=1,
+    settings={
+        "micro_batch_size": {"micro_batch_size": 2},
+        "head_chunk_bytes": {"head_chunk_bytes": 4096},
+        "debug": {"debug": 3, "prefetch": 0},
+        "recompute": {"recompute": "never"},
+        "placement": {
+            "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="300KiB"),
+            "recompute": "auto",
+        },
+    },
+    precision=["fp32", "bf16"],
 )
 def test_what_a_step_consists_of_makes_no_difference(settings: dict[str, Any], precision: str) -> None:
     """Two backwards give what one does whose gradients wait for the norm."""

@@ -87,7 +87,7 @@ def test_activations_on_the_host_change_no_bit(settings: dict[str, Any], mode: s
         assert_as_serial(deep, mode, placement=placed, **settings)
 
 
-@matrix(make=[gpt2, t5], recompute=["always", "never", "auto"], mode=list(MODES))
+@matrix(strength=1, make=[gpt2, t5], recompute=["always", "never", "auto"], mode=list(MODES))
 def test_tied_weights_dropout_and_kept_graphs(make: Callable[[], nn.Module], recompute: str, mode: str) -> None:
     assert_as_serial(make, mode, debug=11, recompute=recompute)
 

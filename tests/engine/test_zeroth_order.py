@@ -20,7 +20,7 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -57,7 +57,18 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return [*slow, *((value, "bf16") for value in values)]
 
 
-@pytest.mark.parametrize(("make", "precision"), quick([*CAUSAL, *UNSHIFTED], [t5]))
+PLAIN = {llama: "fp32", gpt2: "bf16", mixtral: "bf16", mamba: "fp32", t5: "bf16"}
+"""Of the quick run."""
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        pytest.param(make, precision, marks=[] if PLAIN.get(make) == precision else pytest.mark.slow)
+        for make in (*CAUSAL, *UNSHIFTED)
+        for precision in ("fp32", "bf16")
+    ],
+)
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], precision: str) -> None:
     train_both(build(make), precision=precision, kept=lambda name: make is t5 and ".wo." in name).close()
 

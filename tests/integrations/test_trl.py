@@ -111,7 +111,7 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
     ("name", "accumulation"),
     [
         *((name, 1) for name in CASES),
-        *(pytest.param(n, 4, marks=[] if n in ("sft packing", "grpo") else pytest.mark.slow) for n in CASES),
+        *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in CASES),
     ],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulation: int) -> None:

@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
 def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) -> Run:
     """A run on that disk, over two ranks by --gpus."""
     starter = forks if request.param == 1 else Commands(folder, start)

@@ -288,7 +288,7 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
     ("settings", "prefetch"),
     [
         ({}, 0),  # nothing works beside compute
-        ({"offload__prefetch": 3}, 3),
+        pytest.param({"offload__prefetch": 3}, 3, marks=pytest.mark.slow),
         ({"offload__throttle": THROTTLE}, 2),
         ({"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"}, 1),
         ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # as a number it would be less
