@@ -10,7 +10,7 @@ PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
 # in their order, so that none of the long ones with few tests is left for the end.
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
 # The engine's tests, but for those of disks, of processes that end and of the host's memory, in which the device has no
 # part; ON_DEVICE=tests/engine is all of them.
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,disk_faults memory ranks_faults ranks_memory), \
@@ -100,7 +100,7 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 # compile it where it is missing, and are skipped where that cannot be. First what it does itself and races on it, then
 # tests of the engine with it for their device.
 test-accelerator: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "accelerator and not slow" tests/accelerator $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
 
 # Each case of the races with each of the twenty seeds, and the slow side on either end.

@@ -110,10 +110,14 @@ def steps(engine: Engine) -> None:
 
 
 @TWO_KERNELS
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize(
-    ("work", "settings"),
-    [(own_loop, {"precision": "bf16"}), (own_loop, {"precision": "fp32"}), (steps, {"micro_batch_size": 1})],
+    ("work", "settings", "place"),
+    [
+        (own_loop, {"precision": "bf16"}, "nvme"),
+        (steps, {"micro_batch_size": 1}, "cpu"),
+        pytest.param(own_loop, {"precision": "fp32"}, "cpu", marks=pytest.mark.slow),
+        pytest.param(steps, {"micro_batch_size": 1}, "nvme", marks=pytest.mark.slow),
+    ],
 )
 def test_sums_over_several_passes(
     work: Callable[[Engine], None], settings: dict[str, Any], place: str, tmp_path: Path

@@ -260,7 +260,12 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-@matrix(place=list(PLACES), settings=[FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}], recompute=["always", "never"])
+@matrix(
+    strength=1,
+    place=list(PLACES),
+    settings=[FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}],
+    recompute=["always", "never"],
+)
 def test_a_torn_engine_is_sound_again_once_it_has_loaded(
     place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
 ) -> None:

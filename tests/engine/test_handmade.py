@@ -79,8 +79,7 @@ def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) 
         train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
 
 
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
-@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+@matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> None:
     settings = {"recompute": recompute, "loss_fn": cross_entropy, "group": sum_by_layer}
     for placement in (Placement(), Placement(activations="cpu")):
