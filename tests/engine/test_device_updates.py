@@ -78,6 +78,7 @@ def on_the_host(clip: str, precision: str, rule: str) -> tuple[list[Any], dict[s
 @TWO_KERNELS
 @matrix(
     strength=1,
+    long=2,
     place=list(PLACES),
     clip=list(CLIPS),
     precision=["fp32", "bf16"],
@@ -187,6 +188,7 @@ def held_by_region(engine: Engine) -> list[bool]:
 @TWO_KERNELS
 @matrix(
     strength=1,
+    long=2,
     place=["cpu", "nvme"],
     precision=list(ROOM),
     clip=list(CLIPS),

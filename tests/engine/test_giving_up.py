@@ -98,7 +98,7 @@ def assert_no_threads(engine: Engine) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@matrix(where=["forward", "backward"], lanes=list(LANES), mode=[FREE, DEFERRED, SPECULATIVE])
+@matrix(strength=1, where=["forward", "backward"], lanes=list(LANES), mode=[FREE, DEFERRED, SPECULATIVE])
 def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str, Any]) -> None:
     undisturbed, engine = breaking(**mode), breaking(**mode, **LANES[lanes])
     for seed in range(3):

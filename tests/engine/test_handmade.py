@@ -34,7 +34,7 @@ from tests.matrix import matrix
 NUM_STEPS = 3
 
 
-@matrix(model=MODELS, precision=["fp32", "bf16"], debug={"": False, "poisoned": True})
+@matrix(strength=1, model=MODELS, precision=["fp32", "bf16"], debug={"": False, "poisoned": True})
 def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) -> None:
     batches = [words(seed) for seed in range(2 if debug else NUM_STEPS)]
     with warnings.catch_warnings():

@@ -35,7 +35,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
-@matrix(rule=list(RULES), place=list(PLACES), precision=["fp32", "bf16"])
+@matrix(strength=1, rule=list(RULES), place=list(PLACES), precision=["fp32", "bf16"])
 def test_tiers_change_no_bit(rule: str, place: str, precision: str, tmp_path: Path) -> None:
     if rule == "muon" and place == "device" and own_device().type != "cpu":
         pytest.skip("AdamW for the rest: an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")

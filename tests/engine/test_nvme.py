@@ -147,6 +147,7 @@ def test_steps_are_bit_equal(
 
 @matrix(
     strength=1,
+    long=2,
     gradients=["auto", "nvme"],
     settings=[{"debug": 1}, {"debug": 2}, {"throttle": SLOW}],
     precision=["fp32", "bf16"],
@@ -171,7 +172,7 @@ MIXES: dict[str, dict[str, str]] = {
 }
 
 
-@matrix(strength=1, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
+@matrix(strength=1, long=2, mix=list(MIXES), precision=["fp32", "bf16"], mode=list(MODES))
 def test_every_mix_of_tiers_is_bit_equal(mix: str, precision: str, mode: str, folder: Path) -> None:
     settings = {"precision": precision, "recompute": "always", **MODES[mode]}
     found = train(deep, 4, placement=Placement(**MIXES[mix], nvme_dir=folder), **settings)

@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@matrix(placement=PLACEMENTS, precision=["fp32", "bf16"], max_grad_norm={"clipped": 1.0, "unclipped": None})
+@matrix(strength=1, placement=PLACEMENTS, precision=["fp32", "bf16"], max_grad_norm={"clipped": 1.0, "unclipped": None})
 def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str, max_grad_norm: float | None) -> None:
     settings = {"placement": Placement(**placement), "precision": precision, "max_grad_norm": max_grad_norm}
     train_both(build(llama), batches(3), **settings)

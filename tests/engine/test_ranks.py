@@ -185,9 +185,17 @@ COVER = all_pairs(
 )
 
 
-QUICK = COVER[::2]
-"""Every value is in these, and most pairs are; in the long run every two values meet."""
-assert all({one[axis] for one in QUICK} == {one[axis] for one in COVER} for axis in COVER[0])
+def few() -> list[dict[str, str]]:
+    """Return some of them in which every value is; in the long run every two values meet."""
+    found: list[dict[str, str]] = []
+    missing = {item for one in COVER for item in one.items()}
+    while missing:
+        found.append(max(COVER, key=lambda one: len(missing & one.items())))
+        missing -= found[-1].items()
+    return found
+
+
+QUICK = few()
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 LION = Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5, groups=(("q_proj", {"lr_scale": 0.5}), ("norm", {})))
 
 
-@matrix(max_grad_norm=[0.2, None], place=list(PLACES), precision=["fp32", "bf16"])
+@matrix(strength=1, max_grad_norm=[0.2, None], place=list(PLACES), precision=["fp32", "bf16"])
 def test_lion_is_plain_torch_with_its_kernel(
     place: str, precision: str, max_grad_norm: float | None, tmp_path: Path
 ) -> None:
@@ -295,7 +295,7 @@ def assert_planes(engine: Engine, reference: Reference) -> None:
                 assert torch.equal(found, wanted.cpu()), (info.name, plane)
 
 
-@matrix(rule=list(SMALL), place=list(PLACES), precision=["fp32", "bf16"])
+@matrix(strength=1, rule=list(SMALL), place=list(PLACES), precision=["fp32", "bf16"])
 def test_small_states_are_those_of_the_kernel_and_go_on_from_a_checkpoint(
     rule: str, place: str, precision: str, tmp_path: Path, small_bytes: None
 ) -> None:
@@ -429,7 +429,7 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 # -- SGD ---------------------------------------------------------------------------------------------------------------
 
 
-@matrix(momentum=[0.0, 0.9], place=list(PLACES), precision=["fp32", "bf16"])
+@matrix(strength=1, momentum=[0.0, 0.9], place=list(PLACES), precision=["fp32", "bf16"])
 def test_sgd_is_plain_torch_with_its_kernel(momentum: float, place: str, precision: str, tmp_path: Path) -> None:
     rule = SGD(lr=0.1, momentum=momentum, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),))
     settings = {"precision": precision, "max_grad_norm": 0.2}

@@ -117,7 +117,8 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return call
 
 
-@pytest.mark.parametrize("num_bits", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow  # in the quick run: tests/checkpoint/test_damage.py
+@pytest.mark.parametrize("num_bits", [200])
 def test_flipped_bits(inside: Any, num_bits: int) -> None:
     """Break: leave out the comparison of one kind of file with its checksum."""
     inside(lambda loader: flip_bits(loader, num_bits))

@@ -116,6 +116,7 @@ def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     assert run.checkpoints.folders()[0].name == f"step-{len(steps)}"
 
 
+@pytest.mark.slow  # in the quick run: one that goes on
 def test_or_the_command_ends(run: Run, disk: Path) -> None:
     run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
     processes = run.start()
