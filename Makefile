@@ -10,7 +10,7 @@ PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
 # Most tests wait, for processes, links and disks. A file stays with one worker, which makes its fixtures once; files come
 # in their order, so that none of the long ones with few tests is left for the end.
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
 # The engine's tests, but for those of disks, of processes that end and of the host's memory, in which the device has no
 # part; ON_DEVICE=tests/engine is all of them.
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,disk_faults memory ranks_faults ranks_memory), \
@@ -28,7 +28,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
-	@echo "make test      pytest, about five minutes    (ARGS=...)"
+	@echo "make test      pytest, about seven minutes   (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; eight minutes"
@@ -100,7 +100,7 @@ build/accelerator/libaccelerator.so: $(READY) $(wildcard tests/accelerator/csrc/
 # compile it where it is missing, and are skipped where that cannot be. First what it does itself and races on it, then
 # tests of the engine with it for their device.
 test-accelerator: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "accelerator and not slow" tests/accelerator $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "accelerator and not slow" tests/accelerator $(ARGS)
 	$(BIN)/python -m pytest $(WORKERS) --device sim $(ON_DEVICE) $(ARGS)
 
 # Each case of the races with each of the twenty seeds, and the slow side on either end.

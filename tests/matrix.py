@@ -14,15 +14,19 @@ import pytest
 Axes = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 
 
-def matrix(*, strength: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+def matrix(
+    *, strength: int = 2, long: int | None = None, **axes: Sequence[Any] | Mapping[str, Any]
+) -> pytest.MarkDecorator:
     """Parametrize a test by all combinations of values; those that are not needed to have any two values (`strength`;
-    1: any value) come together at least once are marked `slow`. An axis is a list, or a mapping from a name to a value.
+    1: any value) come together at least once are marked `slow`. Where there are hundreds of them, the long run has
+    those that any `long` values need. An axis is a list, or a mapping from a name to a value.
     """
     names = {key: [name_of(value) for value in values] for key, values in axes.items()}
     assert all(len(set(each)) == len(each) for each in names.values()), "two values of one name"
     quick = [tuple(one.values()) for one in cover(names, strength)]
+    wanted = product(*names.values()) if long is None else quick + [tuple(one.values()) for one in cover(names, long)]
     found = []
-    for chosen in product(*names.values()):
+    for chosen in dict.fromkeys(wanted):
         values = [
             axis[name] if isinstance(axis, Mapping) else axis[names[key].index(name)]
             for (key, axis), name in zip(axes.items(), chosen, strict=True)

@@ -41,3 +41,14 @@ def test_any_two_settings_of_ranks_meet() -> None:
     axes = {name: sorted({one[name] for one in test_ranks.COVER}) for name in test_ranks.COVER[0]}
     met = {some for one in test_ranks.COVER for some in combinations(one.items(), 2)}
     assert met == meetings(axes, 2)
+
+
+def test_a_long_run_may_be_a_cover_too() -> None:
+    long = {param.id for param in matrix(strength=1, long=2, **AXES).args[1]}
+    quick = {param.id for param in matrix(strength=1, **AXES).args[1] if not param.marks}
+    every = {param.id for param in matrix(**AXES).args[1]}
+    assert quick < long < every
+    axes = list(AXES.values())
+    for one, other in combinations(range(4), 2):
+        met = {(name.split("-")[one], name.split("-")[other]) for name in long}
+        assert met == {(x, y) for x in axes[one] for y in axes[other]}

@@ -90,6 +90,12 @@ class CpuDevice:
         """Put back what `random_state` returned."""
         torch.set_rng_state(state[0])
 
+    def seed(self, number: int) -> None:
+        """Seed those generators. torch.manual_seed takes milliseconds: for each kind of device that was not used so far
+        it keeps a call for later, and where that came from.
+        """
+        torch.default_generator.manual_seed(number)
+
 
 class _Staging:
     """Pinned memory for what is small, kept and used again: torch's allocator takes a lock, and would be asked in
@@ -212,6 +218,11 @@ class AcceleratorDevice:
     def set_random_state(self, state: tuple[torch.Tensor, ...]) -> None:
         torch.set_rng_state(state[0])
         self._module.set_rng_state(state[1], self.torch_device)
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        with self._module.device(self.torch_device):
+            self._module.manual_seed(number)
 
 
 Device = CpuDevice | AcceleratorDevice

@@ -48,7 +48,7 @@ def targets(row_ids: np.ndarray, row_labels: np.ndarray) -> list[int]:
     return [int(label) for label in row_labels[1:] if label != IGNORE]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
 def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
     num_tokens = sum(map(len, documents))
@@ -72,7 +72,7 @@ def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, gro
         assert (lengths == length).all(), "only a stream shorter than a row may be padded"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(documents_strategy, st.integers(2, 16), st.booleans())
 def test_packing_trains_every_token_once(documents: list[list[bool]], length: int, masked: bool) -> None:
     """The promise of the module's docstring, without its mechanism: in order, once, but for the first of each row."""
@@ -87,7 +87,7 @@ def test_packing_trains_every_token_once(documents: list[list[bool]], length: in
     assert set(seen) <= trained
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
 def test_unpacked_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
     trained = trained_positions(documents, masked)

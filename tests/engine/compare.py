@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine
+from tests.engine.device import set_seed
 from tests.engine.inside import updating_device
 from tests.engine.reference import Batch, LossFunction, Reference
 
@@ -42,9 +43,9 @@ def train_both(
     engine = Engine(model, **settings)
     reference.update_on(updating_device(engine))
     for number, batch in enumerate(batches):
-        torch.manual_seed(100 + number)  # dropout masks
+        set_seed(100 + number)  # dropout masks
         loss, norm = reference.step(batch, loss_fn, count)
-        torch.manual_seed(100 + number)
+        set_seed(100 + number)
         result = engine.step(batch, loss_fn=loss_fn)
         assert torch.isfinite(loss), "the reference itself is not finite"
         if within is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offload.engine.spare_memory import SpareMemory
+from tests.measured import measure_once
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,6 +17,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measured_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        measure_once(patch)
+        yield
 
 
 @pytest.fixture

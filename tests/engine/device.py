@@ -30,6 +30,14 @@ def twin(model: _Module, device: torch.device | None = None) -> _Module:
     return copy.deepcopy(model, copies)
 
 
+def set_seed(number: int) -> None:
+    """Seed what torch draws from: by `torch.manual_seed`, which takes milliseconds, only beside an accelerator."""
+    if own_device().type == "cpu":
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
+
+
 def cpu_only(reason: str) -> pytest.MarkDecorator:
     """Return the mark of tests that say nothing of another device, and why."""
     return pytest.mark.skipif(own_device().type != "cpu", reason=reason)

@@ -9,7 +9,7 @@ import torch
 import transformers as t
 from torch import nn
 
-from tests.engine.device import own_device
+from tests.engine.device import own_device, set_seed
 
 VOCABULARY = 64
 SIZES: dict[str, Any] = {
@@ -89,7 +89,7 @@ UNSHIFTED: tuple[Callable[[], nn.Module], ...] = (bert, t5)
 
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Return a model in train mode whose every weight is random, those included that begin at zero or one."""
-    torch.manual_seed(seed)
+    set_seed(seed)
     model = make().train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -68,13 +68,14 @@ class Reference:
             self.named = untie(self.model)
         self.split = {name for name in self.named if precision == "bf16" and not kept(name)}
         self.masters = {name: uses[0].detach().to("cpu", torch.float32, copy=True) for name, uses in self.named.items()}
+        self.choices = dict(self._choices())
         self.states = {
             name: {"weights": m}
             | {
                 p.name: torch.zeros(p.numel(m.numel()), dtype=p.dtype)
-                for p in self.rule.parts[self._choice(name).rule].moments
+                for p in self.rule.parts[self.choices[name].rule].moments
             }
-            | {f.name: torch.zeros(f.numel(m.shape)) for f in self.rule.parts[self._choice(name).rule].factors}
+            | {f.name: torch.zeros(f.numel(m.shape)) for f in self.rule.parts[self.choices[name].rule].factors}
             for name, m in self.masters.items()
         }
         self.steps = dict.fromkeys(self.named, 0)
@@ -142,7 +143,7 @@ class Reference:
             if name in self.split:
                 gradient = gradient.bfloat16()
             gradient = gradient.to(self.masters[name].device)
-            choice = self._choice(name)
+            choice = self.choices[name]
             self.steps[name] += 1
             lr, key = self.rule.lr * choice.lr_scale, parameter_key(name, self.seed)
             by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=tuple(gradient.shape))
@@ -151,15 +152,15 @@ class Reference:
             self._show(name)
         return comparable(norm)
 
-    def _choice(self, name: str) -> Choice:
-        tables = [id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)]
-        in_blocks = {
-            id(p) for module in self.model.modules() if isinstance(module, nn.ModuleList) for p in module.parameters()
-        }
-        filters = [id(module.weight) for module in self.model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
-        uses = [id(p) for p in self.named[name]]
-        place = [any(use in places for use in uses) for places in (tables, in_blocks, filters)]
-        return self.rule.choose(Trained(name, tuple(self.named[name][0].shape), *place))
+    def _choices(self) -> Iterator[tuple[str, Choice]]:
+        """What the rule does with each parameter."""
+        modules = list(self.model.modules())
+        tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+        in_blocks = {id(p) for module in modules if isinstance(module, nn.ModuleList) for p in module.parameters()}
+        filters = {id(module.weight) for module in modules if isinstance(module, nn.modules.conv._ConvNd)}
+        for name, uses in self.named.items():
+            place = [any(id(use) in places for use in uses) for places in (tables, in_blocks, filters)]
+            yield name, self.rule.choose(Trained(name, tuple(uses[0].shape), *place))
 
     def _show(self, name: str) -> None:
         """Give the model the master weights, in the dtype in which it computes."""

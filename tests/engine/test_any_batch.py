@@ -34,6 +34,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, trai
 from tests.engine.families import build, llama, tokens
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, sum_by_layer
+from tests.matrix import matrix
 
 ROUNDING = 2e-6
 MIXING = ("CLIP", "masked ViT")
@@ -299,8 +300,7 @@ def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
 DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_batch)}
 
 
-@pytest.mark.parametrize("num_rows", [(3, 3), (16, 3), (8, 3)], ids=str)
-@pytest.mark.parametrize("name", DIFFUSERS)
+@matrix(strength=1, name=list(DIFFUSERS), num_rows=[(3, 3), (16, 3), (8, 3)])
 def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
     """In a step, in micro-batches, and in an own loop; also with as many rows as image or text tokens."""
     make, batch_of = DIFFUSERS[name]

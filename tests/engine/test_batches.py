@@ -17,6 +17,7 @@ from tests.engine.compare import train_both, weights
 from tests.engine.families import CAUSAL, batches, bert, build, gemma2, gpt2, gpt_neox, llama, mamba, opt, t5, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.reference import Batch, count_labels, count_shifted
+from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 1e-6
@@ -24,14 +25,12 @@ DROPOUT = (gpt2, gpt_neox, opt)
 """Their masks depend on the micro-batch."""
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("make", [make for make in CAUSAL if make not in DROPOUT])
+@matrix(strength=1, make=[make for make in CAUSAL if make not in DROPOUT], rows=[1, 2, 3])
 def test_micro_batches_change_the_order_of_sums_only(make: Maker, rows: int) -> None:
     train_both(build(make), batches(3), micro_batch_size=rows, within=2 * ROUNDING)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("make", [bert, t5])
+@matrix(strength=1, make=[bert, t5], rows=[1, 3])
 def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> None:
     def without_dropout() -> nn.Module:
         model = make()
@@ -83,8 +82,7 @@ def full(seed: int) -> dict[str, Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("make", [llama, mamba])
+@matrix(strength=1, make=[llama, mamba], rows=[1, 2])
 def test_rows_without_targets(make: Maker, rows: int) -> None:
     """A micro-batch without a single target would be a division by zero; it counts for nothing."""
     batch = tokens(1)

@@ -19,6 +19,7 @@ from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, SMOOTH, trained
 from tests.engine.reference import Reference
+from tests.matrix import matrix
 
 RULE = AdamW(lr=1e-2, groups=(("norm", {"lr_scale": 0.5}),))
 HOST = {"parameters": "cpu", "optimizer": "cpu"}
@@ -58,9 +59,7 @@ def steps_are_equal(engine: Engine, reference: Late, seeds: Iterator[int] | rang
         assert (found.loss, found.grad_norm) == (loss, norm), seed
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.3, None])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama, gemma2])
+@matrix(make=[llama, gemma2], precision=["fp32", "bf16"], max_grad_norm=[0.3, None])
 def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm):
     settings = {"precision": precision, "max_grad_norm": max_grad_norm}
     reference = Late(build(make), RULE, delay_after=2, **settings)

@@ -390,6 +390,7 @@ def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason
     assert refused != "io_uring" or name == "threads"
 
 
+@pytest.mark.slow  # in the quick run: tests/native/test_fallback.py, and the same disk with less
 def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
     code = (
         "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "

@@ -25,6 +25,7 @@ from tests.engine.exporting_jobs import ON_DISK, exported, refused
 from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.ranks import run
 from tests.engine.ranks_child import numbers, small_tiles
+from tests.matrix import matrix
 
 FAMILIES = {"llama": llama, "gemma2": gemma2, "gpt2": gpt2, "mixtral": mixtral}
 
@@ -146,8 +147,7 @@ def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
     engine.close(restore=True)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@matrix(strength=1, on_disk={"memory": False, "disk": True}, stage=[0, 2, 3])
 def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
     """Break: let the other ranks read what the device uses where rank 0 reads masters."""
     given = source(tmp_path, mixtral, torch.float32)

@@ -13,7 +13,7 @@ from tests.engine.families import CAUSAL, batches, bert, build, gemma2, gpt2, ll
 from tests.engine.reference import count_labels, sum_by_layer
 from tests.matrix import matrix
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 Maker = Callable[[], nn.Module]
 
 
@@ -45,14 +45,13 @@ def test_t5_differs_from_plain_only_in_the_order_of_a_sum() -> None:
     train_both(build(t5), batches(NUM_STEPS), count=count_labels, within=1e-6)
 
 
-@matrix(make=CAUSAL, precision=["fp32", "bf16"], recompute=["auto", "never"])
+@matrix(strength=1, make=CAUSAL, precision=["fp32", "bf16"], recompute=["auto", "never"])
 def test_kept_graphs_are_bit_equal(make: Maker, precision: str, recompute: str) -> None:
     """With `debug` every slot is poisoned between a unit's forward and its backward: no graph may hold on to it."""
     train_both(build(make), batches(2), precision=precision, recompute=recompute, debug=True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [gemma2, gpt2, mixtral, llama4])
+@matrix(strength=1, make=[gemma2, gpt2, mixtral, llama4], precision=["fp32", "bf16"])
 def test_nothing_is_read_from_a_slot_that_was_given_back(make: Maker, precision: str) -> None:
     """With `debug` every slot is poisoned as soon as its unit has left."""
     train_both(build(make), batches(2), precision=precision, debug=True)

@@ -98,9 +98,7 @@ def assert_no_threads(engine: Engine) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@matrix(strength=1, where=["forward", "backward"], lanes=list(LANES), mode=[FREE, DEFERRED, SPECULATIVE])
 def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str, Any]) -> None:
     undisturbed, engine = breaking(**mode), breaking(**mode, **LANES[lanes])
     for seed in range(3):
@@ -118,8 +116,7 @@ def test_an_exception_in_a_models_forward(where: str, lanes: str, mode: dict[str
     assert_no_threads(engine)
 
 
-@pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
-@pytest.mark.parametrize("lane", ["h2d", "d2h", "update"])
+@matrix(strength=1, lane=["h2d", "d2h", "update"], mode=[FREE, DEFERRED, SPECULATIVE])
 def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, engine = Engine(build(deep), **mode), Engine(build(deep), debug=4, **mode)
     for seed in range(2):
@@ -167,8 +164,7 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
 
 
 @pytest.mark.usefixtures("nothing_collected")
-@pytest.mark.parametrize("delay_s", [0.2, 0.5, 1.0])
-@pytest.mark.parametrize("mode", [FREE, DEFERRED, SPECULATIVE], ids=str)
+@matrix(strength=1, mode=[FREE, DEFERRED, SPECULATIVE], delay_s=[0.2, 0.5, 1.0])
 def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> None:
     engine = breaking(throttle=GLACIAL, **mode)
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
@@ -264,7 +260,12 @@ PLACES: dict[str, dict[str, str]] = {
 }
 
 
-@matrix(place=list(PLACES), settings=[FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}], recompute=["always", "never"])
+@matrix(
+    strength=1,
+    place=list(PLACES),
+    settings=[FREE, SPECULATIVE, FREE | {"micro_batch_size": 2}],
+    recompute=["always", "never"],
+)
 def test_a_torn_engine_is_sound_again_once_it_has_loaded(
     place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
 ) -> None:

@@ -29,13 +29,12 @@ from tests.engine.handmade import (
     words,
 )
 from tests.engine.reference import count_labels, sum_by_layer
+from tests.matrix import matrix
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@matrix(strength=1, model=MODELS, precision=["fp32", "bf16"], debug={"": False, "poisoned": True})
 def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) -> None:
     batches = [words(seed) for seed in range(2 if debug else NUM_STEPS)]
     with warnings.catch_warnings():
@@ -80,16 +79,14 @@ def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) 
         train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
 
 
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
-@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+@matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> None:
     settings = {"recompute": recompute, "loss_fn": cross_entropy, "group": sum_by_layer}
     for placement in (Placement(), Placement(activations="cpu")):
         train_both(build(model), [words(seed) for seed in range(3)], placement=placement, debug=True, **settings)
 
 
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
-@pytest.mark.parametrize("model", WITHOUT_INPUTS)
+@matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor_in_micro_batches(model: type[nn.Module], recompute: str) -> None:
     """It runs once for all of them, and sums their gradients first: other last bits. What moves buffers must not."""
     settings = {"recompute": recompute, "loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}

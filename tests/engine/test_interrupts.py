@@ -27,7 +27,7 @@ from tests.matrix import matrix
 
 ENGINE = str(Path(offload.__file__).parent)
 DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
-NUM_SAMPLES = 5
+NUM_SAMPLES = 3
 
 
 class Lines:
@@ -132,7 +132,7 @@ def check(settings: str, place: str, operation: str, folder: Path, num_samples: 
     assert not nameless(folder / "disk")
 
 
-@matrix(settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
+@matrix(strength=1, settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
 def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp_path: Path) -> None:
     check(settings, place, operation, tmp_path, NUM_SAMPLES)
 

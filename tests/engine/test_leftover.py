@@ -14,6 +14,7 @@ from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_overlap import deep
+from tests.matrix import matrix
 
 SETTLES = 3  # steps after which what is left is given away
 LANES: dict[str, dict[str, Any]] = {"inline": {}, "delays": {"debug": 2}}
@@ -24,8 +25,7 @@ def streamed(model: nn.Module) -> int:
     return elements(model.model.embed_tokens) + layers + elements(model.lm_head)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+@matrix(strength=1, recompute=["always", "never", "auto"], lanes=list(LANES))
 def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, lanes: str) -> None:
     model = build(deep)
     total = streamed(model) + elements(model.model.norm)
@@ -55,8 +55,7 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@matrix(strength=1, share=[0.3, 0.6], lanes=list(LANES))
 @pytest.mark.usefixtures("nothing_measured")
 def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     """More room, fewer bytes; and never more than the budget, at any moment."""

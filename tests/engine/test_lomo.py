@@ -21,6 +21,7 @@ from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_rules import PLACES, placed
+from tests.matrix import matrix
 
 
 class Waiting(LOMO):
@@ -55,17 +56,19 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
     assert engine._state.runner.step_number == 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"micro_batch_size": 2},
-        {"head_chunk_bytes": 4096},
-        {"debug": 3, "prefetch": 0},
-        {"recompute": "never"},
-        {"placement": Placement(parameters="cpu", optimizer="cpu", device_memory="300KiB"), "recompute": "auto"},
-    ],
-    ids=lambda settings: next(iter(settings)),
+@matrix(
+    strength=1,
+    settings={
+        "micro_batch_size": {"micro_batch_size": 2},
+        "head_chunk_bytes": {"head_chunk_bytes": 4096},
+        "debug": {"debug": 3, "prefetch": 0},
+        "recompute": {"recompute": "never"},
+        "placement": {
+            "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="300KiB"),
+            "recompute": "auto",
+        },
+    },
+    precision=["fp32", "bf16"],
 )
 def test_what_a_step_consists_of_makes_no_difference(settings: dict[str, Any], precision: str) -> None:
     """Two backwards give what one does whose gradients wait for the norm."""
@@ -203,7 +206,13 @@ def test_both_passes_count_and_gradients_come_down_in_one() -> None:
     assert down[0] == down[1] > 0
 
 
-@pytest.mark.parametrize("rule", [LOMO(lr=0.3, clip_norm=0.2), LOMO(lr=0.3, clip_value=1e-2), AdaLomo(lr=0.03)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LOMO(lr=0.3, clip_norm=0.2),
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in (LOMO(lr=0.3, clip_value=1e-2), AdaLomo(lr=0.03))),
+    ],
+)
 def test_over_ranks(rule: Any, tmp_path: Path) -> None:
     common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
     norm = 0.2 if isinstance(rule, AdaLomo) else None

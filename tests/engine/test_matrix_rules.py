@@ -21,6 +21,7 @@ from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import PLACES, placed
+from tests.matrix import matrix
 
 RULES: dict[str, UpdateRule] = {
     "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),)),
@@ -34,9 +35,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rule", RULES)
+@matrix(strength=1, rule=list(RULES), place=list(PLACES), precision=["fp32", "bf16"])
 def test_tiers_change_no_bit(rule: str, place: str, precision: str, tmp_path: Path) -> None:
     if rule == "muon" and place == "device" and own_device().type != "cpu":
         pytest.skip("AdamW for the rest: an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")
@@ -111,8 +110,7 @@ def test_groups_give_rules_by_matrix(place: str, tmp_path: Path) -> None:
     assert {"exp avg", "row var", "momentum buffer", "update workspace"} <= kept
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("rule", RULES)
+@matrix(strength=1, rule=list(RULES), precision=["fp32", "bf16"])
 def test_a_checkpoint_is_gone_on_from(rule: str, precision: str, tmp_path: Path) -> None:
     whole = Engine(build(llama), RULES[rule], placed("nvme", tmp_path), precision=precision)
     for seed in range(2):
@@ -144,7 +142,9 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 # -- over ranks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(name, marks=[] if name == "muon" else pytest.mark.slow) for name in RULES]
+)
 def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
     """At every tier, and at every stage that cuts, the same bits on both ranks. Near those of stage 0, where what each
     rank sums up begins and ends elsewhere, and of one process.
@@ -191,7 +191,7 @@ def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
 # -- another rule's checkpoint -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p == "nvme" else pytest.mark.slow) for p in PLACES])
 def test_another_rules_states_are_refused_or_begin_anew(place: str, tmp_path: Path) -> None:
     """With reset: as if an engine were made of those weights, whatever this one had trained before."""
     first = Engine(build(llama), AdamW(lr=0.01))

@@ -92,15 +92,13 @@ def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6])
-@pytest.mark.parametrize("recompute", ["always", "never", "auto"])
+@matrix(strength=1, recompute=["always", "never", "auto"], rows=[1, 2, 3, 5, 6])
 def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> None:
     batch_list = [tokens(seed, rows=7) for seed in range(3)]
     train_both(build(llama), batch_list, micro_batch_size=rows, recompute=recompute, within=ROUNDING)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("make", [bloom, mpt, xlnet, calm_gpt2, gemma2])
+@matrix(strength=1, make=[bloom, mpt, xlnet, calm_gpt2, gemma2], rows=[1, 2, 3])
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)

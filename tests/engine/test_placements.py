@@ -13,6 +13,7 @@ from tests.engine.compare import train_both, weights
 from tests.engine.device import TWO_KERNELS, own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, tokens
 from tests.engine.sizes import elements, tier_bytes
+from tests.matrix import matrix
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "device, device": {"parameters": "device", "optimizer": "device"},
@@ -24,9 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@matrix(strength=1, placement=PLACEMENTS, precision=["fp32", "bf16"], max_grad_norm={"clipped": 1.0, "unclipped": None})
 def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str, max_grad_norm: float | None) -> None:
     settings = {"placement": Placement(**placement), "precision": precision, "max_grad_norm": max_grad_norm}
     train_both(build(llama), batches(3), **settings)

@@ -328,12 +328,16 @@ def serial(settings: Mapping[str, Any]) -> list[Any]:
 
 SECONDS = {
     "activations come back before they went down",
+    "a fetch reads a record before its update is written",
     "an update reads a record before its gradients are written",
     "a fetch goes up before it was read",
     "a fetch is read over one that goes up",
+    "states are read over weights that go up",
     "gradients are written before they landed",
     "gradients land on others that are being written",
     "gradients are read over others that an update reads",
+    "states come down before they were updated",
+    "weights are fetched before they came down",
     "a correction goes up before its update came down",
     "states go up before they were read from disk",
     "states are written before they came down",

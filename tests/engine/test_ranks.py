@@ -116,7 +116,7 @@ def assert_near(found: Found, wanted: Found, within: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_ten_steps_are_those_of_one_process_on_the_whole_batch(size: int) -> None:
     """Within 1e-6, and the four stages among themselves to the bit; on one rank to the bit of plain PyTorch.
@@ -185,9 +185,17 @@ COVER = all_pairs(
 )
 
 
-QUICK = COVER[::2]
-"""Every value is in these, and most pairs are; in the long run every two values meet."""
-assert all({one[axis] for one in QUICK} == {one[axis] for one in COVER} for axis in COVER[0])
+def few() -> list[dict[str, str]]:
+    """Return some of them in which every value is; in the long run every two values meet."""
+    found: list[dict[str, str]] = []
+    missing = {item for one in COVER for item in one.items()}
+    while missing:
+        found.append(max(COVER, key=lambda one: len(missing & one.items())))
+        missing -= found[-1].items()
+    return found
+
+
+QUICK = few()
 
 
 @pytest.mark.parametrize(
@@ -292,8 +300,7 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
     assert "target" in errors[0][1]
 
 
-@pytest.mark.parametrize("stage", ENDS)
-@pytest.mark.parametrize("rows", [(4, 1), (1, 3)])
+@matrix(strength=1, rows=[(4, 1), (1, 3)], stage=[0, 3])
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
     """The rank of one row has room for its whole logits, or for twice the columns.
 
@@ -349,7 +356,7 @@ def test_dropout_differs_by_rank_and_comes_again(stage: int) -> None:
 # -- gradients that are not finite -----------------------------------------------------------------------------------
 
 
-@matrix(strength=1, stage=STAGES, factor=[float("inf"), float("nan")])
+@matrix(strength=1, stage=[0, 3], factor=[float("inf"), float("nan")])
 def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: float) -> None:
     """As if it had not been: the weights are those of a run without this batch.
 
@@ -366,7 +373,7 @@ def test_a_step_that_one_rank_cannot_use_is_skipped_by_all(stage: int, factor: f
     assert_same(skipped.weights, left_out.weights)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ENDS)
 def test_a_step_that_one_rank_cannot_use_stops_all_with_one_message(stage: int) -> None:
     """Break: raise on this rank alone."""
     settings = {"rows": (1, 2), "num_steps": 3, "zero_stage": stage}
@@ -410,9 +417,9 @@ def test_own_loops_of_one_rank(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        *(("tied", 2), ("experts", 3)),
-        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in ("plain", "experts", "two dtypes")),
-        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in ("plain", "tied", "two dtypes")),
+        *(("tied", 2), ("experts", 2)),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in ("plain", "two dtypes")),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in ("tied", "experts")),
     ],
 )
 def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.engine.compare import same_bits
 from tests.engine.device import cpu_only, twin
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
+from tests.matrix import matrix
 
 HOST = torch.device("cpu")
 ANEW = r"before Engine\(\).*close\(restore=True\)"
@@ -485,8 +486,7 @@ def test_a_penalty_in_the_loss_function_is_exact() -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", ["cpu", "device", "nvme"])
-@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+@matrix(strength=1, tier=["cpu", "device", "nvme"], max_grad_norm=[1.0, None])
 def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path: Path) -> None:
     """Before anything was trained, within an own loop's step, after it; and the training is as without them."""
     dirs = {"nvme_dir": str(tmp_path)} if tier == "nvme" else {}

@@ -25,6 +25,7 @@ from tests.engine.inside import stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained, wide_llama
 from tests.engine.reference import Reference
+from tests.matrix import matrix
 
 PLACES: dict[str, dict[str, Any]] = {
     "device": {"parameters": "device", "optimizer": "device"},
@@ -195,9 +196,7 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 LION = Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5, groups=(("q_proj", {"lr_scale": 0.5}), ("norm", {})))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("max_grad_norm", [0.2, None])
+@matrix(strength=1, max_grad_norm=[0.2, None], place=list(PLACES), precision=["fp32", "bf16"])
 def test_lion_is_plain_torch_with_its_kernel(
     place: str, precision: str, max_grad_norm: float | None, tmp_path: Path
 ) -> None:
@@ -296,9 +295,7 @@ def assert_planes(engine: Engine, reference: Reference) -> None:
                 assert torch.equal(found, wanted.cpu()), (info.name, plane)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rule", SMALL)
+@matrix(strength=1, rule=list(SMALL), place=list(PLACES), precision=["fp32", "bf16"])
 def test_small_states_are_those_of_the_kernel_and_go_on_from_a_checkpoint(
     rule: str, place: str, precision: str, tmp_path: Path, small_bytes: None
 ) -> None:
@@ -332,7 +329,7 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
     assert torch.equal(*found) == ("int8" in rule)
 
 
-@pytest.mark.parametrize("rule", SMALL)
+@pytest.mark.parametrize("rule", [pytest.param(r, marks=[] if r == "AdamW int8" else pytest.mark.slow) for r in SMALL])
 def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
     """One and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""
     found = []
@@ -432,9 +429,7 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 # -- SGD ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@matrix(strength=1, momentum=[0.0, 0.9], place=list(PLACES), precision=["fp32", "bf16"])
 def test_sgd_is_plain_torch_with_its_kernel(momentum: float, place: str, precision: str, tmp_path: Path) -> None:
     rule = SGD(lr=0.1, momentum=momentum, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),))
     settings = {"precision": precision, "max_grad_norm": 0.2}

@@ -21,7 +21,7 @@ from offload.native import kernels
 from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
-from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
+from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -64,6 +64,10 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return [*slow, *((value, "bf16") for value in values)]
 
 
+PLAIN = {(llama, "fp32"), (gpt2, "bf16"), (mixtral, "bf16"), (mamba, "fp32"), (t5, "bf16"), (llama, "alone")}
+"""Of the quick run."""
+
+
 def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
     """Return the rule and the precision of a width: fp32; bf16, with masters in fp32; or bf16 alone."""
     if width == "alone":
@@ -71,7 +75,14 @@ def of(width: str, rule: MeZO = RULE) -> dict[str, Any]:
     return {"rule": rule, "precision": width}
 
 
-@pytest.mark.parametrize(("make", "width"), quick([*CAUSAL, *UNSHIFTED], [llama, gpt2, t5]))
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [
+        pytest.param(make, width, marks=[] if (make, width) in PLAIN else pytest.mark.slow)
+        for make in (*CAUSAL, *UNSHIFTED)
+        for width in ("fp32", "bf16", "alone")
+    ],
+)
 def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
     train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
 
@@ -94,7 +105,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "width"), quick(list(PLACES), ["cpu", "leftover", "nvme"]))
+@pytest.mark.parametrize(("place", "width"), quick(list(PLACES), ["leftover"]))
 def test_where_states_rest_changes_no_bit(
     place: str, width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +156,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize(("place", "width"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], ["cpu"]))
+@pytest.mark.parametrize(("place", "width"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], []))
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: str) -> None:
     """Each weight goes up once a step, with what its update needs, and down once where it took part."""
     how = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
@@ -222,7 +233,7 @@ def test_what_stays_in_slots_is_updated_there(width: str) -> None:
 @LEDGER
 def test_the_device_needs_no_more_for_more_layers() -> None:
     peaks = []
-    for num_layers in (4, 64):
+    for num_layers in (4, 16):
         engine = Engine(make_model(num_layers), RULE, **PLACES["cpu"])
         engine.step(tokens())
         engine.step(tokens(1))

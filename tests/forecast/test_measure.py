@@ -56,10 +56,18 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("make", "micro", "chunks"),
-    [(llama, None, 4), (llama, 2, 1), (gemma2, 2, 4), (gpt2, None, 4), (gpt_neox, 2, 1), (opt, 2, 1), (mixtral, 2, 4)],
+    ("make", "micro", "chunks", "precision"),
+    [
+        pytest.param(*case, precision, marks=[] if number % 2 == at else pytest.mark.slow)
+        for number, case in enumerate(
+            [
+                *((llama, None, 4), (llama, 2, 1), (gemma2, 2, 4), (gpt2, None, 4)),
+                *((gpt_neox, 2, 1), (opt, 2, 1), (mixtral, 2, 4)),
+            ]
+        )
+        for at, precision in enumerate(("fp32", "bf16"))
+    ],
 )
 def test_what_waits_and_what_graphs_hold_is_as_in_a_step(
     make: Callable[[], nn.Module], micro: int | None, chunks: int, precision: str, peaks: dict[str, int]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from offload.hf import models
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import BuiltModel, build_model, check_sequence_length, load_model_config, model_kind
 from offload.hf.names import CannotStream
+from tests import forks
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -165,8 +164,9 @@ def test_an_unfilled_model_takes_no_memory() -> None:
         "size = sum(p.nbytes for p in model.parameters()) // 1024\n"
         "print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    size, grown = map(int, output.stdout.split())
+    ended = forks.run(["-c", program])
+    assert ended.returncode == 0, ended.stderr
+    size, grown = map(int, ended.stdout.split())
     assert size > 400_000  # KiB
     assert grown < size / 10
 

@@ -45,7 +45,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, list[int]]]:
     return parameters, units
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models(), st.sampled_from([1, 2, 8]))
 def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
     parameters, units = model
@@ -56,7 +56,7 @@ def test_every_parameter_lies_in_one_region_exactly_once(model, world_size):
         assert region.sizes == tuple(parameters[index].numel for index in region.parameters)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models(), st.sampled_from([1, 2, 8]))
 def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
     for region in build_regions(*model, MOMENTS, world_size):
@@ -70,7 +70,7 @@ def test_no_parameter_lies_over_another_and_all_are_aligned(model, world_size):
         assert region.numel - align(end, ALIGNMENT) < SHARD * world_size
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models())
 def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
     parameters, units = model
@@ -83,7 +83,7 @@ def test_what_shares_a_region_is_used_stored_and_trained_alike(model):
             assert region.has_low == (info.compute == "bf16" and (info.trainable or not info.bf16_source))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models())
 def test_a_rule_may_keep_no_low_half_of_what_it_trains(model):
     for region in build_regions(*model, MOMENTS, without_low=[0]):
@@ -102,7 +102,7 @@ def test_parameters_of_equal_settings_are_neighbours(model):
         assert changes == len(set(settings)) - 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models())
 def test_a_tied_parameter_has_one_region_that_names_all_its_units(model):
     parameters, units = model
@@ -114,7 +114,7 @@ def test_a_tied_parameter_has_one_region_that_names_all_its_units(model):
         assert set(homes[0].units) == users
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models())
 def test_layout_is_a_function_of_its_arguments(model):
     def facts(regions: tuple[Region, ...]) -> list[tuple]:
@@ -146,7 +146,7 @@ def test_align(size, multiple, result):
     assert align(size, multiple) == result
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2048, 4096, 1 << 20]), st.integers(0, 3))
 def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, stage):
     """Neither the ranges of ranks nor the tiles of a disk; and what is cut is all of the region, once."""

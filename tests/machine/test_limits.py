@@ -122,7 +122,7 @@ def test_env_json_has_the_least_of_all(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 SAY = """
-import resource, sys
+import mmap, resource, sys
 from pathlib import Path
 from offload.machine.limits import least, memory_limits
 print(least(memory_limits()))
@@ -135,7 +135,9 @@ def test_a_ulimit_counts_what_is_asked_for(number: str, flag: str) -> None:
     if most != resource.RLIM_INFINITY:
         pytest.skip(f"there is a limit of {most} bytes already")
     code = SAY.replace(
-        "print", f"resource.setrlimit(resource.{number}, (1 << 36,) * 2)\nheld = bytearray(1 << 30)\nprint"
+        "print",
+        f"resource.setrlimit(resource.{number}, (1 << 36,) * 2)\n"
+        "held = mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nprint",
     )
     code = code.replace("least(memory_limits())", "*(l for l in memory_limits() if l.is_own)")
     said = forks.run(["-c", code])

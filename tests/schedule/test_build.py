@@ -129,7 +129,7 @@ def passes(draw: st.DrawFn) -> Pass:
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(passes())
 def test_every_schedule_keeps_the_rules(asked):
     schedule = asked.build()
@@ -137,7 +137,7 @@ def test_every_schedule_keeps_the_rules(asked):
     assert asked.build() == schedule, "nothing is kept from one to the next, and nothing given is changed"
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(passes(), st.booleans())
 def test_every_pass_after_it_keeps_them_too(asked, frozen):
     homes, trained = dict(asked.homes), frozenset() if frozen else asked.trained
@@ -194,7 +194,7 @@ def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
     return asked, num_places
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(equal_passes())
 def test_as_few_fetches_as_there_can_be_with_the_places_that_are_not_lookahead(case):
     asked, num_places = case
@@ -207,7 +207,7 @@ def test_as_few_fetches_as_there_can_be_with_the_places_that_are_not_lookahead(c
         assert num_fetches <= fewest(order, num_places - asked.lookahead, asked.held)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(equal_passes())
 def test_a_fetch_is_issued_as_soon_as_there_is_room(case):
     asked, num_places = case

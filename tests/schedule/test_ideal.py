@@ -25,6 +25,7 @@ from offload.benches.ideal import (
     simulate,
     simulate_block,
 )
+from tests.matrix import matrix
 
 
 def chain(num_units: int, forward_s: float, backward_s: float, unit: Unit, **more: object) -> Work:
@@ -397,8 +398,7 @@ def test_more_slots_are_hardly_ever_slower(work):
     assert all(more <= 1.1 * fewer for fewer, more in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-@pytest.mark.parametrize("mode", MODES)
+@matrix(strength=1, ratio=[0.5, 2.0], mode=list(MODES))
 def test_more_slots_are_never_slower_for_a_llama(ratio, mode):
     unit = Unit(1, ratio / 32, ratio / 16, ratio / 16)
     times = [ideal(chain(16, 1 / 64, 3 / 64, unit, capacity=slots, mode=mode)).seconds for slots in (1, 2, 3, 4, 5)]

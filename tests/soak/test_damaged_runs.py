@@ -117,7 +117,8 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return call
 
 
-@pytest.mark.parametrize("num_bits", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow  # in the quick run: tests/checkpoint/test_damage.py
+@pytest.mark.parametrize("num_bits", [200])
 def test_flipped_bits(inside: Any, num_bits: int) -> None:
     """Break: leave out the comparison of one kind of file with its checksum."""
     inside(lambda loader: flip_bits(loader, num_bits))
@@ -135,6 +136,7 @@ def flip_bits(loader: Loader, num_bits: int) -> None:
         path.write_bytes(whole)
 
 
+@pytest.mark.slow  # in the quick run: tests/checkpoint/test_damage.py
 def test_other_damage(inside: Any) -> None:
     inside(damage)
 
@@ -174,7 +176,9 @@ def make_newer(loader: Loader) -> None:
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("rank-1.bin", 2), ("tokenizer.json", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [pytest.param("rank-1.bin", 2, marks=pytest.mark.slow), ("tokenizer.json", 1)]
+)
 def test_by_the_command(run: Run, name: str, num_ranks: int) -> None:
     """Refused by path with one paragraph; without a path two ranks, or one, go on from the one before."""
     path = run.checkpoints.path / "step-4" / name

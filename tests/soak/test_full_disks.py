@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one rank", "two ranks"])
 def run(request: pytest.FixtureRequest, folder: Path, forks: Forks, disk: Path) -> Run:
     """A run on that disk, over two ranks by --gpus."""
     starter = forks if request.param == 1 else Commands(folder, start)
@@ -116,6 +116,7 @@ def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     assert run.checkpoints.folders()[0].name == f"step-{len(steps)}"
 
 
+@pytest.mark.slow  # in the quick run: one that goes on
 def test_or_the_command_ends(run: Run, disk: Path) -> None:
     run.words = [*FOR_EVER, "--checkpoint.on_error", "stop"]
     processes = run.start()

@@ -202,7 +202,8 @@ def whole(forks: Forks) -> Run:
     return whole_run(forks, "forked", [*LARGE, "--train.steps", "30"])
 
 
-@pytest.mark.parametrize("tier", [pytest.param("memory", marks=pytest.mark.slow), "nvme"])
+@pytest.mark.slow  # in the quick run: tests/checkpoint/test_atomic.py, and two ranks that are signalled
+@pytest.mark.parametrize("tier", ["memory", "nvme"])
 def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str) -> None:
     run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
     hits = kill_and_go_on(run, whole, FEW, 30, seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from offload.config.config import Config
 from offload.training.trainer import Trainer, TrainResult
+from tests.measured import measure_once
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -45,6 +47,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
     },
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Each run ends with a collection, which would look through all that tests have made before: 0.2 s and more."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _measured_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        measure_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

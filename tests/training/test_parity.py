@@ -68,10 +68,10 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
     "settings",
     [
         HOST,
-        ("--train.precision", "bf16", *HOST),
+        pytest.param(("--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
         ("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST),
-        ("--optimizer.states", "int8", "--train.precision", "bf16", *HOST),
+        pytest.param(("--optimizer.states", "int8", "--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "muon", "--optimizer.lr", "0.01"), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "adafactor", "--train.precision", "bf16"), marks=pytest.mark.slow),
         ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),

@@ -26,7 +26,10 @@ def values(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("precision", "master"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("precision", "master"),
+    [pytest.param("fp32", "fp32", marks=pytest.mark.slow), ("bf16", "fp32"), ("bf16", "bf16")],
+)
 def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: str, master: str, capsys: Any) -> None:
     base, _, _ = run("base", train__steps=2)
     begins_at = {"model__path": str(base.export), "model__init": "pretrained", "train__precision": precision}

@@ -102,7 +102,7 @@ def test_a_run_repeats_itself(run: Any) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5", "bert"])
 def test_other_objectives_train_export_and_reload(run: Any, family: str) -> None:
     result, lines, said = run("run", family, train__micro_batch_size=2)
     assert "reloaded" in said
@@ -288,7 +288,7 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
     ("settings", "prefetch"),
     [
         ({}, 0),  # nothing works beside compute
-        ({"offload__prefetch": 3}, 3),
+        pytest.param({"offload__prefetch": 3}, 3, marks=pytest.mark.slow),
         ({"offload__throttle": THROTTLE}, 2),
         ({"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"}, 1),
         ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # as a number it would be less

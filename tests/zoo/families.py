@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROWS, TOKENS, VOCABULARY = 4, 14, 160
@@ -315,17 +315,30 @@ OPEN: dict[str, str] = {}
 """Families that the engine does not train exactly yet, and why; strict, so that an entry goes when its reason does."""
 
 
+_OWN = {
+    "Dots3NoteForCausalLM": "dots3_note_text",
+    "Emu3ForCausalLM": "emu3_text_model",
+    "GPT2LMHeadModel": "gpt2",
+    "Llama4ForCausalLM": "llama4_text",
+    "LlamaForCausalLM": "llama",
+    "MllamaForCausalLM": "mllama_text_model",
+    "MusicgenForCausalLM": "musicgen_decoder",
+    "MusicgenMelodyForCausalLM": "musicgen_melody_decoder",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen4ExpForCausalLM": "qwen4_exp_text",
+}
+"""What the configuration of a class is called, where that is not the first name under which the class is registered. To
+ask the classes for it would import all of them, for four seconds, in every worker."""
+
+
 @cache
 def families() -> dict[str, Family]:
     """Return every family by name; a class registered under several names comes once, under its own configuration's."""
-    names: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
     for name, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        names.setdefault(class_name, []).append(name)
-    found = {}
-    for class_name, aliases in names.items():
-        own = getattr(transformers, class_name).config_class.model_type
-        name = own if own in aliases or own in CONFIG_MAPPING else aliases[0]
-        found[name] = Family(
-            name, class_name, OVERRIDES.get(name, {}), BATCHES.get(name, "tokens"), UNBUILDABLE.get(name, "")
-        )
-    return found
+        first.setdefault(class_name, _OWN.get(class_name, name))
+    return {
+        name: Family(name, class_name, OVERRIDES.get(name, {}), BATCHES.get(name, "tokens"), UNBUILDABLE.get(name, ""))
+        for class_name, name in first.items()
+    }

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.zoo.compare import ALWAYS, MICRO, NEVER, SUMS, Mode, examine
 from tests.zoo.families import OPEN, UNBUILDABLE, families
 
-QUICK = (
-    "llama",
-    "qwen3",
-    "gemma2",
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "mixtral",
-    "llama4_text",
-    "mamba",
-    "bert",
-    "bloom",
-    "xlnet",
-    "zamba",
-    "prophetnet",
-)
-"""The default run: all kinds of positions, experts, a state space, shared blocks, dropout, tied weights."""
+QUICK = ("gemma2", "mamba", "bloom", "xlnet", "zamba", "prophetnet")
+"""The default run: soft caps, a state space, positions of several kinds, shared blocks, weights that others read. The
+tests of the engine have more of them (tests/engine/families.py)."""
 
 
 def cases(modes: Sequence[Mode], first: int = 0) -> list[object]:
-    """Each buildable family in each mode as parameters; all but the quick ones in one mode each, by turns from the
-    `first` on, are slow."""
+    """Each buildable family as parameters, in one of the modes, which take turns from the `first` on; all but the quick
+    ones are slow. (tests/zoo/table.py takes each family in every mode.)"""
     found = []
-    for name, mode in itertools.product(families(), modes):
-        is_quick = name in QUICK and mode is modes[(QUICK.index(name) + first) % len(modes)]
-        marks = [] if is_quick else [pytest.mark.slow]
+    for number, name in enumerate(families(), first):
+        mode = modes[number % len(modes)]
+        marks = [] if name in QUICK else [pytest.mark.slow]
         if name in UNBUILDABLE:
             marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
         if name in OPEN:
@@ -52,9 +39,17 @@ def test_the_quick_families_are_registered() -> None:
     assert set(QUICK) <= set(families())
 
 
+@pytest.mark.slow
+def test_families_are_called_as_their_configurations() -> None:
+    for name, family in families().items():
+        own = family.model_class.config_class.model_type
+        known = own in CONFIG_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(own) == family.class_name
+        assert name == own or not known
+
+
 @pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER]))
 def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
-    """With recompute `always` and `never`: a graph is kept while the weights that it has saved leave the slot."""
+    """With recompute `always` or `never`: a graph is kept while the weights that it has saved leave the slot."""
     outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite
     if not outcome.is_equal:

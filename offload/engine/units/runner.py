@@ -236,7 +236,7 @@ class UnitRunner:
         rank).
         """
         key = (self._seed, self.step_number, unit.number, self._num_calls[unit.name], part, self._comm.rank)
-        torch.manual_seed(generator_seed(*key))
+        self.device.seed(generator_seed(*key))
 
     # -- steps -----------------------------------------------------------------------------------------------
 
