@@ -17,6 +17,7 @@ from offload import Engine, Placement
 from offload.engine.loss.chunked_head import find_chunked_head
 from offload.engine.units.undo import Undo
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
+from tests.engine.device import cpu_only
 from tests.engine.families import (
     GROUPED,
     SIZES,
@@ -214,6 +215,7 @@ def test_rows_and_chunks_without_targets() -> None:
     assert len(shapes) == 2
 
 
+@cpu_only("without an engine, the model stays where it was made")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
     """Over ranks all run as many as the longest row of any needs, the first ones for nothing."""
