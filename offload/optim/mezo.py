@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import xxhash
 
 from offload.errors import ConfigError
 from offload.native import directions, kernels
@@ -15,6 +17,8 @@ from offload.native.directions import Stretch
 from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 
 MASTERS = ("fp32", "bf16")
+_OF_A_STEP = ("num_perturbations", "weight_decay", "layer_fraction", "magnitude_quantile", "decay_1d")
+"""The numbers that an update follows from, beside what is measured and the learning rate."""
 _BLOCKS = 2
 """The purpose for which the words are drawn that choose the blocks of a step."""
 
@@ -75,6 +79,13 @@ class MeZO(UpdateRule):
     @property
     def by_parameter(self) -> bool:
         return True
+
+    @cached_property
+    def mark(self) -> str:
+        """What a step follows from beside what it measures and its learning rate, as 16 hexadecimal digits."""
+        numbers = [float(getattr(self, name)) for name in _OF_A_STEP]
+        groups = [(key, sorted((name, float(value)) for name, value in values.items())) for key, values in self.groups]
+        return xxhash.xxh64_hexdigest(repr([numbers, self.master, groups]).encode())
 
     @property
     def has_low(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ RULE = {
     "offload__parameters": "cpu",
     "offload__optimizer": "cpu",
 }
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def values(folder: Path) -> dict[str, Any]:
@@ -48,6 +53,11 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         assert all((found[name] == wanted[name]).all() for name in wanted)
         assert found.keys() == wanted.keys()
     assert "after 6 steps" in capsys.readouterr().out
+    changed = lines_of(part.dir / "metrics.jsonl")
+    changed[3]["rule"] = changed[0]["rule"][::-1]
+    (part.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    with pytest.raises(ConfigError, match="step 4 was made with other settings"):
+        replay.main([str(base.export), str(part.dir), "--out", str(tmp_path / "changed")])
     with pytest.raises(ConfigError, match="is there already"):
         replay.main([str(base.export), str(part.dir), "--out", str(out)])
     with pytest.raises(ConfigError, match="only runs with mezo"):

@@ -44,7 +44,7 @@ class Forwards(Method):
         self._perturbed.begin(number + 1, self.descent.touched(number + 1, self._seed))
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
-        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses))
+        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark)
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
             raise NonFiniteError(
@@ -78,6 +78,11 @@ class Forwards(Method):
             raise ConfigError(
                 f"the record of step {measured.step} has {len(measured.slopes)} slopes, and "
                 f"optimizer.num_perturbations is {self._rule.num_directions}: give MeZO the settings of that run."
+            )
+        if measured.rule not in ("", self._rule.mark):
+            raise ConfigError(
+                f"step {measured.step} was made with other settings of MeZO than these, {self._rule}: a run whose "
+                "settings were changed is replayed from a checkpoint behind that, with each part's own."
             )
         self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
 

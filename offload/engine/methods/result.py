@@ -27,13 +27,15 @@ class Measured(NamedTuple):
     """Its learning rate; None for the engine's."""
     losses: tuple[tuple[float, float], ...] = ()
     """On both sides of the weights, along each direction. A replay does not ask for them."""
+    rule: str = ""
+    """Of the rule that made it its `mark`, without which a replay would be another run; empty where nobody knows."""
 
     def fields(self) -> dict[str, Any]:
         """Return what a record of the step has of it: numbers for one direction, lists for several."""
         plus, minus = ([pair[side] for pair in self.losses] for side in (0, 1))
         lists = {"projected_grad": list(self.slopes), "loss_plus": plus, "loss_minus": minus}
         shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
-        return {"seed": self.seed, "lr": self.lr, **shown}
+        return {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule}
 
     @classmethod
     def of(cls, record: Any) -> Measured:
@@ -41,11 +43,12 @@ class Measured(NamedTuple):
         metrics.jsonl. Raises ConfigError.
         """
         try:
+            rule = str(record.get("rule", "") if isinstance(record, Mapping) else getattr(record, "rule", ""))
             if isinstance(record, Mapping):
                 record = record["step"], record["seed"], record["projected_grad"], record.get("lr")
             step, seed, slopes, lr = (*record, None)[:4]
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
-            return cls(int(step), int(seed), slopes, None if lr is None else float(lr))
+            return cls(int(step), int(seed), slopes, None if lr is None else float(lr), rule=rule)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"a record is {record!r}; a step is replayed from (step, seed, slopes), from what engine.step returned "
