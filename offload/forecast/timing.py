@@ -29,6 +29,8 @@ TILE_HOST_S = 0.2e-3
 """What a tile of an update costs it: `offload.planning.disk`."""
 STEP_HOST_S = 1e-3
 """What a step costs it beside its units: a batch that goes up, a loss that comes down, the norm."""
+_MOST_PARTS = 4
+"""Micro-batches of a use that are played: of more, several as one. A step differs by less than a thousandth."""
 _MOST_TILES = 4
 """Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
 _MOST_PIECES = 4
@@ -126,7 +128,7 @@ class PlannedStep:
                     backward[0] * times,
                     (forward[1] + host[0]) * times,
                     (backward[1] + host[1]) * times,
-                    num_parts=parts,
+                    num_parts=min(parts, _MOST_PARTS),
                     saved_bytes=round(memory.bytes_away(number) * times),
                 )
             )
