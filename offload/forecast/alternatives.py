@@ -39,44 +39,35 @@ def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
     change, best = place(teller, found)
     if change:
         yield replace(_alternative(best, flags(change)), is_found=True)
-    yield _tried(
-        teller,
-        _more_host_memory(found.config),
-        found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES),
-        f"{format_bytes(_MORE_HOST_BYTES)} more host memory",
-    )
+    larger = found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES)
+    more = teller.tell(_more_host_memory(found.config), larger)
+    yield _alternative(more, f"{format_bytes(_MORE_HOST_BYTES)} more host memory")
     for change in _changes(found):
-        if (other := _try(teller, found, change)) is not None:
-            yield other
+        if (other := _told(teller, found, change)) is not None:
+            yield _alternative(other, flags(change))
 
 
 def place(teller: Teller, found: Forecast, machine: Machine | None = None) -> tuple[dict[str, Any], Forecast]:
     """Return what the search makes of what is left open, by key, and its forecast, for a machine that is asked as in
     `Teller.tell`; nothing, and the one that is given, where that does not pay.
     """
-    change, stays = teller.choose(found, machine), (dict[str, Any](), found)
-    if not change:
-        return stays
-    try:
-        other = teller.tell(changed(found.config, change), found.hardware, machine=machine)
-    except ConfigError:  # settings that do not go together
-        return stays
-    if not other.fits or other.timing is None:
-        return stays
+    change = teller.choose(found, machine)
+    other = _told(teller, found, change, machine=machine) if change else None
+    if other is None or not other.fits or other.timing is None:
+        return {}, found
     if found.fits and found.timing and other.timing.step_seconds > (1 - _WORTH) * found.timing.step_seconds:
-        return stays
+        return {}, found
     return change, other
 
 
-def _try(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> Alternative | None:
+def _told(
+    teller: Teller, found: Forecast, change: Mapping[str, Any], *, times: bool = True, machine: Machine | None = None
+) -> Forecast | None:
+    """Return what a change comes to; None for settings that do not go together."""
     try:
-        return _tried(teller, changed(found.config, change), found.hardware, flags(change))
-    except ConfigError:  # settings that do not go together
+        return teller.tell(changed(found.config, change), found.hardware, times=times, machine=machine)
+    except ConfigError:
         return None
-
-
-def _tried(teller: Teller, config: Config, hardware: Hardware, change: str) -> Alternative:
-    return _alternative(teller.tell(config, hardware), change)
 
 
 def _alternative(other: Forecast, change: str) -> Alternative:
@@ -108,10 +99,8 @@ def find_fix(teller: Teller, found: Forecast) -> dict[str, Any]:
 
 
 def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
-    try:
-        return teller.tell(changed(found.config, change), found.hardware, times=False).fits
-    except ConfigError:
-        return False
+    other = _told(teller, found, change, times=False)
+    return other is not None and other.fits
 
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config:

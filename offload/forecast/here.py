@@ -29,16 +29,15 @@ def foretell(
     """
     teller, folders = Teller(config, num_ranks, architecture), placement(config).dirs
     try:
-        hardware = probe(config.offload.device, folders, measures=False)
+        hardware, is_measured = probe(config.offload.device, folders, measures=False), True
     except LookupError:
-        found = teller.tell(config, _unmeasured(machine), times=False, machine=machine)
-        if not _is_open(found):
-            return config, found
-        say("measuring this machine, once, to choose where the states are to be ...")
-        hardware = probe(config.offload.device, folders)
-    found = teller.tell(config, hardware, machine=machine)
+        hardware, is_measured = _unmeasured(machine), False
+    found = teller.tell(config, hardware, times=is_measured, machine=machine)
     if not _is_open(found):
         return config, found
+    if not is_measured:
+        say("measuring this machine, once, to choose where the states are to be ...")
+        found = teller.tell(config, probe(config.offload.device, folders), machine=machine)
     change, chosen = place(teller, found, machine)
     if not change or chosen.timing is None:
         return config, found

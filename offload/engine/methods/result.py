@@ -43,12 +43,14 @@ class Measured(NamedTuple):
         metrics.jsonl. Raises ConfigError.
         """
         try:
-            rule = str(record.get("rule", "") if isinstance(record, Mapping) else getattr(record, "rule", ""))
             if isinstance(record, Mapping):
-                record = record["step"], record["seed"], record["projected_grad"], record.get("lr")
+                its = record["step"], record["seed"], record["projected_grad"], record.get("lr")
+                record = cls(*its, rule=record.get("rule", ""))
             step, seed, slopes, lr = (*record, None)[:4]
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
-            return cls(int(step), int(seed), slopes, None if lr is None else float(lr), rule=rule)
+            return cls(
+                int(step), int(seed), slopes, None if lr is None else float(lr), rule=getattr(record, "rule", "")
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"a record is {record!r}; a step is replayed from (step, seed, slopes), from what engine.step returned "
