@@ -221,9 +221,12 @@ def test_what_stays_in_slots_is_updated_there(width: str) -> None:
         Engine(make_model(), rule, precision=precision, update=update, **PLACES["leftover"])
         for update in ("auto", "cpu")
     )
-    for batch in batches(5):
+    for batch in batches(20):  # until a step needed no more than those before: then what is left goes to the slots
         assert slots.step(batch).measured == host.step(batch).measured
-    assert slots.counters.h2d_bytes < host.counters.h2d_bytes
+        if slots.counters.h2d_bytes < host.counters.h2d_bytes:
+            break
+    else:
+        pytest.fail("all weights came up in each step")
     assert slots.counters.d2h_bytes > 0
     assert_same(weights(slots), weights(host))
     slots.close()
