@@ -158,6 +158,7 @@ class Ranks(Comm):
         self._check = lambda: _be_patient(deadline, times.start_s)
         self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
         self._tensors, self._values = Row(self._timeout), Row(self._timeout)
+        self._left_by: BaseException | None = None
         self._open_device()
         try:
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
@@ -300,18 +301,25 @@ class Ranks(Comm):
     @contextmanager
     def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
         """This rank is in an exchange, of tensors unless another row is given; where it raises it stays there, for the
-        message.
+        message. From then on no two ranks may mean the same exchange, and would wait for each other for ever: whatever
+        still wants one on the way out raises as that did.
         """
         row = row or self._tensors
         with row.lock:
             self._check()
+            if self._left_by is not None:
+                raise self._left_by
             if not self.stands:
                 raise ConfigError(
                     "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
                     "used it: close the engine first."
                 )
-            row.now = moved(row.now, what, numel)
-            yield
+            try:
+                row.now = moved(row.now, what, numel)
+                yield
+            except BaseException as error:
+                self._left_by = error
+                raise
             row.now = left(row.now)
 
     def _wait(self, works: Iterable[Any]) -> None:

@@ -169,6 +169,29 @@ def again(size: int) -> None:
         late.close()
 
 
+def interrupted(size: int) -> None:
+    """Each rank leaves an exchange of several parts at another of them, and wants one more on its way out."""
+    with open_comm(times=QUICK) as comm:
+        rank, broadcast = comm.rank, dist.broadcast
+
+        def interrupt(piece: torch.Tensor, source: int, **how: object) -> object:
+            if source == rank:
+                raise KeyboardInterrupt
+            return broadcast(piece, source, **how)  # type: ignore[arg-type]
+
+        comm.barrier("all are here")
+        dist.broadcast = interrupt
+        for exchange in (
+            lambda: comm.all_gather(torch.empty(size), torch.empty(1), "all-gather"),
+            lambda: comm.all_gather(torch.empty(size), torch.empty(1), "the next one"),
+            lambda: comm.barrier("of values"),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                exchange()
+            dist.broadcast = broadcast
+        print("out")
+
+
 def losing(way: str, folder: Path) -> None:
     """Ranks exchange units for ever; from the 20th exchange on the rank VICTIM leaves in some `way`."""
     victim = int(os.environ.get("VICTIM", "1"))
@@ -219,6 +242,8 @@ def main() -> None:
         joined(size)
     elif mode == "again":
         again(size)
+    elif mode == "interrupted":
+        interrupted(size)
     elif mode == "losing":
         losing(arguments[0], Path(arguments[1]))
     else:

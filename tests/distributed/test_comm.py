@@ -50,6 +50,13 @@ def test_groups_may_be_made_again_and_ended_early(tmp_path: Path):
             assert rank.output == f"{ENDED_EARLY}\ndone\n", "a traceback, too"
 
 
+def test_ranks_that_were_interrupted_wait_for_no_exchange_on_their_way_out(tmp_path: Path):
+    with ranks(tmp_path, 2, "interrupted") as started:
+        for rank in started:
+            assert rank.end() == 0, rank.output
+            assert rank.output == "out\ndone\n"
+
+
 def test_all_ranks_are_named_where_they_differ_in_many_ways():
     values = [{"a": 1}, {"a": 2}, {"a": 1}, {"b": {"c": "x" * 200}}, {"a": 2}]
     text = difference("it", [digest(value) for value in values], values)
