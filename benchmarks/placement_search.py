@@ -143,7 +143,8 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
         return make_plan(chosen, its.units, its.regions, Comm(), ThisMachine(None))
 
     placer = Placer(its.regions, its.units, work(), hardware(machine), plan_with)
-    chosen = search(placements(settings, limited=True), placer.evaluate)[0]
+    chosen = search(placements(settings, limited=True), placer.evaluate)
+    assert chosen is not None, "nothing fits"
     every = [placer.evaluate(each) for each in placements(settings, limited=True)]
     # Several settings may mean the same to an engine (inputs wait nowhere where graphs are kept): one of them runs.
     different = {id(each.timing): each for each in reversed(every) if each.fits}

@@ -8,7 +8,6 @@ moves the least is taken.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,29 +79,33 @@ class Found(Generic[_E]):
     estimate: _E
 
 
-def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -> list[Found[_E]]:
-    """Return the candidate that fits and is the fastest, and behind it, by speed, those that were played on the way:
-    none that was not is faster. Candidates are to come from the one that moves least to the one that moves most: of
-    several that take the same, but for `WORTH`, the first is chosen. Empty where none fits.
+def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -> Found[_E] | None:
+    """Return the candidate that fits and is the fastest; None where none fits. Candidates are to come from the one that
+    moves least to the one that moves most: the first that is no slower than any other by more than `WORTH` is chosen.
     """
     estimates = [(settings, evaluate(settings)) for settings in candidates]
     # Branch and bound: whatever has the lowest bound is looked at more closely, until that is a step that was played.
-    open_ones = [(estimate.least_seconds, number, False) for number, (_, estimate) in enumerate(estimates)]
-    heapq.heapify(open_ones)
-    found: list[tuple[float, int]] = []
-    limit = math.inf
-    while open_ones and open_ones[0][0] <= limit:
-        least, number, is_planned = heapq.heappop(open_ones)
+    bounds = {number: (estimate.least_seconds, False) for number, (_, estimate) in enumerate(estimates)}
+    found: dict[int, float] = {}
+    while True:
+        limit = (1 + WORTH) * min(found.values(), default=math.inf)
+        chosen = min((number for number, seconds in found.items() if seconds <= limit), default=len(estimates))
+        best = found.get(chosen, math.inf)
+        # What comes before the chosen one may be chosen instead; what comes behind it may show that it is too slow.
+        open_ones = [
+            (bound, number, is_planned)
+            for number, (bound, is_planned) in bounds.items()
+            if (bound <= limit if number < chosen else (1 + WORTH) * bound < best)
+        ]
+        if not open_ones:
+            return Found(*estimates[chosen]) if found else None
+        bound, number, is_planned = min(open_ones)
         estimate = estimates[number][1]
-        if not is_planned:
-            if estimate.fits:
-                heapq.heappush(open_ones, (max(least, estimate.bound_seconds), number, True))
-            continue
-        found.append((estimate.step_seconds, number))
-        limit = min(limit, (1 + WORTH) * estimate.step_seconds)
-    chosen = min((number for seconds, number in found if seconds <= limit), default=-1)
-    found.sort(key=lambda each: (each[1] != chosen, each))
-    return [Found(*estimates[number]) for _, number in found]
+        del bounds[number]
+        if is_planned:
+            found[number] = estimate.step_seconds
+        elif estimate.fits:
+            bounds[number] = max(bound, estimate.bound_seconds), True
 
 
 def placements(settings: Settings, *, limited: bool, num_ranks: int = 1) -> Iterator[Settings]:
@@ -174,6 +177,7 @@ class Placed:
     """An `Estimate` of a model's step on a machine.
 
     num_ranks: of the machine, which share its memory and disk.
+    compute_s: what the model's own forward and backward take, whatever the settings.
     plan: gives the plan for these settings, or None where there is none.
     timing: gives the step of a plan.
     """
@@ -184,18 +188,14 @@ class Placed:
     regions: Sequence[Region]
     units: Sequence[UnitPlan]
     num_ranks: int
+    compute_s: float
     plans: Callable[[Settings], Plan | None]
     played: Callable[[PlannedStep], Timing]
     clips: bool
 
     @property
     def least_seconds(self) -> float:
-        compute = sum(
-            max(compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware))
-            for work in self.workload.calls
-            for costs in ([work.forward], [work.backward])
-        )
-        return max(compute, self._update_bound(0.0))
+        return max(self.compute_s, self._update_bound(0.0))
 
     @property
     def _sharding(self) -> Sharding:
@@ -272,6 +272,7 @@ class Placed:
         on_disk = sum(
             region.plane(name).num_bytes(region.numel // ranges) for region in trained for name in layout.of(region)
         )
+        on_disk += waiting if self.settings.placement.activations == "nvme" else 0
         return max(
             forward + backward,
             forward + _rate(seconds["d2h"], gradients),
@@ -311,7 +312,7 @@ class Placer:
         num_ranks: int = 1,
         clips: bool = True,
     ) -> None:
-        self._plan_with = plan_with
+        self._plan_with, self._workload, self._hardware = plan_with, workload, hardware
         self._placed = partial(
             Placed,
             workload=workload,
@@ -323,12 +324,20 @@ class Placer:
             played=self._played,
             clips=clips,
         )
+        self._compute_s: dict[str, float] = {}
         self._plans: dict[str, Plan | None] = {}
         self._timings: dict[str, Timing] = {}
 
     def evaluate(self, settings: Settings) -> Placed:
         """Return what is known of a candidate."""
-        return self._placed(settings)
+        precision, work = settings.precision, self._workload
+        if precision not in self._compute_s:
+            self._compute_s[precision] = sum(
+                max(compute_seconds(call, costs, work.num_micro_batches, precision, self._hardware))
+                for call in work.calls
+                for costs in ([call.forward], [call.backward])
+            )
+        return self._placed(settings, compute_s=self._compute_s[precision])
 
     def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1) -> Settings:
         """Return settings without `auto`: what `search` finds among `placements`. As they were where none fits, so that
@@ -339,7 +348,7 @@ class Placer:
             return settings
         with without_collector():
             found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
-        return found[0].settings if found else settings
+        return settings if found is None else found.settings
 
     def _plan(self, settings: Settings) -> Plan | None:
         # Whatever is recomputed, the plan is the same.

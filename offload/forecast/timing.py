@@ -161,7 +161,7 @@ class PlannedStep:
             yield Call(regions, device_s, 0.0, host_s + (2 * directions * FORWARD_HOST_S if regions else 0.0), 0.0)
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
-        return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware)
+        return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings.precision, self.hardware)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -312,13 +312,13 @@ def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
 
 
 def compute_seconds(
-    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, settings: Settings, hardware: Hardware
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware
 ) -> tuple[float, float]:
     """Return the seconds of some costs of a use on the device, over all micro-batches, and those that the host takes to
     launch them: once for all where the use is not cut. On a CPU, which does both, the larger of them and nothing.
     """
     rates = hardware.rates
-    flops = rates.flops_per_s[settings.precision]
+    flops = rates.flops_per_s[precision]
     device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
     launches = sum(cost.num_operations for cost in costs) * (num_micro_batches if work.is_cut else 1)
     device, host = num_micro_batches * device, launches * rates.launch_s

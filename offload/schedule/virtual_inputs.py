@@ -42,17 +42,16 @@ class VirtualInputs:
         if self._engine.activations == "cpu":
             fence.fill(self._states.submit("d2h", "d2h", call.saved_bytes, self._compute.mark()))
             return
-        tickets = []
         for size in _tiles(call.saved_bytes, self._tile_bytes):
             stretch = taken(self._ring, size)
             down = self._states.submit("d2h", "d2h", size, self._compute.mark(), stretch.fills)
             seconds = self._seconds["nvme_write"](size)
-            tickets.append(self._lanes.submit("activation_write", seconds, (down,)))
+            written = self._lanes.submit("activation_write", seconds, (down,))
             stretch.fence.fill(down)
-            stretch.fence.read(tickets[-1])
+            stretch.fence.read(written)
             stretch.is_open = False
             self._states.nvme_written_bytes += size
-        fence.fill(*tickets)
+            fence.fill(written)  # a lane writes in order: who waits for the last waits for all
 
     def bring_back(self, number: int, call: Call, part: int) -> None:
         """Wait for the saved inputs of a micro-batch, and start on what is needed after them."""
