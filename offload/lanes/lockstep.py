@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -14,12 +16,63 @@ class _GivenUpError(BaseException):
     """Raised in a branch whose neighbour has failed. No `except Exception` of a model's takes it for its own."""
 
 
+class _Branch:
+    """A function that a thread is to run, once, however often it is given to one."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._has_ended = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def run(self) -> None:
+        function, self._function = self._function, None
+        if function is None:
+            return
+        try:
+            function()
+        finally:
+            self._has_ended = True
+            self._wakes.put(None)
+
+    def join(self) -> None:
+        while not self._has_ended:
+            self._wakes.get()
+
+
+class _Thread:
+    """A thread that runs one branch after the other. It holds none in between, nor who gives them."""
+
+    def __init__(self, name: str) -> None:
+        self._given: SimpleQueue[_Branch | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(self._given,), name=name, daemon=True)
+        weakref.finalize(self, self._given.put, None)
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt: it may have started
+            self._given.put(None)
+            raise
+
+    @staticmethod
+    def _serve(given: SimpleQueue[_Branch | None]) -> None:
+        while (branch := given.get()) is not None:
+            branch.run()
+            del branch
+
+    def give(self, branch: _Branch) -> None:
+        self._given.put(branch)
+
+    def close(self) -> None:
+        self._given.put(None)
+        self._thread.join()
+
+
 class Lockstep(Generic[_T]):
     """Runs functions by turns: each goes on until it calls `turn`, or ends, and then the next one does, round and
     round. So their order is always the same, and each may look like ordinary code that calls into the other.
 
-    The first one is run by the thread that calls. `switched(leaves, comes)` is called at every change, by the thread
-    that gives up its turn.
+    The first one is run by the thread that calls. The threads of the others stay until `close`: libraries of matrix
+    products have memory for each thread, which is as long in coming as a small step. `switched(leaves, comes)` is
+    called at every change, by the thread that gives up its turn.
     """
 
     def __init__(self, switched: Callable[[int, int], None]) -> None:
@@ -28,6 +81,7 @@ class Lockstep(Generic[_T]):
         # An interrupt may come between any two lines. So `current` alone says whose turn it is, in one assignment, and
         # a wake only has a waiting thread look at it: it may come twice.
         self._wakes: list[SimpleQueue[None]] = []
+        self._threads: list[_Thread] = []
         self._alive: list[int] = []
         self._results: dict[int, _T] = {}
         self._error: BaseException | None = None
@@ -36,27 +90,28 @@ class Lockstep(Generic[_T]):
         """Return the results of all functions. What one of them raises ends the others, one by one, at their turns."""
         self.current, self._error, self._results = 0, None, {}
         self._wakes = [SimpleQueue() for _ in functions]
-        self._alive, others = [0], []
+        self._alive = list(range(len(functions)))
+        branches = [_Branch(partial(self._begin, number, each)) for number, each in enumerate(functions[1:], 1)]
         try:
-            for number, function in enumerate(functions[1:], 1):
-                self._alive.append(number)
-                others.append(
-                    threading.Thread(target=self._begin, args=(number, function), name=f"pass {number}", daemon=True)
-                )
-                others[-1].start()
+            self._give(branches)
             self._run(0, functions[0])
-            for thread in others:
-                thread.join()
+            for branch in branches:
+                branch.join()
         except BaseException as error:  # an interrupt, here
             self._error = self._error or error
             self._leave(0)
-            for thread in others:
-                if thread.is_alive():  # the last one may have been about to begin: it ends by itself
-                    thread.join()
+            self._give(branches)  # again: nobody knows which of them were
+            for branch in branches:
+                branch.join()
         failure, self._error = self._error, None
         if failure is not None:
             raise failure
         return [self._results[number] for number in range(len(functions))]
+
+    def close(self) -> None:
+        """End the threads. Nothing is run."""
+        while self._threads:
+            self._threads.pop().close()
 
     def turn(self) -> None:
         """Let the others run up to their next turn. Called by the function that runs."""
@@ -72,6 +127,12 @@ class Lockstep(Generic[_T]):
             self._wait(own)
             raise
         self._check()
+
+    def _give(self, branches: Sequence[_Branch]) -> None:
+        while len(self._threads) < len(branches):
+            self._threads.append(_Thread(f"pass {len(self._threads) + 1}"))
+        for thread, branch in zip(self._threads, branches, strict=False):
+            thread.give(branch)
 
     def _check(self) -> None:
         if self._error is not None:

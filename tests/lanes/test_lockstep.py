@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,27 @@ def by_turns(
         assert lockstep.run(passes) == list(range(num_passes))
     except Told:
         noted.append("told")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+    ended(lockstep)
     return noted, switches
+
+
+def ended(lockstep: Lockstep[Any]) -> None:
+    """Assert that no function runs any more, and no thread stays."""
+    lockstep.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+
+
+def test_threads_are_used_again_and_end_with_who_has_them() -> None:
+    lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: None)
+    ran = [lockstep.run([threading.get_ident] * count) for count in (2, 3, 2)]
+    assert [ran[1][:2], ran[1][:2]] == [ran[0], ran[2]]
+    assert len(set(ran[1])) == 3
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+    assert len(threads) == 2
+    del lockstep
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_each_goes_on_to_its_next_turn() -> None:
@@ -104,7 +124,7 @@ def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert noted == ["second goes on", *(["first", "second"] if is_late else ["second", "first"])]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
+    ended(lockstep)
 
 
 def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
@@ -119,9 +139,9 @@ def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
     try:
         for attempt in range(300):
             holder = threading.Lock()
-            lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
+            lockstep: Lockstep[Any] = Lockstep(lambda leaves, comes: None)
 
-            def one(holder: threading.Lock = holder, lockstep: Lockstep[None] = lockstep) -> None:
+            def one(holder: threading.Lock = holder, lockstep: Lockstep[Any] = lockstep) -> None:
                 for _ in range(50):
                     assert holder.acquire(blocking=False), "two run at once"
                     holder.release()
@@ -133,9 +153,11 @@ def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 ended_early += 1
+            assert len(set(lockstep.run([threading.get_ident] * 2))) == 2, "it can be used again"
+            lockstep.close()
             until = time.monotonic() + PATIENCE_S
             while any(thread.name.startswith("pass ") and thread.is_alive() for thread in threading.enumerate()):
-                assert time.monotonic() < until, "one waits for a turn that never comes"
+                assert time.monotonic() < until, "one that came within an interrupt ends as soon"
                 time.sleep(0.001)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

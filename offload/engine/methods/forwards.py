@@ -87,6 +87,7 @@ class Forwards(Method):
         self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
 
     def free(self) -> None:
+        self._side_by_side.free()
         self._perturbed.free()
 
     def _measure(self, parts: Parts) -> list[tuple[float, float]]:

@@ -56,6 +56,10 @@ class SideBySide:
             self._leave()
         return results
 
+    def free(self) -> None:
+        """The engine closes: no thread stays."""
+        self._lockstep.close()
+
     def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Return the function as it runs in a thread of its own: with what torch keeps for each as it is in this."""
         state = self._state
