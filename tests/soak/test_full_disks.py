@@ -55,8 +55,8 @@ def fill(disk: Path) -> Path:
 
 
 def check_what_is_there(run: Run, *, while_it_runs: bool = False) -> None:
-    """Assert that what stays are whole checkpoints, and `latest`, which names the newest; beside the next one, where the
-    run may be trying that.
+    """Assert that what stays are whole checkpoints, and `latest`, which names the newest; beside the next one, which a
+    run may be trying.
     """
     folders = run.checkpoints.folders()
     for path in folders:
