@@ -26,6 +26,8 @@ OPTIONS = {
     "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 _TIERS = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+_SAME = 0.005
+"""By which part another way has to be faster or slower for a table of three digits to tell."""
 
 
 def main(words: list[str]) -> int:
@@ -102,7 +104,8 @@ def _alternative(found: Forecast, other: Alternative) -> str:
         return f"{other.change}: does not fit"
     if not found.fits or found.timing is None or other.tokens_per_second is None:
         return f"{other.change}: fits"
-    return f"{other.change}: {other.tokens_per_second / found.timing.tokens_per_second:.2g}x"
+    ratio = other.tokens_per_second / found.timing.tokens_per_second
+    return f"{other.change}: {f'{ratio:.3g}x' if abs(ratio - 1) >= _SAME else 'as fast'}"
 
 
 def verdict(found: Forecast) -> Iterator[str]:

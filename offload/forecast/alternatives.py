@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config.config import Config
+from offload.config.rules import OFFERS
 from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Teller
 from offload.machine.hardware import Hardware
@@ -124,7 +125,7 @@ def _more_host_memory(config: Config) -> Config:
 def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     """Yield what else may be worth a look, whether or not it fits as it is."""
     config = found.config
-    if config.optimizer.name in ("adamw", "lion"):
+    if "states" in OFFERS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
     yield from _shorter_masters(config)
     if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
@@ -156,7 +157,7 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
             yield {"offload.update": "cpu"}
     if (on_host or not over) and config.train.precision == "fp32":
         yield {"train.precision": "bf16"}
-    if on_host and config.optimizer.name in ("adamw", "lion"):
+    if on_host and "states" in OFFERS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
     if on_host:
         yield from _shorter_masters(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.config.rules import OFFERS
 from offload.errors import format_bytes
 from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
 from offload.reporting.recorded import Recorded, number
@@ -86,7 +87,8 @@ def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
     elif lane.name == "update":
         if run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None:
             ways.append("--train.clip speculative: updates begin in the backward")
-        if run.setting("optimizer.states") == "fp32":
+        offer = OFFERS.get(str(run.setting("optimizer.name")))
+        if offer is not None and "states" in offer.keys and run.setting("optimizer.states") == "fp32":
             ways.append("--optimizer.states bf16: less to read and write")
     elif lane.name.startswith("nvme"):
         ways.append("More --offload.host_memory: less rests on disk")

@@ -17,7 +17,7 @@ CONFIG: dict[str, Any] = {
     "run": {"dir": "x", "name": "train"},
     "model": {"path": None, "preset": "tiny"},
     "train": {"steps": 40, "precision": "fp32", "clip": "deferred", "max_grad_norm": 1.0, "recompute": "auto"},
-    "optimizer": {"states": "fp32"},
+    "optimizer": {"name": "adamw", "states": "fp32"},
     "offload": {"device_memory": 12 << 20, "host_memory": None},
 }
 PLAN: dict[str, Any] = {

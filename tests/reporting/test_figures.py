@@ -165,6 +165,7 @@ def test_memory_is_the_plan_and_the_highest_peak(tmp_path: Path) -> None:
         ("update", {}, "--train.clip speculative"),
         ("update", {"train": {"clip": "speculative", "max_grad_norm": 1.0}}, "--optimizer.states bf16"),
         ("update", {"train": {"clip": "deferred", "max_grad_norm": None}}, "--optimizer.states bf16"),
+        ("update", {"optimizer": {"name": "mezo", "states": "fp32"}, "train": {"clip": "deferred"}}, "tokens a step"),
         ("nvme_read", {}, "--offload.host_memory"),
         ("collective", {}, "--offload.zero_stage"),
     ],
