@@ -349,6 +349,27 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
     engine.close()
 
 
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Told])
+def test_a_step_that_is_counted_and_not_updated_is_no_step(
+    error: type[BaseException], clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between the two: who went on would train without it, and not be told."""
+    engine = breaking(clip=clip)
+    step(engine, 0)
+
+    def expect(*_: object) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(engine._state.executor, "expect", expect)
+    with pytest.raises(error):
+        step(engine, 1)
+    with pytest.raises(TornError, match="belong to no step"):
+        step(engine, 2)
+    engine.close()
+
+
 def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
     """Return an engine whose states are in `folder`, where each write takes a while, and what it saved there."""
     (folder / "disk").mkdir()

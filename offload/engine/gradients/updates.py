@@ -193,6 +193,8 @@ class Updates:
 
     def _end(self, go_on: Callable[[], None]) -> None:
         """What is left to update is due: let weights come up for the next step, and submit it."""
+        # From here on the step is counted, or about to be: who is interrupted gives its updates up.
+        self.is_updating = self.is_updating or bool(self._due)
         self._slots.refresh()
         go_on()
         self._submit_due()
