@@ -21,7 +21,7 @@ class _Branch:
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
-        self._has_ended = False
+        self.has_ended = False
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def run(self) -> None:
@@ -31,11 +31,11 @@ class _Branch:
         try:
             function()
         finally:
-            self._has_ended = True
+            self.has_ended = True
             self._wakes.put(None)
 
     def join(self) -> None:
-        while not self._has_ended:
+        while not self.has_ended:
             self._wakes.get()
 
 
@@ -95,14 +95,16 @@ class Lockstep(Generic[_T]):
         try:
             self._give(branches)
             self._run(0, functions[0])
-            for branch in branches:
-                branch.join()
         except BaseException as error:  # an interrupt, here
             self._error = self._error or error
-            self._leave(0)
-            self._give(branches)  # again: nobody knows which of them were
-            for branch in branches:
-                branch.join()
+        while not all(branch.has_ended for branch in branches):
+            try:
+                self._leave(0)
+                self._give(branches)  # again: after an interrupt nobody knows which of them were
+                for branch in branches:
+                    branch.join()
+            except BaseException as error:  # an interrupt: none is left behind, to meet those of the next run
+                self._error = self._error or error
         failure, self._error = self._error, None
         if failure is not None:
             raise failure

@@ -127,6 +127,26 @@ def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
     ended(lockstep)
 
 
+def test_interrupts_while_the_last_one_ends_leave_none_behind() -> None:
+    """The first function is over, and the main thread waits: whoever went on would meet the other's next turn."""
+    lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
+    main, ends = threading.main_thread().ident or 0, []
+
+    def long() -> None:
+        lockstep.turn()
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        ends.append("long")
+
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.run([lockstep.turn, long])
+    assert ends == ["long"]
+    assert len(lockstep.run([lambda: None] * 2)) == 2
+    ended(lockstep)
+
+
 def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
     """Wherever it comes, also within the change itself, never two run at once, and all end."""
     ended_early = 0
