@@ -32,7 +32,10 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     teller = Teller(config, num_ranks)
     found = teller.tell(config, hardware)
     fix = {} if found.fits else find_fix(teller, found)
-    return replace(found, fix=flags(fix), alternatives=tuple(alternatives(teller, found)))
+    notes = found.notes
+    if "train.batch_size" in fix:
+        notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
+    return replace(found, fix=flags(fix), notes=notes, alternatives=tuple(alternatives(teller, found)))
 
 
 def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
@@ -140,12 +143,13 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
     """Yield what takes less memory, what costs least first."""
     config, over = found.config, set(found.memory.shortfalls)
     refused_host = bool(found.refusal) and not over
-    on_device, on_host = "device" in over, "cpu" in over or refused_host
+    on_host = "cpu" in over or refused_host
+    on_device = "device" in over or ("cpu" in over and found.memory.is_one_memory)
     if on_device:
         if config.train.batch_size > found.num_ranks and config.train.micro_batch_size != 1:
             yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
-        if config.train.recompute == "never":
+        if config.train.recompute != "always":
             yield {"train.recompute": "always"}
         if config.offload.activations in ("auto", "device"):
             yield {"offload.activations": "cpu"}
@@ -162,12 +166,16 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
     if on_host:
         yield from _shorter_masters(config)
     if on_host and (config.offload.nvme_dir or found.hardware.rates.nvme_read_bytes_per_s):
-        folder = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
+        folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
+        if folder:
+            yield folder
         yield {"offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
-    if over and config.train.batch_size > found.num_ranks:
-        yield {"train.batch_size": found.num_ranks, "train.micro_batch_size": None}
+    rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
+    while rows > found.num_ranks:  # which is other training: last, and no further than it takes
+        rows = max(found.num_ranks, rows // 2)
+        yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
 
 
 def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:

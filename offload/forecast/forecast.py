@@ -186,8 +186,13 @@ class Teller:
             notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
         known = None if isinstance(work, str) else work
         memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
+        has_disk = hardware.rates.nvme_read_bytes_per_s and hardware.rates.nvme_write_bytes_per_s
+        if not has_disk and any(each.tier == "nvme" for each in memory.allocations):
+            notes.append(f"how fast a disk of {hardware.name} is, is not known, and so is no step.")
+            times = False
         if known is not None and times:
-            timing = step_time(prepared.settings, prepared.regions, prepared.units, prepared.plan, known, hardware)
+            plan, its = prepared.plan, hardware.of_a_rank(self.num_ranks)
+            timing = step_time(prepared.settings, prepared.regions, prepared.units, plan, known, its)
         return Forecast(
             config,
             hardware,
@@ -218,7 +223,7 @@ class Teller:
             prepared.regions,
             prepared.units,
             work,
-            found.hardware,
+            found.hardware.of_a_rank(self.num_ranks),
             plan_with,
             num_ranks=self.num_ranks,
         )

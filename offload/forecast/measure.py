@@ -72,7 +72,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: Prepared) -> Workload:
         workload = _run(model, batch, prepared, micro_rows)
         if num_micro_batches > 1:  # what is the same for more rows is there once
             more = _run(model, batch, prepared, micro_rows + 1)
-            workload = replace(workload, calls=tuple(_with_shared(workload.calls, more.calls, micro_rows)))
+            workload = replace(workload, calls=tuple(_of_all_rows(workload.calls, more.calls, micro_rows, batch.rows)))
     except UnknownValueError as error:
         raise CannotMeasureError(f"{type(model).__name__} asks for {error}, which shapes do not tell") from error
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -94,11 +94,17 @@ def _run(model: nn.Module, batch: BatchSpec, prepared: Prepared, rows: int) -> W
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
 
 
-def _with_shared(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int) -> Iterator[UnitWork]:
-    """Yield calls over so many rows with what `more` over one row more do not have more of."""
+def _of_all_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:
+    """Yield calls over so many rows with what `more` over one row more do not have more of; of those that run once, the
+    work of all rows.
+    """
     for work, other in zip(calls, more, strict=True):
         of_a_row = other.input_bytes - work.input_bytes
-        yield replace(work, shared_bytes=max(0, work.input_bytes - rows * of_a_row))
+        found = replace(work, shared_bytes=max(0, work.input_bytes - rows * of_a_row))
+        if not work.is_cut:
+            forward = work.forward.with_rows(all_rows - rows, other.forward)
+            found = replace(found, forward=forward, backward=work.backward.with_rows(all_rows - rows, other.backward))
+        yield found
 
 
 @dataclass

@@ -245,6 +245,11 @@ class Placed:
                 room = there // self.num_ranks
             if room is not None and needs[tier] > room:
                 return False
+        if (
+            self.hardware.shares_memory
+            and step.device_bytes + needs["cpu"] > self.hardware.host_bytes // self.num_ranks
+        ):
+            return False
         return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
 
     @cached_property

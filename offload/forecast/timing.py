@@ -212,7 +212,7 @@ class PlannedStep:
             gradients=buffer,
             staging=plan.of("device" if on_device else "cpu", "gradient staging").num_bytes,
             shards=plan.of("device", SHARDS).num_bytes,
-            fetches=on_host(FETCH_RING).num_bytes * factor,
+            fetches=on_host(FETCH_RING).num_bytes * factor * _joined_tiles(layout.sharding),
             updates=on_host(UPDATE_RING).num_bytes * factor,
             activations=self._activation_ring(on_host(ACTIVATION_RING).num_bytes),
             device_updates=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
@@ -277,8 +277,9 @@ class PlannedStep:
         rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.size, self.workload
         seconds = max(found.seconds, self._both_ways(found))
         passes = 2 * self.settings.optimizer.num_directions
-        flops = work.num_micro_batches * sum(
-            each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops
+        flops = sum(
+            each.num_runs(work.num_micro_batches)
+            * (each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops)
             for each in work.calls
         )
         return Timing(
@@ -315,13 +316,13 @@ def compute_seconds(
     work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware
 ) -> tuple[float, float]:
     """Return the seconds of some costs of a use on the device, over all micro-batches, and those that the host takes to
-    launch them: once for all where the use is not cut. On a CPU, which does both, the larger of them and nothing.
+    launch them. On a CPU, which does both, the larger of them and nothing.
     """
     rates = hardware.rates
     flops = rates.flops_per_s[precision]
-    device = sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
-    launches = sum(cost.num_operations for cost in costs) * (num_micro_batches if work.is_cut else 1)
-    device, host = num_micro_batches * device, launches * rates.launch_s
+    num_runs = work.num_runs(num_micro_batches)
+    device = num_runs * sum(max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s) for cost in costs)
+    host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
     return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
 
 
@@ -349,6 +350,14 @@ def _exchanged(rates: Rates, sharding: Sharding) -> float | None:
     """Return by how much the bytes of each rank, of which every other one gets a copy, are exchanged in a second."""
     rate = rates.collective_bytes_per_s
     return None if rate is None or sharding.size == 1 else rate / (sharding.size - 1)
+
+
+def _joined_tiles(sharding: Sharding) -> int:
+    """Return how many times larger a ring is here than planned: tiles that other ranks update, which are read one by
+    one, are one here.
+    """
+    num_peers = sharding.num_ranges - 1 if sharding.publishes else 0
+    return max(1, -(-num_peers // RING_TILES))
 
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:

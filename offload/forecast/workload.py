@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,14 @@ class Cost:
             self.flops - other.flops, self.num_bytes - other.num_bytes, self.num_operations - other.num_operations
         )
 
+    def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
+        """Return the cost with so many rows more, by that with one more: what reads weights reads them once."""
+        return replace(
+            self,
+            flops=self.flops + num_rows * (of_one_more.flops - self.flops),
+            num_bytes=self.num_bytes + num_rows * (of_one_more.num_bytes - self.num_bytes),
+        )
+
 
 NO_COST = Cost(0.0, 0.0, 0)
 
@@ -32,7 +40,8 @@ class UnitWork:
     """One use of a unit over one micro-batch, or a stretch of compute between units (`name` None: losses, norms, what
     the model does by itself). Sizes are of one micro-batch too.
 
-    forward, backward: its work; the backward's is without the forward that a recompute makes again.
+    forward, backward: its work; the backward's is without the forward that a recompute makes again. Of what is not cut
+        that of all micro-batches together.
     input_bytes: what waits on the device, or where activations go, for its backward; what an earlier use has saved
         already is not counted.
     saved_bytes: what its graph holds beyond that where it is kept. That of a stretch is always kept.
@@ -63,6 +72,10 @@ class UnitWork:
     keeps_graph: bool = False
     is_cut: bool = True
     is_block: bool = False
+
+    def num_runs(self, num_micro_batches: int) -> int:
+        """Return how often it runs in a step."""
+        return num_micro_batches if self.is_cut else 1
 
 
 NO_WORK = UnitWork(None, NO_COST, NO_COST, 0, 0, 0, 0)

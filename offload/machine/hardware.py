@@ -21,6 +21,8 @@ _LEFT_OUT: dict[str, Any] = {
 }  # fmt: skip
 """What a description means that does not say these."""
 _PRECISIONS = ("fp32", "bf16")
+_EXCHANGED = 0.8
+"""Of what goes to the device in a second, through the host, what ranks are taken to exchange."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Rates:
     host_bytes_per_s: memory of the host, read and written in place by all cores, as an update does.
     launch_s: a small operation of torch from Python, forward, in seconds.
     nvme_read_bytes_per_s, nvme_write_bytes_per_s: files past the page cache; None without a disk.
-    collective_bytes_per_s: what one rank exchanges with the others; None for one device.
+    collective_bytes_per_s: what one rank exchanges with the others; None for one device, or where nobody knows.
     """
 
     h2d_bytes_per_s: float
@@ -94,6 +96,24 @@ class Hardware:
     def with_(self, **changes: Any) -> Hardware:
         """Return the same machine with other values of some fields."""
         return replace(self, **changes)
+
+    def of_a_rank(self, num_ranks: int) -> Hardware:
+        """Return the machine as each of so many ranks on it has it: disks and the host's memory move for all of them,
+        and so does a CPU that computes. Where nobody knows what ranks exchange in a second, it goes through the host.
+        """
+        rates = self.rates
+        if num_ranks == 1:
+            return self
+        shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"]
+        flops, is_cpu = dict(rates.flops_per_s), self.device == "cpu"
+        if is_cpu:
+            shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
+            flops = {precision: rate / num_ranks for precision, rate in flops.items()}
+        own = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
+        its = replace(rates, flops_per_s=flops, **own)
+        if its.collective_bytes_per_s is None:
+            its = replace(its, collective_bytes_per_s=_EXCHANGED * its.h2d_bytes_per_s)
+        return replace(self, rates=its)
 
 
 def described_names() -> list[str]:

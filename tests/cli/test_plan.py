@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import LlamaConfig
 
 from offload.errors import ConfigError
+from offload.machine.hardware import Hardware, _find
 from offload.plan import main
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
@@ -58,12 +60,23 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
     assert four == pytest.approx(one / 4, rel=0.01)
 
 
-def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        (("--offload.host_memory", "100GiB"), "--offload.optimizer nvme --offload.nvme_dir FOLDER"),
+        (("--data.sequence_length", "4096", "--train.micro_batch_size", "2"), "--offload.nvme_dir FOLDER"),
+    ],
+    ids=["host", "open"],
+)
+def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(
+    capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], fix: str
+) -> None:
+    """The smallest: where tiers are open, a folder is enough, and what goes there is for the engine to say."""
+    words = ("--model.preset", "8b", "--hardware", "rtx-4090", *settings)
     code, found = told(capsys, *words)
     assert (code, found["fits"]) == (3, False)
     assert found["shortfalls"]["cpu"] > 0
-    assert found["fix"]
+    assert found["fix"] == fix
     code, fixed = told(capsys, *words, *found["fix"].split())
     assert (code, fixed["fits"]) == (0, True), found["fix"]
 
@@ -75,6 +88,32 @@ def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.Captu
     assert written == pytest.approx(12 * found["num_parameters"], rel=0.02), "weights, their low halves, two moments"
     assert found["nvme_written_bytes_per_day"] == pytest.approx(written / found["step_seconds"] * 86400)
     assert found["nvme_endurance_days"] > 0
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str) -> None:
+    where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
+    code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", stage)
+    assert code == 0
+    rates = Hardware.read("rtx-4090").rates
+    assert found["nvme_written_bytes_per_step"] <= rates.nvme_write_bytes_per_s * found["step_seconds"]
+
+
+def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    described = yaml.safe_load(_find("rtx-4090").read_text())
+    for figures in (described["rates"], described["sources"]):
+        del figures["nvme_read_bytes_per_s"], figures["nvme_write_bytes_per_s"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(described))
+    where = ("--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
+    _, found = told(capsys, *SMALL[:2], "--hardware", str(tmp_path / "mine.yaml"), *where)
+    assert found["step_seconds"] is None
+    assert any("disk of RTX 4090" in note for note in found["notes"])
+
+
+def test_where_host_and_device_are_one_memory_less_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.preset", "8b", "--hardware", "dgx-spark", "--train.micro_batch_size", "2")
+    code, found = told(capsys, *words, "--data.sequence_length", "4096", "--optimizer.states", "bf16")
+    assert (code, found["fix"]) == (3, "--train.recompute always")
 
 
 def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

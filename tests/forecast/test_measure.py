@@ -17,7 +17,7 @@ from offload.config.presets import PRESETS
 from offload.distributed.comm import Comm
 from offload.engine.assemble import Prepared, prepare
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
-from offload.forecast.workload import Workload
+from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware
 from offload.planning.machines import DescribedMachine
 from offload.planning.settings import Settings
@@ -118,8 +118,22 @@ def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> Non
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    assert sum(c.forward.flops for c in work.calls) * ROWS == forward.get_total_flops()
-    assert sum(c.backward.flops for c in work.calls) * ROWS == backward.get_total_flops()
+    assert sum(c.forward.flops * c.num_runs(ROWS) for c in work.calls) == forward.get_total_flops()
+    assert sum(c.backward.flops * c.num_runs(ROWS) for c in work.calls) == backward.get_total_flops()
+
+
+def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
+    """It runs once over all rows: its weights are read once for each chunk."""
+
+    def head(rows: int) -> list[Cost]:
+        _, work = told(build(llama), Settings(micro_batch_size=rows, head_chunk_bytes=4 * ROWS * VOCABULARY * 4))
+        assert work.num_chunks > 1
+        return [cost for call in work.calls if not call.is_cut for cost in (call.forward, call.backward)]
+
+    assert head(2) == head(3) == head(ROWS)
+    for one, all_rows in zip(head(1), head(ROWS), strict=True):  # a single row is contiguous where several are not
+        assert one.flops == all_rows.flops
+        assert one.num_bytes == pytest.approx(all_rows.num_bytes, rel=0.15)
 
 
 def test_a_fused_attention_holds_no_scores_and_skips_half() -> None:
@@ -179,7 +193,7 @@ def test_a_model_of_70_g_parameters_takes_a_second() -> None:
     prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm(), machine)
     work = measure(model, BatchSpec("causal", 8, 4096), prepared)
     assert time.process_time() - begin < 5, "of this process: others may be busy"
-    flops = sum(call.forward.flops for call in work.calls) * work.num_micro_batches
+    flops = sum(call.forward.flops * call.num_runs(work.num_micro_batches) for call in work.calls)
     num_parameters = sum(p.numel() for p in model.parameters()) - model.config.vocab_size * model.config.hidden_size
     attention = 80 * 2 * 2 * 4096 / 2 * 8192
     assert flops == pytest.approx((2 * num_parameters + attention) * work.num_tokens, rel=0.01)

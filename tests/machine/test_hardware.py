@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,20 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     assert machine.shares_memory is (name == "dgx-spark")
     assert machine.device_bytes is not None
     assert machine.device_bytes < {"a": 80e9, "d": 128e9, "g": 96 * 2**30, "h": 151e9, "r": 2**35}[name[0]] * 1.08
+
+
+def test_ranks_share_what_is_there_once() -> None:
+    machine = Hardware.read("rtx-4090")
+    assert machine.of_a_rank(1) is machine
+    one, four = machine.rates, machine.of_a_rank(4).rates
+    assert (four.h2d_bytes_per_s, four.flops_per_s) == (one.h2d_bytes_per_s, one.flops_per_s)
+    for name in ("host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"):
+        assert getattr(four, name) == getattr(one, name) / 4
+    alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
+    cpu = machine.with_(device="cpu", rates=alone).of_a_rank(2).rates
+    assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2
+    assert cpu.nvme_read_bytes_per_s is None
+    assert cpu.collective_bytes_per_s == pytest.approx(0.8 * one.h2d_bytes_per_s / 2)
 
 
 @pytest.mark.parametrize("said", ["RTX 4090", "rtx_4090", "rtx-4090", "RTX  4090"])
