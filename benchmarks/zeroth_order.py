@@ -3,18 +3,20 @@
 python -m benchmarks.zeroth_order > benchmarks/results/zeroth_order.json     # two minutes
 
 `fits`: a model that stays on the device, against plain PyTorch that runs it twice without gradients and moves its
-weights by the same kernel, with few tokens a step, where making directions is a fifth of it, and with as many as ZO2
-has. `streamed`: the links each carry, in the time of both passes, what a step moves over them;
+weights by the same kernel, with few tokens a step, where a unit's Python and making directions are a sixth of it, and
+with as many as ZO2 has, each in a process of its own: what one leaves in the allocator decides the other. `streamed`: the links each carry, in the time of both passes, what a step moves over them;
 the ideal step takes the largest of what passes, h2d and d2h take alone, and its first fetch. Contenders take turns in
 blocks of steps; a ratio is the median over the rounds of two times measured a moment apart.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -92,27 +94,30 @@ def result(name: str, taken: list[float], reference: str, others: list[float]) -
     return Result(name, 1e3 * statistics.median(taken), "ms a step", reference, 1 / ratio, details)
 
 
+def engine(**settings: Any) -> Engine:
+    return Engine(make_model(), RULE, **settings)
+
+
+def fits(shape: tuple[int, int]) -> list[Result]:
+    """Measure a model that fits."""
+    torch.set_num_threads(1)
+    batch, num_tokens = make_batch(shape), shape[0] * shape[1]
+    own = engine(placement=Placement(parameters="device", optimizer="device"))
+    passes, plain = Plain(batch, perturbs=False), Plain(batch, perturbs=True)
+    taken = rounds({"own": lambda: own.step(batch), "passes": passes.step, "plain": plain.step})
+    own.close()
+    name = f"fits, {num_tokens} tokens a step"
+    return [
+        result(name, taken["own"], "two plain forwards and the update", taken["passes"]),
+        result(f"{name}, as MeZO is written", taken["own"], "with perturbed weights", taken["plain"]),
+    ]
+
+
 def main() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        results = [each for found in processes.map(fits, (FEW, MANY)) for each in found]
     torch.set_num_threads(1)
     batch = make_batch(FEW)
-
-    def engine(**settings: Any) -> Engine:
-        return Engine(make_model(), RULE, **settings)
-
-    results = []
-    for shape in (FEW, MANY):
-        own, num_tokens = make_batch(shape), shape[0] * shape[1]
-        fits = engine(placement=Placement(parameters="device", optimizer="device"))
-        passes, plain = Plain(own, perturbs=False), Plain(own, perturbs=True)
-        steps = {"fits": lambda e=fits, b=own: e.step(b), "passes": passes.step, "plain": plain.step}
-        taken = rounds(steps)
-        name = f"fits, {num_tokens} tokens a step"
-        results += [
-            result(name, taken["fits"], "two plain forwards and the update", taken["passes"]),
-            result(f"{name}, as MeZO is written", taken["fits"], "with perturbed weights", taken["plain"]),
-        ]
-        fits.close()
-
     host = Placement(parameters="cpu", optimizer="cpu")
     free = engine(placement=host, throttle={"h2d": 10**15})
     alone = rounds({"free": lambda: free.step(batch)})["free"]

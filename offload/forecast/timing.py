@@ -243,7 +243,7 @@ class PlannedStep:
 
     def _activation_ring(self, num_bytes: int) -> int:
         """Return the bytes of the ring for activations, larger where these would have more tiles than regions may."""
-        largest = max((work.input_bytes for work in self.workload.calls), default=0)
+        largest = max((call.saved_bytes // call.num_parts for call in self.calls), default=0)
         return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
     def _clip(self, on_device: bool) -> str:

@@ -194,7 +194,10 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
         CLIPPED | {"clip": "speculative"},
     ),
     "an update reads staging before it is filled": (without("gradient staging", "before_read"), FREE),
-    "gradients land on others that wait": (reused_at_once("gradient staging"), FREE),
+    "gradients land on others that wait": (
+        reused_at_once("gradient staging"),
+        FREE | {"throttle": {"update": {"latency_seconds": 0.02}}},
+    ),
     "activations come back before they went down": (
         without("activation checkpoints", "before_read"),
         CLIPPED
