@@ -328,8 +328,7 @@ class Breaking(AdamW):
         return super().update(states, gradients, by)
 
 
-@pytest.mark.parametrize("debug", [False, 1])
-@pytest.mark.parametrize("error", [OSError, torch.OutOfMemoryError])
+@matrix(strength=1, debug=[False, 1], error=[OSError, torch.OutOfMemoryError])
 def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: Any, tmp_path: Path) -> None:
     engine = Engine(build(llama), update="device", optimizer=Breaking(error=error), debug=debug)
     engine.step(tokens(0))

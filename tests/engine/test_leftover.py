@@ -98,8 +98,7 @@ def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(strength=1, lanes=list(LANES), precision=["fp32", "bf16"])
 def test_residents_are_bit_equal_to_plain_pytorch(precision: str, lanes: str) -> None:
     train_both(
         build(llama),

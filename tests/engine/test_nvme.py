@@ -246,8 +246,7 @@ def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("gradients", ["auto", "nvme"])
+@matrix(strength=1, precision=["fp32", "bf16"], gradients=["auto", "nvme"])
 @pytest.mark.usefixtures("nothing_left_over")
 def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
     """Every state is read and written once. Weights go up twice more, but for the unit between forward and backward and
@@ -426,8 +425,7 @@ def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama, gemma2, lambda: Stack()])
+@matrix(strength=1, precision=["fp32", "bf16"], make={"llama": llama, "gemma2": gemma2, "plain": lambda: Stack()})
 def test_an_export_is_the_same_file(make: Maker, precision: str, folder: Path, tmp_path_factory: Any) -> None:
     """Tied weights once, and no trace of the reads in the counters."""
     files = []

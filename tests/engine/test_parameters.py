@@ -37,8 +37,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
+@matrix(strength=1, precision=["fp32", "bf16"], parts=FROZEN)
 def test_frozen_parameters_stay_and_the_others_are_bit_equal(parts: tuple[str, ...], precision: str) -> None:
     model = freeze(build(llama), *parts)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -25,6 +25,7 @@ from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
+from tests.matrix import matrix
 
 RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
 ALONE = replace(RULE, master="bf16")
@@ -116,16 +117,15 @@ def test_where_states_rest_changes_no_bit(
     train_both(make_model(), **of(width), **settings).close()
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        replace(RULE, num_perturbations=3),
-        replace(RULE, magnitude_quantile=0.3),
-        replace(RULE, magnitude_quantile=0.3, num_perturbations=2),
-    ],
-    ids=["directions", "sparse", "both"],
+@matrix(
+    strength=1,
+    rule={
+        "directions": replace(RULE, num_perturbations=3),
+        "sparse": replace(RULE, magnitude_quantile=0.3),
+        "both": replace(RULE, magnitude_quantile=0.3, num_perturbations=2),
+    },
+    width=["fp32", "bf16", "alone"],
 )
-@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
 def test_directions_and_quantiles(rule: MeZO, width: str) -> None:
     train_both(make_model(2), **of(width, rule), **PLACES["cpu"]).close()
 
@@ -519,8 +519,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("place", ["device", "cpu", "stays"])
-@pytest.mark.parametrize("where", ["end_step", "put"])
+@matrix(strength=1, place=["device", "cpu", "stays"], where=["end_step", "put"])
 def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
