@@ -10,6 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 Axes = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 
@@ -26,6 +27,11 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
         )
         for value in found
     ]
+
+
+def examples(number: int) -> settings:
+    """Return hypothesis' settings for so many examples in the long run, and a quarter of them in the quick one."""
+    return settings(max_examples=number if settings().max_examples == 100 else number // 4)
 
 
 def matrix(
