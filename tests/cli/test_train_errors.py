@@ -13,6 +13,7 @@ from offload.config.command_line import parse_config
 from offload.config.config import all_keys
 from offload.config.familiar import FAMILIAR
 from offload.errors import ConfigError
+from tests.matrix import quick
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -111,7 +112,11 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "key", ["train.steps", "offload.host_memory", "data.format", "x", "train.x", "optimizer.groups"]
+    "key",
+    quick(
+        ["train.steps", "offload.host_memory", "data.format", "x", "train.x", "optimizer.groups"],
+        ("train.steps", "x", "optimizer.groups"),
+    ),
 )
 def test_long_values_and_names_are_shown_in_part(key: str) -> None:
     for words in ([f"--{key}", "b" * 5000], [f"--{key}{'c' * 5000}", "1"], ["d" * 5000]):

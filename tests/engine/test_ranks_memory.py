@@ -131,7 +131,15 @@ def test_zero_bytes_are_the_papers() -> None:
 # -- what is exchanged -----------------------------------------------------------------------------------------------
 
 
-@matrix(strength=1, size=[2, 3, 4], settings=[{}, {"micro_batch_size": 1, "delays": 1}, {"max_grad_norm": None}])
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, {"micro_batch_size": 1, "delays": 1}),
+        (3, {"max_grad_norm": None}),
+        *(pytest.param(size, {}, marks=pytest.mark.slow) for size in (2, 3, 4)),
+        pytest.param(4, {"max_grad_norm": None}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
     """Twice the parameters in stages 0 to 2, thrice in stage 3, less what is still in a slot when it is needed again
     (arXiv:1910.02054, section 7); on the host's link each rank moves its shards alone in stage 3."""
