@@ -31,7 +31,7 @@ def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
 
 def examples(number: int) -> settings:
     """Return hypothesis' settings for so many examples in the long run, and a quarter of them in the quick one."""
-    return settings(max_examples=number if settings().max_examples == 100 else number // 4)
+    return settings(max_examples=number * settings().max_examples // 100)
 
 
 def matrix(

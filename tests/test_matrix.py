@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from hypothesis import settings
 
 from tests.engine import test_ranks
-from tests.matrix import cover, matrix, meetings, quick
+from tests.matrix import cover, examples, matrix, meetings, quick
 
 AXES = {"stage": ["0", "1", "2", "3"], "size": ["1", "2", "3"], "tier": ["cpu", "nvme"], "clip": ["on", "off", "late"]}
 
@@ -65,3 +66,8 @@ def test_what_is_not_kept_is_slow() -> None:
 
 def test_a_cover_of_no_values_is_one_combination() -> None:
     assert len([param for param in matrix(strength=0, **AXES).args[1] if not param.marks]) == 1
+
+
+def test_the_quick_run_has_a_quarter_of_the_examples() -> None:
+    share = {25: 4, 100: 1}[settings().max_examples]
+    assert examples(40).max_examples == 40 // share

@@ -144,7 +144,7 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
         (None, "deferred"),
         ({"update": "1MiB"}, "speculative"),
         ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
-        ({"h2d": "1MiB"}, "deferred"),
+        pytest.param({"h2d": "1MiB"}, "deferred", marks=pytest.mark.slow),
     ],
 )
 def test_auto_is_speculative_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:

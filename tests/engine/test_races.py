@@ -336,6 +336,8 @@ SECONDS = {
     "activations come back before they went down",
     "a fetch reads a record before its update is written",
     "gradients land on others that wait",
+    "a correction reads a record before its update is written",
+    "states are read over others that are being written",
     "states are updated before they went up",
     "states go up over others that are coming down",
     "an update reads a record before its gradients are written",

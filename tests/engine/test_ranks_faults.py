@@ -66,6 +66,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_ends_all_others(tmp_path: Path
     assert only_logs(tmp_path)
 
 
+@pytest.mark.slow  # in the quick run: tests/distributed/test_watch.py
 def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path) -> None:
     with processes(tmp_path, 2, "steps", "waits", "2", str(tmp_path), QUICK="1") as started:
         in_the_middle(started)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 RULE = MeZO(lr=1e-3, eps=1e-2, weight_decay=0.1)
 ALONE = replace(RULE, master="bf16")
@@ -54,15 +55,9 @@ def train_both(
     return engine
 
 
-def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Return (value, width) of all of them: in bf16 in the quick run, otherwise too of those that are kept there."""
-    values = list(values)
-    slow = [
-        pytest.param(value, width, marks=() if value in kept else pytest.mark.slow)
-        for width in ("fp32", "alone")
-        for value in values
-    ]
-    return [*slow, *((value, "bf16") for value in values)]
+def widths_of(values: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
+    """Return (value, width) of all of them: in the quick run in bf16, and without those that are slow in any width."""
+    return quick(product(values, ("fp32", "alone", "bf16")), [(value, "bf16") for value in values if value not in slow])
 
 
 PLAIN = {(llama, "fp32"), (gpt2, "bf16"), (mixtral, "bf16"), (mamba, "fp32"), (t5, "bf16"), (llama, "alone")}
@@ -106,7 +101,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "width"), quick(list(PLACES), []))
+@pytest.mark.parametrize(("place", "width"), widths_of(PLACES, slow=("prefetch", "half")))
 def test_where_states_rest_changes_no_bit(
     place: str, width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +151,9 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize(("place", "width"), quick(["cpu", "lanes", "stays", "prefetch", "throttled"], []))
+@pytest.mark.parametrize(
+    ("place", "width"), widths_of(["cpu", "lanes", "stays", "prefetch", "throttled"], slow=("lanes", "throttled"))
+)
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: str) -> None:
     """Each weight goes up once a step, with what its update needs, and down once where it took part."""
     how = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
