@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported:
 MOST_JITTER_US = 300
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
+settings.register_profile("quick", settings.get_profile("offload"), max_examples=25)
 settings.load_profile("offload")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too
@@ -35,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The workers of pytest-xdist fork from the same two servers, which import what they need while those collect.
     """
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("quick")
     if config.option.device == "sim":
         os.environ |= {accelerator.LOADS: "1", "SIM_DEVICES": os.environ.get("SIM_DEVICES", "4")}
         if config.option.jitter_seed is not None:

@@ -236,15 +236,23 @@ def _preload() -> None:
     import torch
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
     import torch.distributed.launcher.api
+    import transformers.integrations.mistral
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+    import transformers.models.mixtral.modeling_mixtral
+    import transformers.tokenization_utils_tokenizers  # noqa: F401
 
+    import offload.checkpoint.given
+    import offload.distributed.launch
     import offload.doctor
     import offload.engine.engine
+    import offload.inference.sampler
+    import offload.reporting.written
     import offload.training.trainer  # noqa: F401
+    from offload.config.command_line import parse_config
 
     torch.set_num_threads(1)
+    parse_config([], prog="", description="")  # what it imports, and what is made of the sections once
     handler = torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
     handler.Popen = _Rank
 

@@ -5,13 +5,33 @@ one.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 Axes = Mapping[str, Sequence[Any] | Mapping[str, Any]]
+
+
+def quick(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Return parameters for `pytest.mark.parametrize`, of which the quick run has those that are `kept`: the others, by
+    which the same claim is made again, are marked `slow`. A tuple has a value for each name.
+    """
+    found, kept = list(values), list(kept)
+    assert all(value in found for value in kept), "a value that is kept and not there"
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=[] if value in kept else pytest.mark.slow
+        )
+        for value in found
+    ]
+
+
+def examples(number: int) -> settings:
+    """Return hypothesis' settings for so many examples in the long run, and a quarter of them in the quick one."""
+    return settings(max_examples=number * settings().max_examples // 100)
 
 
 def matrix(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from hypothesis import settings
 
 from tests.engine import test_ranks
-from tests.matrix import cover, matrix, meetings
+from tests.matrix import cover, examples, matrix, meetings, quick
 
 AXES = {"stage": ["0", "1", "2", "3"], "size": ["1", "2", "3"], "tier": ["cpu", "nvme"], "clip": ["on", "off", "late"]}
 
@@ -52,3 +53,21 @@ def test_a_long_run_may_be_a_cover_too() -> None:
     for one, other in combinations(range(4), 2):
         met = {(name.split("-")[one], name.split("-")[other]) for name in long}
         assert met == {(x, y) for x in axes[one] for y in axes[other]}
+
+
+def test_what_is_not_kept_is_slow() -> None:
+    found = quick([(1, "a"), (2, "b"), (3, "c")], [(2, "b")])
+    assert [param.values for param in found] == [(1, "a"), (2, "b"), (3, "c")]
+    assert [[mark.name for mark in param.marks] for param in found] == [["slow"], [], ["slow"]]
+    assert [param.values for param in quick({"x": 1, "y": 2}, "y")] == [("x",), ("y",)]
+    with pytest.raises(AssertionError, match="not there"):
+        quick(["x"], ["z"])
+
+
+def test_a_cover_of_no_values_is_one_combination() -> None:
+    assert len([param for param in matrix(strength=0, **AXES).args[1] if not param.marks]) == 1
+
+
+def test_the_quick_run_has_a_quarter_of_the_examples() -> None:
+    share = {25: 4, 100: 1}[settings().max_examples]
+    assert examples(40).max_examples == 40 // share

@@ -44,6 +44,23 @@ def names() -> list[Any]:
     ]
 
 
+def names_and_dtypes() -> list[Any]:
+    """Return every buildable family in either dtype as parameters; of the quick families one dtype, by turns, is."""
+    import pytest
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return [
+        pytest.param(
+            *name.values,
+            dtype,
+            id=f"{name.values[0]}-{label}",
+            marks=name.marks if (number + at) % 2 == 0 else pytest.mark.slow,
+        )
+        for number, name in enumerate(sorted(names(), key=lambda name: bool(name.marks)))
+        for at, (label, dtype) in enumerate(dtypes.items())
+    ]
+
+
 class Auto:
     """What an Auto class does for a class that it would not choose: several families share a configuration."""
 

@@ -28,11 +28,11 @@ from offload.checkpoint.reader import verify
 from offload.checkpoint.writer import Writer
 from offload.errors import DiskError
 from offload.files import atomic_folder
+from tests import forks
 from tests.checkpoint.states import CONTENTS, check, latest, save
 from tests.disks import mounted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks, limits and renames of Linux")
-ROOT = Path(__file__).parents[2]
 LARGE = {"p": Entry((4 << 20,), {"weights": torch.float32})}  # 16 MiB
 
 
@@ -48,14 +48,7 @@ class Killer:
     """Starts saving processes and kills them."""
 
     def __init__(self) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.saves_child"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.child = forks.start(["-m", "tests.checkpoint.saves_child"], stdin=subprocess.PIPE, stderr=None)
 
     def run(
         self, folder: Path, first: int, *, dies_at: int = -1, exchanges: bool = True, lines: int = 1, after_s: float = 0
@@ -87,6 +80,7 @@ def killer() -> Iterator[Killer]:
     assert it.child.stdin
     it.child.stdin.close()
     it.child.wait(120)
+    it.child.close()
 
 
 def check_after_kill(checkpoints: Checkpoints) -> int:
@@ -111,9 +105,10 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
     return step
 
 
-def test_kill_at_any_moment(tmp_path, killer):
+@pytest.mark.parametrize("num_kills", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_kill_at_any_moment(tmp_path, killer, num_kills):
     checkpoints, rng, step = Checkpoints(tmp_path / "checkpoints"), random.Random(7), 0
-    for _ in range(25):
+    for _ in range(num_kills):
         # The third line says that a save has ended, however long that took.
         status = killer.run(checkpoints.path, step + 1, lines=rng.randint(1, 3), after_s=rng.uniform(0, 0.1))
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -124,7 +119,7 @@ def test_kill_at_any_moment(tmp_path, killer):
     assert not any("." in name[1:] for name in names(checkpoints.path) if name != ".latest.new")
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [15, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_kill_before_each_system_call(tmp_path, killer, exchanges, stride):
     """A save, for which an old one goes, and one more, which takes its place."""

@@ -19,6 +19,7 @@ from tests.checkpoint.trained import flip, tensors_of, train
 from tests.disks import mounted
 from tests.engine.families import t5, tokens
 from tests.hf.test_write import contents
+from tests.matrix import matrix, quick
 from tests.zoo.families import families
 
 FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")
@@ -38,8 +39,7 @@ def made(name: str, folder: Path, precision: str):
     return train(family.build(calm=True), family.batch(), folder, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@matrix(strength=1, precision=["fp32", "bf16"], name=list(FAMILIES))
 def test_an_export_is_that_of_the_engine_byte_for_byte(name: str, precision: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, precision)
     export_stored(trained.checkpoint, tmp_path / "ours")
@@ -48,8 +48,7 @@ def test_an_export_is_that_of_the_engine_byte_for_byte(name: str, precision: str
     assert contents(tmp_path / "ours") == contents(trained.export) | tokenizer
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@matrix(strength=1, precision=["fp32", "bf16"], name=["llama", "mixtral", "gpt2"])
 def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precision: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, precision)
     for dtype in (torch.float32, torch.bfloat16):
@@ -69,7 +68,7 @@ def test_a_dtype_may_be_chosen_and_fp32_are_the_master_weights(name: str, precis
                 assert same(found[parameter].detach(), master.bfloat16()), parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", quick(["llama", "mixtral", "gpt2"], ["mixtral"]))
 def test_shards_hold_the_same(name: str, tmp_path: Path) -> None:
     trained = made(name, tmp_path, "bf16")
     done = export_stored(trained.checkpoint, tmp_path / "ours", shard_bytes=50_000)

@@ -19,6 +19,7 @@ from offload.errors import CheckpointError, ConfigError
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT
+from tests.matrix import quick
 from tests.zoo.families import families
 
 Call = Callable[..., "tuple[int | None, str]"]
@@ -56,7 +57,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return do
 
 
-@pytest.mark.parametrize("name", ["export", "verify", "generate"])
+@pytest.mark.parametrize("name", quick(["export", "verify", "generate"], ["export", "generate"]))
 def test_help_and_a_process_of_its_own(name: str, made: Path, tmp_path: Path) -> None:
     def start(*words: str) -> subprocess.CompletedProcess[str]:
         return forks.run(["-m", f"offload.{name}", *words])

@@ -13,6 +13,7 @@ from offload.config.command_line import parse_config
 from offload.config.config import all_keys
 from offload.config.familiar import FAMILIAR
 from offload.errors import ConfigError
+from tests.matrix import quick
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -111,7 +112,11 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "key", ["train.steps", "offload.host_memory", "data.format", "x", "train.x", "optimizer.groups"]
+    "key",
+    quick(
+        ["train.steps", "offload.host_memory", "data.format", "x", "train.x", "optimizer.groups"],
+        ("train.steps", "x", "optimizer.groups"),
+    ),
 )
 def test_long_values_and_names_are_shown_in_part(key: str) -> None:
     for words in ([f"--{key}", "b" * 5000], [f"--{key}{'c' * 5000}", "1"], ["d" * 5000]):
@@ -122,21 +127,30 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ours"),
-    [
-        *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
-        *[
-            ("num_train_epochs", "train.epochs"),
-            ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
+    quick(
+        [
+            *[("learning_rate", "optimizer.lr"), ("per_device_train_batch_size", "train.micro_batch_size")],
+            *[
+                ("num_train_epochs", "train.epochs"),
+                ("gradient_accumulation_steps", "train.batch_size, in parts of train.m"),
+            ],
+            *[
+                ("max_seq_length", "data.sequence_length"),
+                ("cutoff_len", "data.sequence_length"),
+                ("bf16", "train.precision"),
+            ],
+            *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
+            *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
+            *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
         ],
-        *[
-            ("max_seq_length", "data.sequence_length"),
-            ("cutoff_len", "data.sequence_length"),
+        [
+            ("learning_rate", "optimizer.lr"),
             ("bf16", "train.precision"),
+            ("base_model", "model.path"),
+            ("model", "model."),
+            ("num_gpus", "--gpus"),
         ],
-        *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],
-        *[("warmup_ratio", "optimizer.warmup_steps"), ("seed", "run.seed"), ("dataset", "data.source")],
-        *[("model", "model."), ("num_gpus", "--gpus"), ("save_steps", "checkpoint.every"), ("lr", "optimizer.lr")],
-    ],
+    ),
 )
 def test_names_of_other_trainers_suggest_ours(name: str, ours: str, tmp_path: Path) -> None:
     file = tmp_path / "other.yaml"

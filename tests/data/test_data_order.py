@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.data.order import rows_at, shuffled
+from tests.matrix import examples
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 700), st.integers(-(2**63), 2**64), st.integers(0, 2**31))
 def test_every_epoch_is_a_permutation(num_rows: int, seed: int, epoch: int) -> None:
     order = shuffled(np.arange(num_rows), num_rows, seed, epoch)
@@ -38,7 +39,7 @@ def test_a_large_order_needs_no_memory() -> None:
     assert 0 <= order.min() <= order.max() < num_rows
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 40), st.integers(1, 100), st.integers(0, 60))
 def test_positions_run_through_the_epochs(num_rows: int, count: int, start: int) -> None:
     epochs = (start + count) // num_rows + 1

@@ -11,12 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.data import packing
 from offload.data.packing import IGNORE, Rows
 from offload.data.store import TokenStore, TokenWriter
+from tests.matrix import examples
 
 PAD = 60_000
 documents_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), max_size=12)  # which tokens are trained
@@ -48,7 +49,7 @@ def targets(row_ids: np.ndarray, row_labels: np.ndarray) -> list[int]:
     return [int(label) for label in row_labels[1:] if label != IGNORE]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
 def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
     num_tokens = sum(map(len, documents))
@@ -72,7 +73,7 @@ def test_packed_rows(documents: list[list[bool]], length: int, masked: bool, gro
         assert (lengths == length).all(), "only a stream shorter than a row may be padded"
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(documents_strategy, st.integers(2, 16), st.booleans())
 def test_packing_trains_every_token_once(documents: list[list[bool]], length: int, masked: bool) -> None:
     """The promise of the module's docstring, without its mechanism: in order, once, but for the first of each row."""
@@ -87,7 +88,7 @@ def test_packing_trains_every_token_once(documents: list[list[bool]], length: in
     assert set(seen) <= trained
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(documents_strategy, st.integers(2, 16), st.booleans(), st.sampled_from([4, 16, 1 << 22]))
 def test_unpacked_rows(documents: list[list[bool]], length: int, masked: bool, group_tokens: int) -> None:
     trained = trained_positions(documents, masked)

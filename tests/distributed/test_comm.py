@@ -13,6 +13,7 @@ from offload.distributed.comm import Comm, _Chunks
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from tests.distributed.ranks import ranks
+from tests.matrix import quick
 
 DIFFERENCES = """\
 the configuration must be the same on all ranks, and differs from that of ranks 0, 1 on rank 2: train.seed 0 \
@@ -25,7 +26,7 @@ ENDED_EARLY = (
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", quick([1, 2, 3, 4], [1, 3]))
 def test_exchanges_give_the_bits_of_a_plain_loop_and_differences_are_named(tmp_path: Path, size: int):
     with ranks(tmp_path, size, "exchanges") as started:
         for rank in started:

@@ -27,6 +27,7 @@ import torch
 from offload import Engine, Placement
 from offload.errors import DiskError, OffloadError, TornError
 from offload.planning import disk
+from tests import forks
 from tests.disks import nameless
 from tests.engine.families import build, tokens
 from tests.engine.test_overlap import deep
@@ -246,12 +247,8 @@ class Nursery:
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder = folder
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
+        self._server = forks.start(
+            ["-c", f"from {__name__} import serve; serve()"], stdin=subprocess.PIPE, stderr=None, env=environment
         )
         self._is_running = False
 
@@ -289,3 +286,4 @@ class Nursery:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(150)  # as long as a child may take
+        self._server.close()

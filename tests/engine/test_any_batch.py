@@ -34,7 +34,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, trai
 from tests.engine.families import build, llama, tokens
 from tests.engine.ranks import run
 from tests.engine.reference import Reference, sum_by_layer
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 ROUNDING = 2e-6
 MIXING = ("CLIP", "masked ViT")
@@ -47,7 +47,7 @@ def test_a_step_equals_plain_pytorch(name: str) -> None:
     train_both(build(kind.make), [made(name, seed) for seed in range(3)], loss_fn=kind.loss_fn, group=kind.group)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", quick(KINDS, ("Qwen2-VL", "Whisper", "masked ViT", "denoiser")))
 def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
     kind = KINDS[name]
     engine, reference = train_both(build(kind.make), [made(name, 0)], loss_fn=kind.loss_fn, group=kind.group)
@@ -80,8 +80,7 @@ def beside_whole(
     return engine
 
 
-@pytest.mark.parametrize("is_plain", [False, True], ids=["units are cut", "batches are cut"])
-@pytest.mark.parametrize("name", KINDS)
+@matrix(strength=1, is_plain={"units are cut": False, "batches are cut": True}, name=list(KINDS))
 def test_micro_batches_equal_the_whole_or_are_refused_by_what_is_in_the_way(name: str, is_plain: bool) -> None:
     """Where units are cut the loss is that of the whole batch, of whatever kind it is. Else it has to be a mean over
     rows."""
@@ -116,8 +115,7 @@ def test_what_cannot_be_cut_runs_where_it_need_not_be() -> None:
 # -- what looks like rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize("num_rows", [(16, 5, 16), (5, 16)])
+@matrix(strength=1, is_plain=[False, True], num_rows=[(16, 5, 16), (5, 16)])
 def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     """Break: take for rows what has as many."""
     batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
@@ -126,8 +124,7 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize("num_rows", [(6, 4, 6), (4, 6)])
+@matrix(strength=1, is_plain=[False, True], num_rows=[(6, 4, 6), (4, 6)])
 def test_as_many_tokens_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     batches = [on_device(square(seed, rows)) for seed, rows in enumerate(num_rows)]
     in_parts("square mask", 4, batches, is_plain)
@@ -236,8 +233,7 @@ class TimeMajor(Prototypes):
         return x
 
 
-@pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("is_plain", [False, True])
+@matrix(strength=1, rows=[4, 3], is_plain=[False, True])
 def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
     whole = {"x": noise(0, rows, 8), "shifts": noise(1, 3, rows, 8), "labels": noise(2, rows, 8)}
     beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain).close()
@@ -325,8 +321,7 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
 # -- one kind of batch after another -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "a frozen tower"])
-@pytest.mark.parametrize("first", ["text", "pictures"])
+@matrix(strength=1, is_frozen={"": False, "a frozen tower": True}, first=["text", "pictures"])
 def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
     text = [on_device(text_alone(seed, 4)) for seed in range(3)]
     mixed = [made("LLaVA", seed) for seed in range(3)]
@@ -426,8 +421,7 @@ def forbidden(engine: Engine) -> Iterator[None]:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
-@pytest.mark.parametrize("name", ["Whisper", "BERT's answers", "denoiser"])
+@matrix(strength=1, micro_batch_size=[None, 1], name=["Whisper", "BERT's answers", "denoiser"])
 def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size: int | None) -> None:
     found = run(2, trained, name=name, rows=(3, 2), micro_batch_size=micro_batch_size)
     kind = KINDS[name]

@@ -17,7 +17,7 @@ from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mi
 from tests.engine.handmade import WIDTH, Block, ChangesBetweenUnits, InPlaceBlocks, Stack, cross_entropy, words
 from tests.engine.inside import step_peak
 from tests.engine.sizes import tier_bytes
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 ROWS, LENGTH = 4, 10
@@ -48,15 +48,14 @@ def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
     return engine.counters.h2d_bytes, engine.counters.d2h_bytes
 
 
-@pytest.mark.parametrize("rows", [None, 1, 3])
-@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 2)])
-def test_what_moves_is_counted(precision: str, item: int, rows: int | None) -> None:
+@matrix(strength=1, rows=[None, 1, 3], precision=["fp32", "bf16"])
+def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
     """Each of the two blocks sends its input [rows, length, 32] out once and back once, in whatever parts. Tables and
     heads need their inputs for no recompute."""
     settings = {"precision": precision, "micro_batch_size": rows}
     device = moved(Engine(build(llama), **settings))
     host = moved(Engine(build(llama), placement=on_host(), **settings))
-    checkpoints = 2 * ROWS * LENGTH * 32 * item
+    checkpoints = 2 * ROWS * LENGTH * 32 * (4 if precision == "fp32" else 2)
     assert host == (device[0] + checkpoints, device[1] + checkpoints)
     assert moved(Engine(build(llama), placement=on_host(), **settings), rows=8, length=20) == (
         device[0] + 4 * checkpoints,
@@ -152,7 +151,7 @@ def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes
 
 
 @LEDGER
-@pytest.mark.parametrize("recompute", ["auto", "always"])
+@pytest.mark.parametrize("recompute", quick(["auto", "always"], ["auto"]))
 def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str) -> None:
     """With inputs on the device the same budget is too small."""
     engine = Engine(build(deep(12)), placement=on_host())

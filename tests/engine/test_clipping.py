@@ -15,6 +15,7 @@ from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import keep_gradients, states
+from tests.matrix import matrix
 
 RULE = AdamW(lr=1e-3)
 NO_LIMIT = 1e9
@@ -58,10 +59,9 @@ def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any]
     return wanted, largest
 
 
-@pytest.mark.parametrize("num_steps_before", [0, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("factor", "is_coarse"), [(1.0, False), (20.0, False), (1000.0, True)])
-def test_speculative_against_float64(factor: float, is_coarse: bool, precision: str, num_steps_before: int) -> None:
+@matrix(strength=1, num_steps_before=[0, 3], precision=["fp32", "bf16"], factor=[1.0, 20.0, 1000.0])
+def test_speculative_against_float64(factor: float, precision: str, num_steps_before: int) -> None:
+    is_coarse = factor == 1000.0
     deferred, speculative = pair(NO_LIMIT, precision=precision)
     for seed in range(num_steps_before):
         for engine in (deferred, speculative):
@@ -144,7 +144,7 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
         (None, "deferred"),
         ({"update": "1MiB"}, "speculative"),
         ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
-        ({"h2d": "1MiB"}, "deferred"),
+        pytest.param({"h2d": "1MiB"}, "deferred", marks=pytest.mark.slow),
     ],
 )
 def test_auto_is_speculative_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:

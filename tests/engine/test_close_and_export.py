@@ -25,12 +25,12 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.device import NO_LSTM, twin
 from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
+from tests.matrix import matrix
 
 Maker = Callable[[], nn.Module]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama, gemma2, gpt2, mixtral, llama4])
+@matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral, llama4])
 def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, tmp_path: Path) -> None:
     engine = Engine(build(make), precision=precision)
     engine.step(tokens())
@@ -68,9 +68,9 @@ def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: P
         assert same_bits(tensor, master if precision == "fp32" else kernels.split(master)[0]), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [llama, gemma2])
+@matrix(
+    strength=1, precision=["fp32", "bf16"], dtype=[torch.float32, torch.bfloat16, torch.float16], make=[llama, gemma2]
+)
 def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: str) -> None:
     model = build(make).to(dtype)
     shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}

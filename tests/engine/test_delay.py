@@ -59,7 +59,7 @@ def steps_are_equal(engine: Engine, reference: Late, seeds: Iterator[int] | rang
         assert (found.loss, found.grad_norm) == (loss, norm), seed
 
 
-@matrix(make=[llama, gemma2], precision=["fp32", "bf16"], max_grad_norm=[0.3, None])
+@matrix(strength=1, make=[llama, gemma2], precision=["fp32", "bf16"], max_grad_norm=[0.3, None])
 def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm):
     settings = {"precision": precision, "max_grad_norm": max_grad_norm}
     reference = Late(build(make), RULE, delay_after=2, **settings)

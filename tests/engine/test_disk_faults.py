@@ -64,7 +64,7 @@ from tests.engine.inside import disk_files, num_threads
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
@@ -416,7 +416,7 @@ def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
 def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
     run = f"signal-{number}"
     pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
@@ -501,8 +501,7 @@ def steps(engine: Engine) -> None:
 
 @cpu_only("torch lets a Ctrl-C in once the backward is over, which autograd runs in another thread there")
 @pytest.mark.usefixtures("nothing_collected")
-@pytest.mark.parametrize("delay_s", [0.1, 0.6])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix(strength=1, delay_s=[0.1, 0.6], kind=list(KINDS))
 def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:
     engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
     for lane, throttle in parse_throttle(GLACIAL).items():
@@ -545,7 +544,7 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
     assert engine_is_right
 
 
-@matrix(where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
+@matrix(strength=1, where=["forward", "backward"], kind=[*KINDS, "all"], clip=["deferred", "speculative"])
 def test_an_exception_while_the_disk_is_busy(folder: Path, where: str, kind: str, clip: str) -> None:
     settings = DEFERRED | {"clip": clip}
     undisturbed = Engine(build(lambda: Stack(Breaks)), **settings)

@@ -21,6 +21,7 @@ from tests.engine.compare import assert_same, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import states
+from tests.matrix import quick
 
 
 class Told(Exception):
@@ -131,7 +132,7 @@ DONE: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.fixture(params=[0, 12])
+@pytest.fixture(params=quick([0, 12], [12]))
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Has made steps, in which as many tiles were read early as the parameter says, beside four."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)

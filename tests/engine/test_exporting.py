@@ -57,14 +57,14 @@ def differing(one: Path, other: Path) -> list[str]:
     return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("bf16", torch.bfloat16), ("bf16", torch.float32), ("fp32", torch.float32)],
-    ids=["bf16", "split", "fp32"],
+@matrix(
+    strength=1,
+    widths={"bf16": ("bf16", torch.bfloat16), "split": ("bf16", torch.float32), "fp32": ("fp32", torch.float32)},
+    make=FAMILIES,
 )
-@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
-def test_a_folder_comes_back_bit_for_bit(make: Any, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_folder_comes_back_bit_for_bit(make: Any, widths: tuple[str, torch.dtype], tmp_path: Path) -> None:
     """Break: leave the low halves out of an fp32 export."""
+    precision, dtype = widths
     given = source(tmp_path, make, dtype)
     built = taken(given)
     engine = Engine(built.model, precision=precision, fill=built.fill)

@@ -16,6 +16,7 @@ from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.reference import Reference, count_labels
+from tests.matrix import matrix
 
 
 class Mined(Block):
@@ -164,8 +165,11 @@ def test_without_clipping_the_last_unit_tears_nothing() -> None:
     step(engine)
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"debug": True}], ids=str)
+@matrix(
+    strength=1,
+    max_grad_norm={"clipped": 1.0, "unclipped": None},
+    settings=[{}, {"micro_batch_size": 2}, {"debug": True}],
+)
 def test_an_exception_in_the_forward_costs_that_step_only(
     settings: dict[str, Any], max_grad_norm: float | None
 ) -> None:

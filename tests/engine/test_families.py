@@ -17,8 +17,7 @@ NUM_STEPS = 3
 Maker = Callable[[], nn.Module]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", CAUSAL)
+@matrix(strength=1, precision=["fp32", "bf16"], make=list(CAUSAL))
 def test_causal_models_are_bit_equal(make: Maker, precision: str) -> None:
     train_both(build(make), batches(NUM_STEPS), precision=precision)
 

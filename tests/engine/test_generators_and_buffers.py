@@ -22,10 +22,10 @@ from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, 
 from tests.engine.handmade import WIDTH, Block, Noisy, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
 from tests.engine.zeroth_order import PlainMeZO
+from tests.matrix import matrix
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama, gemma2, gpt2, mixtral])
+@matrix(strength=1, precision=["fp32", "bf16"], make=[llama, gemma2, gpt2, mixtral])
 def test_evaluate_is_plain_evaluation(make, precision: str) -> None:
     engine, reference = train_both(build(make), batches(2), precision=precision)
     reference.model.eval()

@@ -55,8 +55,7 @@ def test_kept_graphs_are_bit_equal(model: type[nn.Module], precision: str) -> No
     train_both(build(model), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["", "poisoned"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(strength=1, debug={"": False, "poisoned": True}, precision=["fp32", "bf16"])
 def test_a_block_that_runs_twice_adds_its_gradients_up(precision: str, debug: bool) -> None:
     """In fp32, over the uses: the reference can tell them apart where every use is an element of the list."""
     settings = {"precision": precision, "debug": debug, "plain": build(ListedTwice)}

@@ -19,7 +19,7 @@ from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, opt
 from tests.engine.handmade import WIDTH, Block, Normalised, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.sizes import tier_bytes
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 
@@ -53,7 +53,7 @@ def test_steps_are_bit_equal_with_the_slot_poisoned(make: Maker, precision: str)
     assert "kept tensors" not in tier_bytes(engine, "device")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["bf16"]))
 def test_frozen_weights_are_bit_equal(precision: str) -> None:
     settings = {"precision": precision, "recompute": "never", "debug": True}
     train_both(freeze(build(Stack)), [words(s) for s in range(5)], loss_fn=cross_entropy, **settings)
@@ -151,7 +151,7 @@ def blocks_run(engine: Engine) -> int:
 
 
 @LEDGER
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["bf16"]))
 def test_auto_keeps_what_fits(precision: str) -> None:
     always, never = budgets(precision)
     num_runs = []
@@ -261,7 +261,7 @@ def in_use() -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is in use")
-@pytest.mark.parametrize("recompute", ["never", "auto"])
+@pytest.mark.parametrize("recompute", quick(["never", "auto"], ["auto"]))
 def test_fifty_steps_leave_nothing_behind(recompute: str) -> None:
     """Without the garbage collector: a cycle through a graph is one that even the collector does not see."""
     engine = Engine(build(lambda: Stack(Wide)), recompute=recompute)
@@ -296,8 +296,7 @@ class Growing(Block):
 
 
 @LEDGER
-@pytest.mark.parametrize("depths", [[1, 1, 6, 1, 8], [1, 1, 2, 1, 2]], ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(strength=1, depths=[[1, 1, 6, 1, 8], [1, 1, 2, 1, 2]], precision=["fp32", "bf16"])
 def test_a_graph_that_outgrows_its_room_is_given_up(precision: str, depths: list[int]) -> None:
     """It is dropped in the middle of a forward, and its unit recomputes: same bits, and within the budget."""
     always, never = budgets(precision)
@@ -366,8 +365,7 @@ class FailsLate(Stack):
         self.blocks[1] = Failing()
 
 
-@pytest.mark.parametrize("recompute", ["never", "auto"])
-@pytest.mark.parametrize("when", ["forward", "backward", "loss"])
+@matrix(strength=1, recompute=["never", "auto"], when=["forward", "backward", "loss"])
 def test_an_exception_leaves_nothing_behind(when: str, recompute: str) -> None:
     def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         if Failing.when == "loss":

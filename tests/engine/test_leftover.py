@@ -14,7 +14,7 @@ from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_overlap import deep
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 SETTLES = 3  # steps after which what is left is given away
 LANES: dict[str, dict[str, Any]] = {"inline": {}, "delays": {"debug": 2}}
@@ -74,7 +74,7 @@ def test_part_of_a_model_stays(share: float, lanes: str) -> None:
 
 
 @LEDGER
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", quick(LANES, ["inline"]))
 def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
     """It needs nearly the whole budget for its inputs, and it is the same step as without any room to give."""
     wide = tokens(7, rows=12, length=20)
@@ -98,8 +98,7 @@ def test_a_larger_batch_takes_the_room_back(lanes: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(strength=1, lanes=list(LANES), precision=["fp32", "bf16"])
 def test_residents_are_bit_equal_to_plain_pytorch(precision: str, lanes: str) -> None:
     train_both(
         build(llama),

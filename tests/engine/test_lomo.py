@@ -35,8 +35,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [None, 0.2])
+@matrix(strength=1, place=list(PLACES), clip=[None, 0.2])
 def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
     """p -= lr c g of torch's SGD, bit for bit, where c is 1 or that of the norm."""
     model = build(llama)

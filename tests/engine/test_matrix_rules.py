@@ -21,7 +21,7 @@ from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import PLACES, placed
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 RULES: dict[str, UpdateRule] = {
     "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),)),
@@ -56,8 +56,7 @@ def test_tiers_change_no_bit(rule: str, place: str, precision: str, tmp_path: Pa
         assert torch.equal(found, reference.states[name]["momentum_buffer"].view(-1).cpu())
 
 
-@pytest.mark.parametrize("make", [mixtral, mamba])
-@pytest.mark.parametrize("rule", ["adafactor", "muon"])
+@matrix(strength=1, make=[mixtral, mamba], rule=["adafactor", "muon"])
 def test_experts_and_convolutions(rule: str, make: Any) -> None:
     """Of Muon each matrix of the experts is one, and a convolution is none."""
     engine, _ = train_both(build(make), batches(2), optimizer=RULES[rule], debug=True)
@@ -168,7 +167,7 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
         assert_same(found.weights, reference.masters, within=2e-2 if rule == "muon" else 1e-5)
 
 
-@pytest.mark.parametrize("rule", ["adafactor", "muon"])
+@pytest.mark.parametrize("rule", quick(["adafactor", "muon"], ["muon"]))
 def test_ranks_go_on_from_what_others_have_saved(rule: str, tmp_path: Path) -> None:
     arguments = {"path": str(tmp_path / "saved"), "rule": RULES[rule]}
     wanted, _ = run(2, matrix_jobs.saved, zero_stage=3, **arguments)

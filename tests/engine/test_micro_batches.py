@@ -171,8 +171,7 @@ class Centring(Stack):
         super().__init__(CentresTheBatch)
 
 
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@matrix(strength=1, recompute=["always", "never"], rows=[1, 2, 3])
 def test_a_model_that_mixes_rows_is_called_for_every_micro_batch(rows: int, recompute: str) -> None:
     """The same as plain PyTorch, which does not see the rest of the batch either; at the price of more bytes."""
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute, "within": ROUNDING}
@@ -249,8 +248,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -
     assert torch.equal(weights(engine)["layers.0.weight"], master)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("make", [llama, gemma2])
+@matrix(strength=1, rows=[1, 2, 3], make=[llama, gemma2])
 def test_micro_batches_in_bf16_equal_the_reference(make: Maker, rows: int) -> None:
     """It sums the bf16 gradients of its micro-batches in fp32. But the loss of the whole batch rounds otherwise than a
     sum of weighted ones, and a last bit of bf16 follows."""

@@ -107,10 +107,10 @@ CASES = [  # every pair of (I/O engine, fraction), (prefetch, fraction), (prefet
     for part, fraction in enumerate((0.0, 0.3, 1.0))
 ]
 PRECISIONS = ("fp32", "bf16")
-QUICK = [  # every prefetch and number of folders, either I/O engine in either precision; all in memory once
+QUICK = [  # every number of folders, nearly every prefetch, either precision; all in memory once
     (*case, PRECISIONS[case[1] // 2 % 2])
     for case in CASES
-    if case[3] == (0.0, 0.3)[case[1] % 2] or case[1:4:2] == (2, 1.0)
+    if (case[3] == (0.0, 0.3)[case[1] % 2] and case[1] < 4) or case[1:4:2] == (2, 1.0)
 ]
 LONG = [
     pytest.param(*case, precision, marks=pytest.mark.slow)
@@ -246,8 +246,7 @@ def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("gradients", ["auto", "nvme"])
+@matrix(strength=1, precision=["fp32", "bf16"], gradients=["auto", "nvme"])
 @pytest.mark.usefixtures("nothing_left_over")
 def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
     """Every state is read and written once. Weights go up twice more, but for the unit between forward and backward and
@@ -362,14 +361,14 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
 
 def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
     found = {}
-    for layers in (8, 48):
+    for layers in (8, 24):
         engine = Engine(build(lambda layers=layers: llama(num_hidden_layers=layers)), placement=on_disk(folder, **ALL))
         for seed in range(3):
             engine.step(tokens(seed))
         found[layers] = engine.counters.peak_host_bytes, sum(tier_bytes(engine, "nvme").values())
         engine.close()
-    assert found[8][0] == found[48][0]
-    assert found[48][1] > 4 * found[8][1]
+    assert found[8][0] == found[24][0]
+    assert found[24][1] > 2 * found[8][1]
 
 
 def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
@@ -426,8 +425,7 @@ def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [llama, gemma2, lambda: Stack()])
+@matrix(strength=1, precision=["fp32", "bf16"], make={"llama": llama, "gemma2": gemma2, "plain": lambda: Stack()})
 def test_an_export_is_the_same_file(make: Maker, precision: str, folder: Path, tmp_path_factory: Any) -> None:
     """Tied weights once, and no trace of the reads in the counters."""
     files = []

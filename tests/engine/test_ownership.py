@@ -22,6 +22,7 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.matrix import matrix
 
 HELD = r"engine that was not closed.*close\(restore=True\)"
 SPENT = r"closed without restore=True.*gone"
@@ -221,8 +222,7 @@ SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("closed", [False, True], ids=["held", "closed"])
+@matrix(strength=1, use=COPIES, closed={"held": False, "closed": True})
 def test_nobody_copies_a_model_without_its_weights(
     use: Callable[[nn.Module, Path], Any], closed: bool, tmp_path: Path
 ) -> None:

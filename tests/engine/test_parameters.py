@@ -18,7 +18,7 @@ from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_e
 from tests.engine.inside import states
 from tests.engine.reference import Reference, count_labels
 from tests.engine.sizes import elements, tier_bytes
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 
 def freeze(model: nn.Module, *parts: str) -> nn.Module:
@@ -37,8 +37,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parts", FROZEN.values(), ids=FROZEN)
+@matrix(strength=1, precision=["fp32", "bf16"], parts=FROZEN)
 def test_frozen_parameters_stay_and_the_others_are_bit_equal(parts: tuple[str, ...], precision: str) -> None:
     model = freeze(build(llama), *parts)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -123,7 +122,12 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(parts: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    "settings", [{"clip": "speculative"}, {"micro_batch_size": 2}, {"head_chunk_bytes": 4096}], ids=str
+    "settings",
+    quick(
+        [{"clip": "speculative"}, {"micro_batch_size": 2}, {"head_chunk_bytes": 4096}],
+        [{"micro_batch_size": 2}, {"head_chunk_bytes": 4096}],
+    ),
+    ids=str,
 )
 def test_to_freeze_later_is_to_freeze_before(settings: dict[str, Any]) -> None:
     for parts in (FROZEN["the first units"], FROZEN["parts of units"], FROZEN["all but one"]):

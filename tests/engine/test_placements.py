@@ -31,8 +31,11 @@ def test_every_placement_is_bit_equal(placement: dict[str, Any], precision: str,
     train_both(build(llama), batches(3), **settings)
 
 
-@pytest.mark.parametrize("placement", ["device, device", "device, cpu", "auto, small device"])
-@pytest.mark.parametrize("settings", [{"micro_batch_size": 4}, {"on_nonfinite": "skip"}, {"debug": True}], ids=str)
+@matrix(
+    strength=1,
+    placement=["device, device", "device, cpu", "auto, small device"],
+    settings=[{"micro_batch_size": 4}, {"on_nonfinite": "skip"}, {"debug": True}],
+)
 def test_every_placement_is_bit_equal_with_tied_weights_and_dropout(placement: str, settings: dict[str, Any]) -> None:
     train_both(build(gpt2), batches(2), placement=Placement(**PLACEMENTS[placement]), precision="bf16", **settings)
 
@@ -129,8 +132,7 @@ def test_device_bytes(precision: str) -> None:
     }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("make", [llama, gemma2])
+@matrix(strength=1, placement=PLACEMENTS, make=[llama, gemma2])
 def test_peaks_cover_what_is_held(make: Any, placement: dict[str, Any]) -> None:
     engine = Engine(build(make), placement=Placement(**placement | {"device_memory": None}))
     engine.step(tokens())

@@ -183,7 +183,10 @@ LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more tiles each than the r
 CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "compute reads a slot before its fetch": (without("slot", "before_read"), CLIPPED),
     "a fetch overwrites a slot in use": (fetched_before_the_place_is_free, CLIPPED | {"prefetch": 1}),
-    "a fetch reads weights before their update": (without("weights", "before_read"), CLIPPED),
+    "a fetch reads weights before their update": (
+        without("weights", "before_read"),
+        CLIPPED | {"throttle": {"update": {"latency_seconds": 0.01}}},
+    ),
     "compute reads what stays before it came up": (
         without("resident weights", "before_read"),
         CLIPPED | {"make": only_the_scale_learns, "placement": Placement(device_memory="8MiB")},
@@ -332,6 +335,11 @@ def serial(settings: Mapping[str, Any]) -> list[Any]:
 SECONDS = {
     "activations come back before they went down",
     "a fetch reads a record before its update is written",
+    "gradients land on others that wait",
+    "a correction reads a record before its update is written",
+    "states are read over others that are being written",
+    "states are updated before they went up",
+    "states go up over others that are coming down",
     "an update reads a record before its gradients are written",
     "a fetch goes up before it was read",
     "a fetch is read over one that goes up",
@@ -437,7 +445,10 @@ def held_up(lane: Any) -> Iterator[None]:
     lane.drain()
 
 
-BROKEN = pytest.mark.parametrize("broken", [False, True], ids=["", "broken"])
+BROKEN = pytest.mark.parametrize(
+    "broken", [pytest.param(False, id=""), pytest.param(True, id="broken", marks=pytest.mark.slow)]
+)
+"""With the wait, and, in the long run, without it, by which the test is seen to see it."""
 
 
 def take_away(broken: bool, kind: str, wait: str, patch: pytest.MonkeyPatch) -> None:

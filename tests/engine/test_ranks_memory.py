@@ -18,7 +18,7 @@ from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained, trained_in_lockstep
 from tests.engine.sizes import ALIGNMENT, SHARD, up
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
@@ -81,7 +81,7 @@ def held(found: Found) -> dict[str, int]:
     return {name: totals.get(name, 0) for name in ("weights", "gradients", *OPTIMIZER)}
 
 
-QUICK = (1, "device"), (2, "cpu"), (3, "nvme")
+QUICK = (1, "device"), (2, "cpu"), (2, "nvme")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_pa
             assert sum(states[name] for name in OPTIMIZER) == optimizer * num_elements // (size if stage else 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", quick([1, 2, 3], [2]))
 def test_frozen_weights_are_cut_with_the_others(size: int) -> None:
     """They have no other states, and only stage 3 cuts weights."""
     sizes = Elements(build(frozen_llama), size)
@@ -131,7 +131,16 @@ def test_zero_bytes_are_the_papers() -> None:
 # -- what is exchanged -----------------------------------------------------------------------------------------------
 
 
-@matrix(strength=1, size=[2, 3, 4], settings=[{}, {"micro_batch_size": 1, "delays": 1}, {"max_grad_norm": None}])
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, {"micro_batch_size": 1}),
+        pytest.param(2, {"micro_batch_size": 1, "delays": 1}, marks=pytest.mark.slow),
+        (3, {"max_grad_norm": None}),
+        *(pytest.param(size, {}, marks=pytest.mark.slow) for size in (2, 3, 4)),
+        pytest.param(4, {"max_grad_norm": None}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
     """Twice the parameters in stages 0 to 2, thrice in stage 3, less what is still in a slot when it is needed again
     (arXiv:1910.02054, section 7); on the host's link each rank moves its shards alone in stage 3."""
@@ -161,7 +170,7 @@ def test_one_rank_exchanges_nothing() -> None:
     assert all(moved["all_gather_elements"] == moved["reduce_scatter_elements"] == 0 for moved in found.moved)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", quick(STAGES, [0, 3]))
 def test_frozen_regions_are_not_reduced(stage: int) -> None:
     """Nor gathered after an update that they do not have; but in stage 3 they are fetched like all others."""
     sizes = Elements(build(frozen_llama), 2)
@@ -203,8 +212,7 @@ def test_memory_on_disk_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -
 BUDGETS = {"host_memory": ({}, "cpu"), "nvme_memory": (TIERS["nvme"], "nvme")}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("key", BUDGETS)
+@matrix(strength=1, stage=[1, 3], key=list(BUDGETS))
 def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path: Path) -> None:
     """What all of them need is enough, and a byte less is not, on any of them.
 

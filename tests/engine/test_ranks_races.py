@@ -26,7 +26,7 @@ ROWS = (2, 1, 3, 1)
             (stage + number) % 2 == 0,
             stage,
             mode,
-            marks=[] if (stage, number) in ((0, 0), (3, 1)) else pytest.mark.slow,
+            marks=[] if (stage, number) == (3, 1) else pytest.mark.slow,
         )
         for stage in STAGES
         for number, mode in enumerate(MODES)

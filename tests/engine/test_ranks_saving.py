@@ -11,6 +11,7 @@ import torch
 from offload.checkpoint.reader import Reader
 from tests.engine.ranks import run
 from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, parted, refused, refused_later, save
+from tests.matrix import matrix
 
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
@@ -27,8 +28,7 @@ def read_all(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", ["tied", "two dtypes"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@matrix(strength=1, case=["tied", "two dtypes"], stage=[0, 1, 3])
 def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_path: Path) -> None:
     """Saved by two on disk, resumed and saved again by three in memory and by one: the same bits of all states.
 

@@ -25,7 +25,7 @@ from tests.engine.inside import stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained, wide_llama
 from tests.engine.reference import Reference
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 PLACES: dict[str, dict[str, Any]] = {
     "device": {"parameters": "device", "optimizer": "device"},
@@ -91,8 +91,7 @@ class Blocks(Counting):
         return whole.isfinite().logical_not_().sum()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
+@matrix(strength=1, precision=["fp32", "bf16"], place=list(PLACES))
 def test_planes_of_bytes_and_of_blocks_are_those_of_the_reference(place: str, precision: str, tmp_path: Path) -> None:
     settings = {"optimizer": Blocks(), "precision": precision}
     engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
@@ -132,8 +131,7 @@ def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
         assert torch.equal(found, reference.states[info.name][kind].view(-1).cpu()), info.name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
+@matrix(strength=1, precision=["fp32", "bf16"], place=list(PLACES))
 def test_a_rule_has_the_planes_that_it_names(place: str, precision: str, tmp_path: Path) -> None:
     engine, _ = train_both(
         build(llama), batches(3), optimizer=Counting(), precision=precision, placement=placed(place, tmp_path)
@@ -233,7 +231,7 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
             m.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", quick([0, 3], [3]))
 def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
     """Both ranks have the same bits at every stage and tier; they are near those of one process, of which a sign may
     make a whole step of what another order of a sum changes."""
@@ -256,7 +254,7 @@ def test_lion_over_ranks(stage: int, tmp_path: Path) -> None:
     assert apart.max() <= 3 * 2.1 * LION.lr
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", quick(["fp32", "bf16"], ["bf16"]))
 def test_lion_goes_on_from_a_checkpoint(precision: str, tmp_path: Path) -> None:
     whole = Engine(build(llama), LION, placed("nvme", tmp_path), precision=precision)
     for seed in range(2):
@@ -316,7 +314,7 @@ def test_small_states_are_those_of_the_kernel_and_go_on_from_a_checkpoint(
     assert_planes(resumed, reference)
 
 
-@pytest.mark.parametrize("rule", SMALL)
+@pytest.mark.parametrize("rule", quick(SMALL, ["AdamW int8", "Lion bf16"]))
 def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_bytes: None) -> None:
     found = []
     for seed in (0, 1):

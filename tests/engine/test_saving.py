@@ -25,6 +25,7 @@ from tests.engine.families import build, tokens
 from tests.engine.handmade import RunningStatistics, Shifting, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.test_overlap import deep
+from tests.matrix import quick
 
 DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"}
 PLACES: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize(
     ("first", "then", "precision"),
     [
-        pytest.param(*tiers, precision, marks=[] if number % 2 == at else pytest.mark.slow)
+        pytest.param(*tiers, precision, marks=[] if number % 2 == at and number < 3 else pytest.mark.slow)
         for number, tiers in enumerate([("cpu", "nvme"), ("nvme", "device"), ("device", "moments"), ("nvme", "cpu")])
         for at, precision in enumerate(("fp32", "bf16"))
     ],
@@ -155,7 +156,7 @@ def test_a_flipped_bit_tears_the_engine_until_a_sound_one_is_loaded(tmp_path: Pa
     engine.close()
 
 
-@pytest.mark.parametrize("place", ["cpu", "device", "nvme"])
+@pytest.mark.parametrize("place", quick(["cpu", "device", "nvme"], ("cpu", "nvme")))
 def test_what_is_saved_is_what_was_when_the_save_began(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +358,7 @@ def test_what_says_how_to_build_the_model_lies_beside_its_states(tmp_path: Path)
     engine.close()
 
 
-@pytest.mark.parametrize(("first", "then"), [("cpu", "nvme"), ("nvme", "cpu")])
+@pytest.mark.parametrize(("first", "then"), quick([("cpu", "nvme"), ("nvme", "cpu")], [("cpu", "nvme")]))
 def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_path: Path) -> None:
     """Which the engine that goes on has already; and who builds a model of it is told where the rest is."""
 

@@ -26,6 +26,7 @@ from offload.tiers.nvme import Stripes
 from tests import forks
 from tests.disks import mounted, nameless
 from tests.forks import PATIENCE_S
+from tests.matrix import quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without names of Linux")
 MIB = 1 << 20
@@ -240,7 +241,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", quick(ENDS, ("the last line", "an exception", "SIGTERM", "kill -9")))
 def test_nothing_is_left_however_it_ends(disk, way, end):
     """Break: keep the name, or let something else hold the file."""
     code, wanted = ENDS[end]
@@ -262,7 +263,13 @@ def test_nothing_is_left_however_it_ends(disk, way, end):
 
 
 class TestForks:
-    @pytest.mark.parametrize("end", ["sys.exit(0)", "del f; os._exit(0)", "f._io.close(); os._exit(0)"])
+    @pytest.mark.parametrize(
+        "end",
+        quick(
+            ["sys.exit(0)", "del f; os._exit(0)", "f._io.close(); os._exit(0)"],
+            ["sys.exit(0)", "f._io.close(); os._exit(0)"],
+        ),
+    )
     def test_a_child_that_ends_takes_nothing_from_its_parent(self, tmp_path, way, end):
         code = f"""
 import torch

@@ -28,7 +28,7 @@ SMALL = Case(rows=2, length=32)
         replace(SMALL, activations="cpu", optimizer="nvme", head_chunk_bytes=1 << 16),
         replace(SMALL, family="gpt2", recompute="auto", device_memory="24MiB"),
         pytest.param(replace(SMALL, parameters="device", optimizer="device", rule="lion"), marks=pytest.mark.slow),
-        replace(SMALL, precision="bf16", rule="mezo"),
+        pytest.param(replace(SMALL, precision="bf16", rule="mezo"), marks=pytest.mark.slow),
         pytest.param(replace(SMALL, micro_batch_size=1, rule="mezo"), marks=pytest.mark.slow),
         replace(SMALL, head_chunk_bytes=1 << 16, rule="mezo"),
         pytest.param(replace(SMALL, precision="bf16", head_chunk_bytes=1 << 16, rule="mezo"), marks=pytest.mark.slow),

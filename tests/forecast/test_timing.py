@@ -18,6 +18,7 @@ from offload.planning.settings import Settings
 from offload.schedule.simulation import simulate
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
+from tests.matrix import quick
 
 pytestmark = cpu_only("what is foretold here is a CPU's step")
 
@@ -74,6 +75,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+QUICK = (
+    *("inline", "none", "bf16", "micro-batches", "kept graphs", "delay", "one ahead", "a budget", "weights stay"),
+    *("activations nvme", "nvme, no clipping", "gradients nvme", "update device, nvme", "int8", "lomo"),
+    *("mezo, directions", "mezo, bf16, a budget", "mezo, bf16 alone, nvme", "mezo, update cpu", "mezo, micro-batches"),
+)
+"""Of the quick run: each setting and each place once."""
+
+
 def of(name: str, folder: Path) -> Settings:
     """Return the settings of a case."""
     settings, placement = CASES[name]
@@ -82,7 +91,7 @@ def of(name: str, folder: Path) -> Settings:
     return Settings(**{"throttle": THROTTLE, "clip": "deferred", **settings}, placement=Placement(**placement))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) -> None:
     settings = of(name, tmp_path)
     torch.manual_seed(0)

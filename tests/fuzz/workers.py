@@ -1,7 +1,7 @@
 """Processes that run cases, one after another: one, or several that are the ranks of a case. Those that fail or hang
 are replaced.
 
-python -m tests.fuzz.workers DESCRIPTOR
+python -m tests.fuzz.workers        gets its cases by its standard input, which is a connection
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -22,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from tests import forks
 from tests.distributed.ranks import ROOT, free_port
 
 CASE_S = 90.0
@@ -37,14 +37,12 @@ class Worker:
         self.path, (self.connection, theirs) = path, Pipe()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with theirs, path.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.fuzz.workers", str(theirs.fileno())],
+            self.process = forks.start(
+                ["-u", "-m", "tests.fuzz.workers"],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=theirs.fileno(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the one who asked
             )
 
@@ -219,7 +217,7 @@ def signature(wrong: str) -> str:
 def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(0)
     prepare()
     while True:
         try:

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loadin
 from offload.errors import ConfigError, DiskError
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.read import FolderWeights, weight_files
-from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names, read, same
+from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
 
 
@@ -36,8 +36,7 @@ def edit(folder: Path, change) -> None:
     save_file(change(tensors) or tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes())
 def test_every_tensor_equals_that_of_from_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = families()[name].build(dtype=dtype)
     model.save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_load
 from offload.errors import ConfigError, DiskError, OffloadError
 from offload.hf.names import CannotStream
 from offload.hf.write import write_model
-from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, read, same
+from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
 from tests.hf.test_read import make_large
 from tests.zoo.families import families
 
@@ -68,8 +68,7 @@ def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             config.use_cache = value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes())
 def test_what_was_read_is_written_back_byte_for_byte(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The files equal those of `save_pretrained` and those that were read: weights, configuration, generation."""
     model = families()[name].build(dtype=dtype)

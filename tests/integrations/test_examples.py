@@ -22,7 +22,7 @@ NEEDED = {
     "trl_grpo": ("accelerate", "datasets", "trl"),
     "diffusers_full": ("accelerate", "diffusers"),
 }
-QUICK = ("own_loop", "trainer")
+QUICK = ("own_loop",)
 
 
 def start(name: str, output: Path, rank: int = 0, **variables: str) -> forks.Forked:

@@ -19,6 +19,7 @@ from tests.integrations.plain import (
     offload_trainer,
     plain_trainer,
 )
+from tests.matrix import quick
 
 needs("accelerate", "peft")
 
@@ -41,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["lora", "dora, dropout", "a whole head"])
+@pytest.mark.parametrize("name", quick(CASES, ["dora, dropout", "a whole head"]))
 def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, name: str) -> None:
     how: dict[str, Any] = {
         "save_strategy": "steps",

@@ -10,6 +10,7 @@ import pytest
 from tests.engine import ranks
 from tests.engine.device import cpu_only
 from tests.integrations.plain import assert_same_weights, needs
+from tests.matrix import quick
 
 needs("accelerate")
 pytestmark = cpu_only("accelerate does not know the simulated accelerator, and ranks share the CPU")
@@ -53,9 +54,7 @@ def both(folder: Path, **how: Any) -> list[list[dict[str, Any]]]:
 OVER_RANKS = ("sft nll", "sft chunked_nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("dpo", "lora") else pytest.param(name, marks=pytest.mark.slow) for name in OVER_RANKS]
-)
+@pytest.mark.parametrize("name", quick(OVER_RANKS, ["dpo"]))
 def test_trl_over_ranks(tmp_path: Path, name: str) -> None:
     """GRPO's ranks generate texts of different lengths."""
     needs("trl")

@@ -113,7 +113,7 @@ def made(name: str, folder: Path, offloads: bool, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "accumulation"),
     [
-        *(pytest.param(n, 1, marks=[] if n in (*FEW, "sft packing", "kto") else pytest.mark.slow) for n in CASES),
+        *(pytest.param(n, 1, marks=[] if n in FEW else pytest.mark.slow) for n in CASES),
         *(pytest.param(n, 4, marks=[] if n == "grpo" else pytest.mark.slow) for n in CASES),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, name: str, accumulat
     assert_same_run(offloaded, plain)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW[1:3] else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "grpo" else pytest.mark.slow) for n in CASES])
 def test_a_run_is_evaluated_saved_and_resumed_and_its_best_loaded(tmp_path: Path, name: str) -> None:
     """As by the plain trainer, moments included. The best is by a measure that makes it not the last."""
     how: dict[str, Any] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-import sys
 import textwrap
+
+from tests import forks
 
 IO_URING_SETUP, IO_URING_ENTER = 425, 426  # the same on every architecture
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -61,10 +62,9 @@ def round_trip(engine, path, num_bytes=1 << 20):
 """
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+def start(code: str, *arguments: object) -> forks.Forked:
     """Start a Python process with these lines; what _PREAMBLE imports and defines is there."""
-    command = [sys.executable, "-c", _PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forks.start(["-c", _PREAMBLE + textwrap.dedent(code), *arguments])
 
 
 def run(code: str, *arguments: object) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
 from tests.io.memory import pages
+from tests.matrix import matrix
 
 SIZE = 3 << 20
 
@@ -23,9 +24,7 @@ def segments(rng: random.Random, unit: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("registered", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@matrix(strength=1, direct=[True, False], registered=[True, False], seed=range(3))
 def test_many_requests_at_once(engine_of, kind, tmp_path, direct, registered, seed):
     rng = random.Random(seed)
     unit = ALIGNMENT_BYTES if direct else 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload.native import kernels
+from tests.matrix import matrix
 from tests.native.states import State, native_step, ordinary, same_bits, torch_step, ulps_apart, wild
 
 ISAS = kernels.available_isas() or (None,)  # None: the torch fallback, where C++ was not built
@@ -39,10 +40,13 @@ def test_bit_equal_to_torchs_order_of_operations(isa, make, betas, step):
     assert same_bits(ours.g, state.g)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("lr", [1e-5, 1e-2])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.4, 0.6)])
-@pytest.mark.parametrize("step", [1, 2, 10, 100, 1000])
+@matrix(
+    strength=2,
+    weight_decay=[0.0, 0.1],
+    lr=[1e-5, 1e-2],
+    betas=[(0.9, 0.999), (0.9, 0.95), (0.4, 0.6)],
+    step=[1, 2, 10, 100, 1000],
+)
 def test_close_to_torch_optim(weight_decay, lr, betas, step):
     settings = {"step": step, "lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
     for make in (ordinary, wild):

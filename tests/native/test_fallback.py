@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload.native import kernels
+from tests.matrix import matrix
 from tests.native.states import ordinary, same_bits, wild
 
 pytestmark = pytest.mark.skipif(
@@ -26,11 +27,14 @@ def in_torch(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("make", [ordinary, wild])
-@pytest.mark.parametrize("n", [0, 1, 31, 33, 1_000, 300_007])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)])
-@pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@matrix(
+    strength=2,
+    make=[ordinary, wild],
+    n=[0, 1, 31, 33, 1_000, 300_007],
+    betas=[(0.9, 0.999), (0.3, 0.5)],
+    is_split=[False, True],
+    grad_dtype=[torch.float32, torch.bfloat16],
+)
 def test_adamw(in_torch, make, n, betas, is_split, grad_dtype):
     results = []
     for call in (lambda f, *a, **k: f(*a, **k), in_torch):

@@ -13,6 +13,7 @@ from offload import report
 from offload.errors import ConfigError, DiskError, MissingLibraryError
 from offload.reporting import charts, written
 from offload.reporting.page import read_views, render
+from tests.matrix import matrix
 from tests.reporting.browser import Browser, browser, find_chromium
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
 
@@ -108,9 +109,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [375, 1280])
-@pytest.mark.parametrize("name", ["usual", "first", "broken", "large", "several"])
+@matrix(
+    strength=1,
+    is_dark={"light": False, "dark": True},
+    width=[375, 1280],
+    name=["usual", "first", "broken", "large", "several"],
+)
 def test_it_shows_without_complaints_requests_or_cut_text(
     chromium: Browser, pages: dict[str, Path], name: str, width: int, is_dark: bool
 ) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.schedule.build import Fetch, Room, Schedule, Use, build, window_bytes
+from tests.matrix import examples, matrix
 
 SIZE = 512
 
@@ -129,7 +130,7 @@ def passes(draw: st.DrawFn) -> Pass:
     )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(passes())
 def test_every_schedule_keeps_the_rules(asked):
     schedule = asked.build()
@@ -137,7 +138,7 @@ def test_every_schedule_keeps_the_rules(asked):
     assert asked.build() == schedule, "nothing is kept from one to the next, and nothing given is changed"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(passes(), st.booleans())
 def test_every_pass_after_it_keeps_them_too(asked, frozen):
     homes, trained = dict(asked.homes), frozenset() if frozen else asked.trained
@@ -194,7 +195,7 @@ def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
     return asked, num_places
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(equal_passes())
 def test_as_few_fetches_as_there_can_be_with_the_places_that_are_not_lookahead(case):
     asked, num_places = case
@@ -207,7 +208,7 @@ def test_as_few_fetches_as_there_can_be_with_the_places_that_are_not_lookahead(c
         assert num_fetches <= fewest(order, num_places - asked.lookahead, asked.held)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(equal_passes())
 def test_a_fetch_is_issued_as_soon_as_there_is_room(case):
     asked, num_places = case
@@ -280,8 +281,7 @@ def repeat(num_units: int, room: Room, lookahead: int, trained: Iterable[int], n
     return schedules
 
 
-@pytest.mark.parametrize("num_units", [1, 2, 5, 8])
-@pytest.mark.parametrize("kind", ["trained", "frozen", "frozen below", "frozen above"])
+@matrix(strength=1, num_units=[1, 2, 5, 8], kind=["trained", "frozen", "frozen below", "frozen above"])
 def test_steps_soon_repeat_themselves(num_units, kind):
     units, half = range(1, num_units + 1), (num_units + 1) // 2
     trained = {"trained": units, "frozen": (), "frozen below": units[half:], "frozen above": units[:half]}[kind]

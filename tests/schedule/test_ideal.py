@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.benches.ideal import (
@@ -25,7 +25,7 @@ from offload.benches.ideal import (
     simulate,
     simulate_block,
 )
-from tests.matrix import matrix
+from tests.matrix import examples, matrix
 
 
 def chain(num_units: int, forward_s: float, backward_s: float, unit: Unit, **more: object) -> Work:
@@ -336,7 +336,7 @@ def test_every_schedule_with_states_on_their_way_keeps_the_rules(work, policy, s
             assert all(again.begin_s >= sinking[-1].end_s for again in of["fetch", name, step + 1])
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(works(streams=True))
 def test_what_goes_up_and_down_takes_its_time(work):
     run = ideal(work, 6)
@@ -379,7 +379,7 @@ def lower_bound(work: Work) -> float:
     return max(*lanes, cycle, landing, path)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(works())
 def test_between_the_bounds(work):
     run = ideal(work, 6)
@@ -388,7 +388,7 @@ def test_between_the_bounds(work):
     assert max(run.busy_s.values()) <= run.seconds + 1e-9
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works(equal=True))
 def test_more_slots_are_hardly_ever_slower(work):
     """A list schedule takes what is ready, and may lose a little by that (Graham's anomalies): 38 s with five slots for
@@ -405,7 +405,7 @@ def test_more_slots_are_never_slower_for_a_llama(ratio, mode):
     assert all(more <= fewer + 1e-9 for fewer, more in itertools.pairwise(times))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(works())
 def test_knowing_less_is_never_faster(work):
     none, sure, deferred = (
@@ -416,7 +416,7 @@ def test_knowing_less_is_never_faster(work):
     assert none <= deferred + 1e-9
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(works(equal=True), st.sampled_from([2.0, 0.5]))
 def test_time_has_no_unit(work, factor):
     def scaled(unit: Unit) -> Unit:

@@ -15,6 +15,7 @@ from offload.schedule.play import Call, Engine
 from offload.schedule.simulation import Simulated, simulate
 from offload.schedule.virtual_lanes import COMPUTE, InStream, OnHost, VirtualLanes
 from offload.schedule.virtual_updates import Memory
+from tests.matrix import matrix
 
 NUMEL, DEPTH = 4096, 6
 MOMENTS = [[Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)]]
@@ -132,9 +133,7 @@ def test_corrections_are_a_second_pass_over_what_was_updated_early() -> None:
     assert corrected.seconds > plain.seconds
 
 
-@pytest.mark.parametrize("slots", [2, 4])
-@pytest.mark.parametrize("clip", ["none", "deferred"])
-@pytest.mark.parametrize("ratio", [0.25, 1.0, 2.0])
+@matrix(strength=1, slots=[2, 4], clip=["none", "deferred"], ratio=[0.25, 1.0, 2.0])
 def test_a_step_is_near_the_ideal_schedule_and_no_better(ratio: float, clip: str, slots: int) -> None:
     lane_s = ratio * DEPTH * (FORWARD_S + BACKWARD_S)
     fetch_s, land_s, update_s = lane_s / (2 * DEPTH - slots), lane_s / DEPTH, lane_s / DEPTH

@@ -49,9 +49,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
-    """Each run ends with a collection, which would look through all that tests have made before: 0.2 s and more."""
+    """Each run ends with a collection, which would look through all that tests have made before, and that the first of
+    them has imported: 0.2 s and more."""
     gc.collect()
     gc.freeze()
 

@@ -67,10 +67,10 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        HOST,
+        pytest.param(HOST, marks=pytest.mark.slow),
         pytest.param(("--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         ("--train.precision", "bf16", *DISK, "--offload.device_memory", "1MiB"),
-        ("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST),
+        pytest.param(("--optimizer.name", "lion", "--optimizer.states", "bf16", *HOST), marks=pytest.mark.slow),
         pytest.param(("--optimizer.states", "int8", "--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "muon", "--optimizer.lr", "0.01"), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "adafactor", "--train.precision", "bf16"), marks=pytest.mark.slow),
@@ -119,7 +119,11 @@ def test_units_that_use_an_input_in_several_places_are_equal_in_the_same_order(r
     ("settings", "reason"),
     [
         (("--train.micro_batch_size", "1"), "micro-batches of 1 rows"),
-        (("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"), "micro-batches of 3 rows"),
+        pytest.param(
+            ("--train.micro_batch_size", "3", "--same-order", "--train.precision", "bf16"),
+            "micro-batches of 3 rows",
+            marks=pytest.mark.slow,
+        ),
         (("--train.head_chunk_bytes", "40KiB"), "the head in 6 chunks"),
         (("--train.clip", "speculative", "--train.max_grad_norm", "0.1"), "speculative clipping"),
     ],

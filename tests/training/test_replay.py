@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from offload import replay
 from offload.errors import ConfigError
+from tests.matrix import quick
 
 RULE = {
     "optimizer__name": "mezo",
@@ -33,7 +34,7 @@ def values(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("precision", "master"),
-    [pytest.param("fp32", "fp32", marks=pytest.mark.slow), ("bf16", "fp32"), ("bf16", "bf16")],
+    quick([("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")], [("bf16", "bf16")]),
 )
 def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: str, master: str, capsys: Any) -> None:
     base, _, _ = run("base", train__steps=2)

@@ -25,6 +25,7 @@ from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
+from tests.matrix import quick
 from tests.training.conftest import SHAPES
 
 DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -129,7 +130,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
     assert_same_weights(result.dir, whole.dir)
 
 
-@pytest.mark.parametrize("family", ["codegen", "mixtral", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", quick(["codegen", "mixtral", "gemma2"], ["mixtral"]))
 def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
     """Its weights are in the checkpoints: nothing is read of the folder but the tokenizer. The export has the names and
     the layout of the folder all the same.
@@ -169,7 +170,9 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) 
     assert_same_weights(result.dir, whole.dir)
 
 
-@pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", quick(["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"], ("rank-0.bin", "tokenizer.json"))
+)
 def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, name: str) -> None:
     end_in(6)
     common = {"train.steps": 6, "checkpoint.every": 2}

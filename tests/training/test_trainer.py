@@ -168,7 +168,9 @@ STREAMED = {"offload__parameters": "cpu", "offload__optimizer": "cpu", "checkpoi
 THROTTLE = {"h2d": 20_000_000, "d2h": 20_000_000}
 
 
-@pytest.mark.parametrize("throttle", [None, THROTTLE], ids=["serial", "overlapped"])
+@pytest.mark.parametrize(
+    "throttle", [pytest.param(None, id="serial", marks=pytest.mark.slow), pytest.param(THROTTLE, id="overlapped")]
+)
 def test_metrics_and_trace_tell_the_same(run: Any, throttle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real, spans = Timeline.end_step, list[list[Span]]()
 
@@ -274,7 +276,7 @@ def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.Mo
         ({}, "deferred"),
         ({"train__clip": "speculative"}, "speculative"),
         ({"train__clip": "speculative", "train__on_nonfinite": "skip"}, "deferred"),
-        ({"train__clip": "speculative", "train__max_grad_norm": None}, "deferred"),
+        pytest.param({"train__clip": "speculative", "train__max_grad_norm": None}, "deferred", marks=pytest.mark.slow),
     ],
 )
 def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[str, Any], clip: str) -> None:
@@ -290,7 +292,11 @@ def test_the_written_configuration_says_how_it_clips(run: Any, settings: dict[st
         ({}, 0),  # nothing works beside compute
         pytest.param({"offload__prefetch": 3}, 3, marks=pytest.mark.slow),
         ({"offload__throttle": THROTTLE}, 2),
-        ({"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"}, 1),
+        pytest.param(
+            {"offload__throttle": THROTTLE, "offload__prefetch": 1, "offload__device_memory": "10MiB"},
+            1,
+            marks=pytest.mark.slow,
+        ),
         ({"offload__throttle": THROTTLE, "offload__device_memory": "10MiB"}, "auto"),  # as a number it would be less
     ],
 )

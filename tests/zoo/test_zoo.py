@@ -16,13 +16,13 @@ QUICK = ("gemma2", "mamba", "bloom", "xlnet", "zamba", "prophetnet")
 tests of the engine have more of them (tests/engine/families.py)."""
 
 
-def cases(modes: Sequence[Mode], first: int = 0) -> list[object]:
+def cases(modes: Sequence[Mode], quick: Sequence[str], first: int = 0) -> list[object]:
     """Each buildable family as parameters, in one of the modes, which take turns from the `first` on; all but the quick
     ones are slow. (tests/zoo/table.py takes each family in every mode.)"""
     found = []
     for number, name in enumerate(families(), first):
         mode = modes[number % len(modes)]
-        marks = [] if name in QUICK else [pytest.mark.slow]
+        marks = [] if name in quick else [pytest.mark.slow]
         if name in UNBUILDABLE:
             marks.append(pytest.mark.skip(reason=UNBUILDABLE[name]))
         if name in OPEN:
@@ -47,7 +47,7 @@ def test_families_are_called_as_their_configurations() -> None:
         assert name == own or not known
 
 
-@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER]))
+@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK))
 def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
     """With recompute `always` or `never`: a graph is kept while the weights that it has saved leave the slot."""
     outcome = examine(families()[name], "fp32", mode)
@@ -58,7 +58,7 @@ def test_two_steps_in_fp32_equal_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["gradient"] < 1e-4, outcome.differences
 
 
-@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], first=1))
+@pytest.mark.parametrize(("name", "mode"), cases([ALWAYS, NEVER], QUICK[::3], first=1))
 def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "bf16", mode)
     assert outcome.is_finite
@@ -67,7 +67,7 @@ def test_a_step_in_bf16_equals_plain_pytorch(name: str, mode: Mode) -> None:
         assert outcome.differences["loss"] < 1e-3, outcome.differences
 
 
-@pytest.mark.parametrize(("name", "mode"), cases(MICRO))
+@pytest.mark.parametrize(("name", "mode"), cases(MICRO, QUICK[1::2]))
 def test_micro_batches_equal_plain_pytorch_up_to_the_order_of_sums(name: str, mode: Mode) -> None:
     outcome = examine(families()[name], "fp32", mode)
     assert outcome.is_finite
