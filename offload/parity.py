@@ -39,6 +39,7 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.parity", description=DESCRIPTION, own=OPTIONS)
+    _check_rule(config)
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
     if num_ranks > 1:
         config.check_ranks(num_ranks)
@@ -58,6 +59,15 @@ def main(words: list[str]) -> int:
     elif is_first:
         show(verdict)
     return 0 if verdict.is_equal else 1
+
+
+def _check_rule(config: Config) -> None:
+    if config.optimizer.name == "mezo":
+        raise ConfigError(
+            "optimizer.name is mezo, which makes no backward, and the resident side trains by one: their steps are not "
+            "the same training. python -m offload.replay BASE_FOLDER RUN makes the weights of such a run again, bit "
+            "for bit; tests/engine/test_zeroth_order.py compares its steps with MeZO in plain PyTorch."
+        )
 
 
 def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> Verdict:

@@ -26,8 +26,6 @@ OPTIONS = {
     "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 _TIERS = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
-_SAME = 0.005
-"""By which part another way has to be faster or slower for a table of three digits to tell."""
 
 
 def main(words: list[str]) -> int:
@@ -52,7 +50,9 @@ def _show(found: Forecast) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    console.print("\n".join(heading(found)))
+    console.print(
+        "\n".join(heading(found)), soft_wrap=True
+    )  # a flag is copied with its value, which a break would part
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
@@ -63,7 +63,7 @@ def _show(found: Forecast) -> None:
             table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
     table.add_row(f"while loading, {_TIERS['cpu']}", format_bytes(found.memory.loading_bytes))
     console.print(table)
-    console.print("\n".join((*times(found), *verdict(found))))
+    console.print("\n".join((*times(found), *verdict(found))), soft_wrap=True)
 
 
 def heading(found: Forecast) -> Iterator[str]:
@@ -94,9 +94,7 @@ def times(found: Forecast) -> Iterator[str]:
     for each in found.alternatives:
         if each.is_found:
             yield f"the fastest placement, by search: {_alternative(found, each)}, {each.step_seconds:.3g} s a step"
-    others = [_alternative(found, each) for each in found.alternatives if not each.is_found]
-    if others:
-        yield f"instead: {'; '.join(others)}"
+    yield from (f"instead: {_alternative(found, each)}" for each in found.alternatives if not each.is_found)
 
 
 def _alternative(found: Forecast, other: Alternative) -> str:
@@ -105,7 +103,7 @@ def _alternative(found: Forecast, other: Alternative) -> str:
     if not found.fits or found.timing is None or other.tokens_per_second is None:
         return f"{other.change}: fits"
     ratio = other.tokens_per_second / found.timing.tokens_per_second
-    return f"{other.change}: {f'{ratio:.3g}x' if abs(ratio - 1) >= _SAME else 'as fast'}"
+    return f"{other.change}: {ratio:.3g}x"
 
 
 def verdict(found: Forecast) -> Iterator[str]:

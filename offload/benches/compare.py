@@ -94,9 +94,13 @@ class Compared:
 
 
 def run(arguments: argparse.Namespace) -> Compared:
-    """Read both files and compare them. Raises ConfigError for one that holds no results."""
+    """Read both files and compare them. Raises ConfigError for one that holds no results, and where they share none."""
     before, after = (_read(Path(path)) for path in (arguments.before, arguments.after))
     mine, its = (_by_key(document["results"]) for document in (before, after))
+    if not mine.keys() & its.keys():
+        raise ConfigError(
+            f"{arguments.before} and {arguments.after} have no number in common: give two files of one benchmark."
+        )
     return Compared(
         [_pair(key, mine[key], its[key]) for key in mine if key in its],
         [_title(key) for key in mine if key not in its],

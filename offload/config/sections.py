@@ -421,7 +421,7 @@ class OffloadSection(Section):
     activations: StateTier = Field(default="auto", description="Tier of the unit inputs that wait for backward.")
     device_memory: Size = Field(
         default=None,
-        description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (8MiB for '
+        description='Budget of the device, per rank: "6GiB", "512MiB", a number of bytes. none: no limit (9MiB for '
         "the built-in run on a CPU).",
     )
     host_memory: Size = Field(

@@ -20,7 +20,11 @@ _FOLDER = "FOLDER"
 """Stands for a folder on a disk that nobody named."""
 _SMALL_CHUNK_BYTES = 32 << 20
 _WORTH = 0.02
-"""By which part of its step the placement that the search finds has to be faster than the one that is given."""
+"""By which part of its step the placement that the search finds has to be faster than the one that is given, and by
+which part of its tokens a second another way has to differ."""
+_BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
+_ENLARGED = 4
+"""How often budgets are enlarged to what a plan needs, which with more of them places more there."""
 
 
 def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
@@ -31,24 +35,46 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
         hardware = probe(config.offload.device, placement(config).dirs)
     teller = Teller(config, num_ranks)
     found = teller.tell(config, hardware)
-    fix = {} if found.fits else find_fix(teller, found)
+    fix = {} if found.fits else find_fix(teller, found) or _larger_budgets(teller, found)
     notes = found.notes
     if "train.batch_size" in fix:
         notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
-    return replace(found, fix=flags(fix), notes=notes, alternatives=tuple(alternatives(teller, found)))
+    others = tuple(alternatives(teller, found, fix))
+    return replace(found, fix=flags(fix), notes=notes, alternatives=others)
 
 
-def alternatives(teller: Teller, found: Forecast) -> Iterator[Alternative]:
-    """Yield what a few changes come to, first the placement that the search finds, where that is faster."""
-    change, best = place(teller, found)
+def alternatives(teller: Teller, found: Forecast, fix: Mapping[str, Any]) -> Iterator[Alternative]:
+    """Yield what else than a fix is worth a look: first the placement that the search finds, where that is faster, then
+    each of a few changes that alters whether it fits, or, of what fits, how fast it is.
+    """
+    change, best = place(teller, found) if is_open(found) else ({}, found)
     if change:
         yield replace(_alternative(best, flags(change)), is_found=True)
-    larger = found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES)
-    more = teller.tell(_more_host_memory(found.config), larger)
-    yield _alternative(more, f"{format_bytes(_MORE_HOST_BYTES)} more host memory")
+    if found.memory.total("nvme") or "cpu" in found.memory.shortfalls or found.refusal:
+        larger = found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES)
+        more = teller.tell(_more_host_memory(found.config), larger)
+        if _is_different(found, more):
+            yield _alternative(more, f"{format_bytes(_MORE_HOST_BYTES)} more host memory")
     for change in _changes(found):
-        if (other := _told(teller, found, change)) is not None:
+        other = None if change == fix else _told(teller, found, change)
+        if other is not None and _is_different(found, other):
             yield _alternative(other, flags(change))
+
+
+def is_open(found: Forecast) -> bool:
+    """Tell whether there is a placement to choose: not where everything has room on the device."""
+    return not found.fits or found.prepared.plan.tiers != ("device", "device")
+
+
+def _is_different(found: Forecast, other: Forecast) -> bool:
+    """Tell whether another way fits where the one that is given does not, or the reverse; of two that fit, whether
+    their tokens a second are farther apart than a forecast can tell.
+    """
+    if not found.fits or not other.fits:
+        return found.fits != other.fits
+    if found.timing is None or other.timing is None:
+        return False
+    return abs(other.timing.tokens_per_second / found.timing.tokens_per_second - 1) > _WORTH
 
 
 def place(teller: Teller, found: Forecast, machine: Machine | None = None) -> tuple[dict[str, Any], Forecast]:
@@ -105,6 +131,25 @@ def find_fix(teller: Teller, found: Forecast) -> dict[str, Any]:
 def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
     other = _told(teller, found, change, times=False)
     return other is not None and other.fits
+
+
+def _larger_budgets(teller: Teller, found: Forecast) -> dict[str, Any]:
+    """Return the budgets, in whole MiB, that hold what passes those that are set; nothing where that is not enough."""
+    change: dict[str, Any] = {}
+    larger: Forecast | None = found
+    for _ in range(_ENLARGED):
+        if larger is None or larger.fits:
+            break
+        for tier, too_few in larger.memory.shortfalls.items():
+            budget = larger.config.get(_BUDGETS[tier])
+            if budget is None:
+                return {}
+            num_sharing = 1 if tier == "device" else found.num_ranks
+            change[_BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
+        larger = _told(teller, found, change, times=False)
+    if larger is None or not larger.fits:
+        return {}
+    return {key: f"{num_bytes >> 20}MiB" for key, num_bytes in change.items()}
 
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config:

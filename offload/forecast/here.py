@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, flags, place
+from offload.forecast.alternatives import changed, flags, is_open, place
 from offload.forecast.forecast import Forecast, Teller
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
@@ -33,7 +33,7 @@ def foretell(
     except LookupError:
         hardware, is_measured = _unmeasured(machine), False
     found = teller.tell(config, hardware, times=is_measured, machine=machine)
-    if not _is_open(found):
+    if not is_open(found):
         return config, found
     if not is_measured:
         say("measuring this machine, once, to choose where the states are to be ...")
@@ -44,11 +44,6 @@ def foretell(
     instead = f" instead of {found.timing.step_seconds:.3g}" if found.timing and found.fits else ""
     say(f"placement, by search: {flags(change)}, {chosen.timing.step_seconds:.3g} s a step{instead}")
     return changed(config, change), chosen
-
-
-def _is_open(found: Forecast) -> bool:
-    """Tell whether there is something to choose: not where everything has room on the device."""
-    return not found.fits or found.prepared.plan.tiers != ("device", "device")
 
 
 def _unmeasured(machine: ThisMachine) -> Hardware:

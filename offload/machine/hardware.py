@@ -89,8 +89,10 @@ class Hardware:
         try:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            why = shorten(" ".join(str(error).split()))
-            raise ConfigError(f"the description {path} cannot be read: {why}.") from error
+            raise ConfigError(f"the description {path} cannot be read: {_why(error)}.") from error
+        if not isinstance(found, dict):
+            known = ", ".join(each.name for each in fields(cls))
+            raise ConfigError(f"{path} describes no machine: it is no mapping of {known}; give another file.")
         return _Description(path).hardware(found)
 
     def with_(self, **changes: Any) -> Hardware:
@@ -114,6 +116,13 @@ class Hardware:
         if its.collective_bytes_per_s is None:
             its = replace(its, collective_bytes_per_s=_EXCHANGED * its.h2d_bytes_per_s)
         return replace(self, rates=its)
+
+
+def _why(error: Exception) -> str:
+    """Return what is wrong with a file, without what stands in it: it may be another than was meant."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}"
+    return shorten(" ".join(str(error).split()))
 
 
 def described_names() -> list[str]:
@@ -181,7 +190,7 @@ class _Description:
 
     def _keys(self, found: Any, prefix: str, allowed: Collection[str], needed: Collection[str]) -> dict[str, Any]:
         if not isinstance(found, dict):
-            raise self._error(prefix.rstrip(".") or "it", found, f"a mapping of {', '.join(allowed)}")
+            raise self._error(prefix.rstrip("."), found, f"a mapping of {', '.join(allowed)}")
         for key in found:
             if key not in allowed:
                 near = nearest(str(key), allowed)

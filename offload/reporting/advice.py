@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.config.rules import OFFERS
@@ -38,7 +39,7 @@ def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
             found.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
         if not found and binding.lane == COMPUTE:
             found.append(_computes(run, binding))
-    return (*found, *_memory(figures), *_planned(figures))
+    return (*found, *_memory(run, figures, found), *_planned(figures))
 
 
 def _of(seconds: float, binding: Binding) -> str:
@@ -100,15 +101,19 @@ def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
     return text[0].upper() + text[1:]
 
 
-def _memory(figures: Figures) -> list[Advice]:
+def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[Advice]:
+    """Tell which budgets that were set have room, but for those of which other advice is to have more."""
     found = []
     for tier in figures.tiers:
+        key = {"device": "offload.device_memory", "cpu": "offload.host_memory"}.get(tier.name)
+        if key is None or run.setting(key) is None or any(f"More --{key}" in each.change for each in others):
+            continue
         if tier.budget_bytes and tier.peak_bytes and tier.peak_bytes < _ROOM * tier.budget_bytes:
             used = f"the peak on {tier.name} is {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}"
-            flag = {"device": "--offload.device_memory", "cpu": "--offload.host_memory"}.get(tier.name)
-            if flag is not None:
-                enough = format_bytes(1.05 * tier.peak_bytes).replace(" ", "")
-                found.append(Advice(f"{flag} {enough} would do; or use the rest for more rows a micro-batch", used))
+            num_sharing = 1 if tier.name == "device" else int(number(run.env, "world_size") or 1)
+            enough = format_bytes(1.05 * tier.peak_bytes * num_sharing).replace(" ", "")
+            rows = "; or use the rest for more rows a micro-batch" if tier.name == "device" else ""
+            found.append(Advice(f"--{key} {enough} would do{rows}", used))
     return found
 
 

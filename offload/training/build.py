@@ -5,6 +5,7 @@ with.
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, common, format_bytes
+from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
 from offload.forecast.here import foretell, summary
 from offload.hf.models import (
@@ -162,8 +163,17 @@ def _foretell(
     if comm.rank == 0:
         try:
             decided, found = foretell(config, architecture, comm.size, machine, say)
-        except Exception as error:  # a run needs no forecast, and what is wrong with it the engine says better
+        except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
             note(f"what this run will hold is not foretold: {error}")
+        except Exception as error:
+            if config.run.debug:
+                traceback.print_exception(error)
+            what = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
+            hint = "" if config.run.debug else ", and --debug shows where"
+            note(
+                f"what this run will hold is not foretold, by a defect of the forecast ({what}): training goes on "
+                f"without one{hint}."
+            )
     decided = comm.gather_objects(decided, "placement")[0]
     if found is not None and not found.fits:
         short = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in found.memory.shortfalls.items())

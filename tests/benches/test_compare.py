@@ -104,6 +104,14 @@ def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
         bench.main(["compare", str(tmp_path / "b.json"), str(tmp_path / "a.json")])
 
 
+def test_files_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.json", *(result(f"{name}{k}", 1.0) for k in range(9))) for name in "ab"]
+    with pytest.raises(ConfigError, match=r"a\.json and .*b\.json have no number in common: give") as raised:
+        bench.main(["compare", *files])
+    assert raised.value.exit_code == 2
+    assert "a0" not in str(raised.value)
+
+
 def test_other_units_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{unit}.json", result("x", 1.0, unit)) for unit in ("ms", "s")]
     with pytest.raises(ConfigError, match="x is in ms in one file and in s in the other"):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config.config import Config, all_keys
-from offload.config.sections import parse_size
+from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
+from offload.config.sections import OffloadSection, parse_size
 from offload.errors import ConfigError
 
 
@@ -42,6 +42,11 @@ def test_every_key_has_help() -> None:
     for section in Config.SECTIONS.values():
         assert section.__doc__
         assert all(field.description and field.description.endswith(".") for field in section.model_fields.values())
+    told = OffloadSection.model_fields["device_memory"].description
+    assert told is not None
+    assert f"({BUILTIN_DEVICE_MEMORY >> 20}MiB for the built-in run" in told
+    spelled_out = Config.load(Path(__file__).parents[2] / "examples/stdlib.yaml")
+    assert spelled_out.offload.device_memory == BUILTIN_DEVICE_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,62 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert found["bound_by"] in found["lane_seconds"]
     assert 0 < found["mfu"] < 1
     assert found["tokens_per_second"] == pytest.approx(8 * 256 / found["step_seconds"])
-    changes = [each["change"] for each in found["alternatives"]]
-    assert "32 GiB more host memory" in changes
-    assert "--optimizer.states int8" in changes
+    assert "--optimizer.states int8" in [each["change"] for each in found["alternatives"]]
     assert all(set(each) >= {"change", "step_seconds", "fits"} for each in found["alternatives"])
+
+
+def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, found = told(capsys, *SMALL)
+    told_of = {each["change"]: each["tokens_per_second"] / found["tokens_per_second"] for each in found["alternatives"]}
+    assert code == 0
+    assert "--train.batch_size 16 --train.micro_batch_size 8" in told_of
+    assert "32 GiB more host memory" not in told_of, "nothing is on disk"
+    assert "--optimizer.states bf16" not in told_of, "as fast"
+    assert all(abs(ratio - 1) > 0.02 for ratio in told_of.values())
+    tight = ("--offload.device_memory", "300MiB", "--train.recompute", "always")
+    _, found = told(capsys, *SMALL, "--offload.parameters", "cpu", "--offload.optimizer", "cpu", *tight)
+    assert ("--train.batch_size 16 --train.micro_batch_size 8", False) in [
+        (each["change"], each["fits"]) for each in found["alternatives"]
+    ], "what would not fit is worth to know"
+    disk = ("--offload.parameters", "auto", "--offload.optimizer", "auto", "--offload.nvme_dir", str(tmp_path))
+    host = ("--offload.device_memory", "600MiB", "--offload.host_memory", "300MiB")
+    _, found = told(capsys, *SMALL, *disk, *host)
+    assert "nvme" in found["tiers"]
+    assert "32 GiB more host memory" in [each["change"] for each in found["alternatives"]]
+
+
+def test_where_it_does_not_fit_alternatives_are_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.host_memory", "400MiB")
+    code, found = told(capsys, *SMALL, *where)
+    assert (code, found["fix"]) == (3, "--optimizer.states bf16")
+    assert [each["change"] for each in found["alternatives"]] == ["32 GiB more host memory", "--optimizer.states int8"]
+    assert all(each["fits"] for each in found["alternatives"])
+
+
+def test_a_budget_that_no_setting_meets_is_told_what_it_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ("--model.preset", "tiny", "--hardware", "rtx-4090", "--train.precision", "fp32")
+    small = ("--offload.device_memory", "1MiB", "--offload.host_memory", "1MiB")
+    code, found = told(capsys, *tiny, *small, "--gpus", "2")
+    assert code == 3
+    given = found["fix"].split()
+    assert given[::2] == ["--offload.device_memory", "--offload.host_memory"]
+    code, fixed = told(capsys, *tiny, *given, "--gpus", "2")
+    assert (code, fixed["fits"]) == (0, True)
+    _, other = told(capsys, "--model.preset", "70b", "--hardware", "rtx-4090")
+    assert not other["fits"]
+    assert "memory" not in (other["fix"] or ""), "the machine has no more, and no budget is set"
+
+
+def test_a_flag_and_its_value_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
+    assert main([*words]) == 3
+    assert "the smallest change that fits: --offload.optimizer nvme --offload.nvme_dir FOLDER" in (
+        capsys.readouterr().out.splitlines()
+    )
+    assert main([*SMALL]) == 0
+    each = [line for line in capsys.readouterr().out.splitlines() if line.startswith("instead: ")]
+    assert each
+    assert all(len(line.split(": ")) == 3 for line in each), "one a line"
 
 
 def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach(
@@ -161,8 +213,14 @@ def test_a_placement_that_is_faster_than_auto_is_named(capsys: pytest.CaptureFix
     assert taken["step_seconds"] == pytest.approx(best["step_seconds"])
     assert not any(each["found_by_search"] for each in taken["alternatives"]), "there is nothing faster left"
     main([*words])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"the fastest placement, by search: {best['change']}" in shown
+    assert f"the fastest placement, by search: {best['change']}" in capsys.readouterr().out
+
+
+def test_where_all_fits_the_device_nothing_is_searched_as_in_train(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.preset", "small", "--hardware", "h100", "--data.sequence_length", "256", "--gpus", "4")
+    _, found = told(capsys, *words)
+    assert set(found["tiers"]) == {"device"}
+    assert not any(each["found_by_search"] for each in found["alternatives"])
 
 
 def test_without_auto_nothing_is_searched(capsys: pytest.CaptureFixture[str]) -> None:

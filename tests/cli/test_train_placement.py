@@ -6,12 +6,17 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from offload.config.config import Config
+from offload.distributed.joining import open_comm
+from offload.errors import ConfigError
+from offload.training import build
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 SLOW_LINK = ("--offload.device_memory", "512KiB", "--offload.throttle", "{h2d: 1000000}")
@@ -63,3 +68,30 @@ def test_a_placement_that_was_found_is_found_anew() -> None:
     given = Config(offload={"parameters": "cpu", "zero_stage": 1})
     later = Config().resumed(given.to_dict(), "there")
     assert (later.offload.parameters, later.offload.zero_stage) == ("cpu", 1)
+
+
+def test_a_defect_of_the_forecast_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(error: Exception, *, debug: bool = False) -> str:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(build, "foretell", fail)
+        notes: list[str] = []
+        config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
+        decided = build._foretell(config, LlamaConfig(), comm, notes.append, notes.append)
+        assert decided == (config, None)
+        return " ".join(notes)
+
+    comm = open_comm("cpu")
+    try:
+        note = told(AssertionError("twice\n the same"))
+        assert "by a defect of the forecast (AssertionError: twice the same): training goes on" in note
+        assert "--debug" in note
+        assert not capsys.readouterr().err
+        assert "--debug" not in told(AssertionError("twice"), debug=True)
+        assert "Traceback" in capsys.readouterr().err
+        assert told(ConfigError("a reason.")) == "what this run will hold is not foretold: a reason."
+    finally:
+        comm.close()

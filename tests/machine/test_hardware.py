@@ -147,6 +147,17 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [("secret:x:0\nbin:x:1\n", "no mapping of name, device"), ('a: [secret\nb: "x', "cannot be read: .*, line 2")],
+)
+def test_what_stands_in_a_file_that_is_no_description_is_not_shown(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ConfigError, match=said) as refusal:
+        Hardware.read(tmp_path / "x")
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ("h10", "did you mean h100?"),

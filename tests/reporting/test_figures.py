@@ -204,8 +204,26 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     enough = parse_size(room.split()[1])
     assert enough is not None
     assert 3008 <= enough < 3500, "no less than the peak"
+    assert "more rows a micro-batch" in room
     assert changes[-1] == "32 GiB more host memory"
     assert not {"slower", "no room"} & set(changes)
+
+
+def test_a_budget_is_only_said_to_be_too_large_where_it_was_set_and_more_of_it_is_not_advised(tmp_path: Path) -> None:
+    host = {"bytes": 8000, "budget_bytes": 100_000, "allocations": []}
+    plan = {**PLAN, "tiers": {**PLAN["tiers"], "cpu": host}}
+    waits = [line(step, 0.5, lanes={"h2d": (0.2, 0.1), "update": (0.1, 0.0)}) for step in range(1, 9)]
+    path = write_run(tmp_path / "waits", waits, plan=plan)
+    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    assert changes[0].startswith("More --offload.device_memory")
+    assert not any("would do" in change for change in changes), "the host's budget is the machine's"
+    config = {**CONFIG, "offload": {"device_memory": None, "host_memory": 100_000}}
+    path = write_run(tmp_path / "set", waits, plan=plan, config=config)
+    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    assert [change for change in changes if "would do" in change] == ["--offload.host_memory 8.2KiB would do"]
+    (path / "env.json").write_text('{"world_size": 4}')
+    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    assert "--offload.host_memory 32.8KiB would do" in changes, "the ranks share it"
 
 
 def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
         (("--steps", "0"), "--steps is '0'"),
         (("--same-order", "maybe"), "--same-order is 'maybe'"),
         (("--same-ordre",), "did you mean same-order"),
+        (("--optimizer.name", "mezo"), r"mezo, which makes no backward.*offload\.replay.*test_zeroth_order"),
     ],
 )
 def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
