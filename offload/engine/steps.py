@@ -95,10 +95,12 @@ class Steps:
             )
         for record in records:
             measured = Measured.of(record)
-            if measured.step <= state.runner.step_number:
+            made = state.runner.step_number
+            if measured.step != made + 1:
                 raise ConfigError(
-                    f"a record is of step {measured.step}, and {state.runner.step_number} steps are made: a replay "
-                    "begins at the weights from before its first step, and takes each step once, in order."
+                    f"a record is of step {measured.step}, and {made} steps are made: a replay begins at the weights "
+                    f"from before its first step, and takes each step once, in order. Step {made + 1} is next; one "
+                    f"that was skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
                 )
             with self._recovery.ending():
                 method.replay(measured)

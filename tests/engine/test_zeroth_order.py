@@ -622,8 +622,18 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     assert_same(weights(again), wanted)
     with pytest.raises(ConfigError, match="5 steps are made"):
         again.replay(records[:1])
-    with pytest.raises(ConfigError, match="a record is"):
-        again.replay([None])
+    last = records[-1]
+    for wrong in (None, last._replace(slopes=(1.0, float("nan"))), last._replace(lr=float("inf")), (6, 0, (1e400, 0))):
+        with pytest.raises(ConfigError, match="a record is"):
+            again.replay([wrong])
+    with pytest.raises(ConfigError, match="Step 6 is next"):
+        again.replay([last._replace(step=7)])
+    again.replay([(6, 0, ()), {"step": 7, "loss": float("nan")}])  # skipped
+    assert again.num_steps == 7
+    assert_same(weights(again), wanted)
+    marks = {again.weights_mark()}
+    again.replay([last._replace(step=8)])
+    assert again.weights_mark() not in marks
     again.close()
 
 
