@@ -88,7 +88,8 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
     """Return the steps of a log; a process that was killed may have left half a line at its end. Raises ConfigError."""
-    lines, found = path.read_text(encoding="utf-8", errors="replace").splitlines(), []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             step = json.loads(line)

@@ -63,7 +63,7 @@ class Trainer:
         self._records = NoRecords()
 
     def run(self) -> TrainResult:
-        self.config.check()
+        self.config.check(may_go_on=True)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
         self._is_first = comm.rank == 0

@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from offload import replay
+from offload.config.config import Config
 from offload.errors import ConfigError
+from offload.training.trainer import Trainer
 
 RULE = {
     "optimizer__name": "mezo",
@@ -42,7 +44,11 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     whole, lines, _ = run("whole", **rule, **begins_at, train__steps=6)
     assert {"seed", "projected_grad", "loss_plus", "loss_minus"} <= lines[-1].keys()
     run("part", **rule, **begins_at, train__steps=3)
-    part, again, _ = run("part", **begins_at, train__steps=6)
+    given = {"run.dir": str(tmp_path / "part"), "optimizer.num_perturbations": 1, "train.steps": 6}
+    with pytest.raises(ConfigError, match="adamw has no such setting"):
+        Config.load(None, {**given, "checkpoint.resume": "never"}, may_go_on=True)
+    part = Trainer(Config.load(None, given, may_go_on=True)).run()  # the rest is as the run had it, its rule too
+    again = lines_of(part.dir / "metrics.jsonl")
     measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
     assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]
     assert part.loss == pytest.approx(whole.loss, rel=0.1)  # another schedule of the learning rate

@@ -47,8 +47,8 @@ class Measured(NamedTuple):
         try:
             if isinstance(record, Mapping):
                 skipped = "seed" not in record and not math.isfinite(_number(record.get("loss")))
-                measured = (0, ()) if skipped else (record["seed"], record["projected_grad"])
-                record = cls(record["step"], *measured, record.get("lr"), rule=record.get("rule", ""))
+                seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
+                record = cls(record["step"], seed, slopes, record.get("lr"), rule=record.get("rule", ""))
             step, seed, slopes, lr = (*record, None)[:4]
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
             lr = None if lr is None else float(lr)
