@@ -107,7 +107,7 @@ class Engine:
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
         """Train on this rank's rows of a batch (what the model's forward takes, by name; labels unshifted, -100
         ignored): forward, backward, update. `loss_fn(outputs, batch)` gives the loss where the model has none, and may
-        use what the model does not take.
+        use what the model does not take: a 0-dim tensor, or with MeZO any number that is to become small.
         """
         self._recovery.check_usable()
         if not torch.is_grad_enabled():

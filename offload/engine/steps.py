@@ -52,8 +52,8 @@ class Steps:
     def __init__(self, state: EngineState, recovery: Recovery, counters: Counters, settings: Settings) -> None:
         self._state, self._recovery, self._counters = state, recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
-        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
+        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes, has_backward)
         self.rehearsal = Rehearsal(state, counters, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
@@ -67,8 +67,9 @@ class Steps:
         if not isinstance(self.method, Backward):
             raise ConfigError(
                 f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
-                "loss_fn), whose loss_fn may be any number, instead of a forward, engine.backward and engine.update. "
-                "For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
+                "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
+                "engine.backward and engine.update. For outputs call the model under torch.no_grad(), for a loss "
+                "engine.evaluate."
             )
         return self.method
 

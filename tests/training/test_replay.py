@@ -55,7 +55,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     for begin in (base.export, part.dir / "checkpoints" / "step-2"):
         out = tmp_path / f"again-{begin.name}"
         assert replay.main([str(begin), str(part.dir), "--out", str(out)]) == 0
-        found, wanted = values(out), values(part.export)
+        found, wanted = values(out), values(part.dir / "hf")
         assert all((found[name] == wanted[name]).all() for name in wanted)
         assert found.keys() == wanted.keys()
     assert "after 6 steps" in capsys.readouterr().out
