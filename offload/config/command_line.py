@@ -218,19 +218,24 @@ def parse_config(words: Sequence[str], *, prog: str, description: str) -> Config
 
     Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
-    return parse_command(words, prog=prog, description=description)[0]
+    return parse_command(words, prog=prog, description=description, may_go_on=True)[0]
 
 
 def parse_command(
-    words: Sequence[str], *, prog: str, description: str, own: Mapping[str, OwnOption] | None = None
+    words: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    own: Mapping[str, OwnOption] | None = None,
+    may_go_on: bool = False,
 ) -> tuple[Config, dict[str, str | None]]:
     """Return the checked configuration of a command that takes what `train` does, and the text of its `own` options by
-    name, such as same-order: None where it is not given.
+    name, such as same-order: None where it is not given. `may_go_on`: as in `Config.check`.
 
     Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
     try:
-        return _parse_command(words, prog, description, own or {})
+        return _parse_command(words, prog, description, own or {}, may_go_on)
     except ConfigError as error:
         _leave_to_first_here(error)
         raise
@@ -245,7 +250,7 @@ def is_on(own: Mapping[str, str | None], name: str) -> bool:
 
 
 def _parse_command(
-    words: Sequence[str], prog: str, description: str, own: Mapping[str, OwnOption]
+    words: Sequence[str], prog: str, description: str, own: Mapping[str, OwnOption], may_go_on: bool
 ) -> tuple[Config, dict[str, str | None]]:
     words = _normalise(words, own)
     parsed: Any
@@ -268,7 +273,7 @@ def _parse_command(
         overrides["run.debug"] = parsed.debug
     path = None if parsed.config == _UNSET else Path(parsed.config)
     given = {name: getattr(parsed, name.replace("-", "_")) for name in own}
-    config = Config.load(path, overrides, origin="command line")
+    config = Config.load(path, overrides, origin="command line", may_go_on=may_go_on)
     return config, {name: None if text == _UNSET else text for name, text in given.items()}
 
 

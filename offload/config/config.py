@@ -107,11 +107,17 @@ class Config(BaseModel):
 
     @classmethod
     def load(
-        cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, origin: str = "python"
+        cls,
+        path: str | Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "python",
+        may_go_on: bool = False,
     ) -> Config:
         """Read a YAML file (or none) and put `overrides` over it: {"train.steps": 10} or {"train": {"steps": 10}}.
 
-        `origin` says in the written configuration where the overrides came from. Raises ConfigError.
+        `origin` says in the written configuration where the overrides came from; `may_go_on` as in `check`. Raises
+        ConfigError.
         """
         values = _flatten(_read_yaml(Path(path))) if path is not None else {}
         origins = dict.fromkeys(values, "file")
@@ -127,7 +133,7 @@ class Config(BaseModel):
                 sections[section][field] = value
         config = cls(**sections)
         config._origins.update({key: where for key, where in origins.items() if "." in key})
-        config.check()
+        config.check(may_go_on=may_go_on)
         return config
 
     def items(self) -> Iterator[tuple[str, Any]]:
@@ -210,8 +216,31 @@ class Config(BaseModel):
         copy._notes[key] = f"; {text}"
         return copy
 
-    def check(self) -> None:
-        """Refuse combinations that cannot work. Raises ConfigError."""
+    def check(self, *, may_go_on: bool = False) -> None:
+        """Refuse what cannot work: names of files, and combinations. `may_go_on`: these are left to `resumed` where
+        there is a run to go on with, whose settings are in them. Raises ConfigError.
+        """
+        if not self.data.source:
+            raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+        for key in _NAMES_OF_FILES:
+            value = self.get(key)
+            for name in (value,) if isinstance(value, str) else value or ():
+                if not _can_be_a_file(name):
+                    raise ConfigError(
+                        f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
+                        f"bytes at most, and no zero byte; set --{key} to another one."
+                    )
+        if not (may_go_on and self._finds_run()):
+            self._check_combinations()
+
+    def _finds_run(self) -> bool:
+        """Tell whether there may be a run to go on with: a checkpoint is named, or the run folder has some."""
+        resume, folder = self.checkpoint.resume, self.run.dir
+        if resume != "auto":
+            return resume != "never"
+        return folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
+
+    def _check_combinations(self) -> None:
         train = self.train
         if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
             raise ConfigError(
@@ -246,16 +275,6 @@ class Config(BaseModel):
                 "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
                 "--model.init random."
             )
-        if not self.data.source:
-            raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
-        for key in _NAMES_OF_FILES:
-            value = self.get(key)
-            for name in (value,) if isinstance(value, str) else value or ():
-                if not _can_be_a_file(name):
-                    raise ConfigError(
-                        f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
-                        f"bytes at most, and no zero byte; set --{key} to another one."
-                    )
 
     def _check_rule(self) -> None:
         """Refuse settings that the update rule does not have."""

@@ -375,7 +375,9 @@ class OptimizerSection(Section):
         "is good for muon and for adamw beside it. Muon() in Python has torch's instead, original.",
     )
     num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = Field(
-        default=None, description="For mezo: random directions of a step, of two forward passes each. none: 1."
+        default=None,
+        description="For mezo: random directions of a step, of two forward passes each. All passes of a step are "
+        "under way at once, each with activations and a copy of the trained weights that stay on the device. none: 1.",
     )
     layer_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
@@ -384,8 +386,8 @@ class OptimizerSection(Section):
     )
     magnitude_quantile: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="For mezo: of each parameter the weights of least magnitude take part, up to this quantile. none: "
-        "all of them.",
+        description="For mezo: of each parameter the weights of least magnitude take part, up to this quantile; all of "
+        "them decay. none: all take part.",
     )
     master: Literal["fp32", "bf16"] = Field(
         default="fp32",

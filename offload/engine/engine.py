@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import xxhash
 from torch import nn
 
 from offload.checkpoint.reader import Reader
@@ -42,6 +43,8 @@ from offload.tiers.placement import Placement
 
 _Json = Mapping[str, Any] | None
 _Files = Mapping[str, bytes] | None
+_MARKED = 4096
+"""Elements of each parameter by which weights are told from others."""
 
 
 class Engine:
@@ -104,7 +107,7 @@ class Engine:
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
         """Train on this rank's rows of a batch (what the model's forward takes, by name; labels unshifted, -100
         ignored): forward, backward, update. `loss_fn(outputs, batch)` gives the loss where the model has none, and may
-        use what the model does not take.
+        use what the model does not take: a 0-dim tensor, or with MeZO any number that is to become small.
         """
         self._recovery.check_usable()
         if not torch.is_grad_enabled():
@@ -131,7 +134,8 @@ class Engine:
         `step` returned as `measured`, lines of the run's metrics.jsonl, or (step, seed, slopes), in order. No batch is
         needed, and no pass is made. Collective.
 
-        Raises ConfigError where the rule is another one, or has other settings than the run's.
+        Raises ConfigError where the rule is another one, or has other settings than the run's, and where a step is
+        missing: one that was skipped is told by its line, or by no slopes, (step, 0, ()).
         """
         self._recovery.settle("replay")
         self._own_loop.refuse_middle("engine.replay")
@@ -294,6 +298,21 @@ class Engine:
             with self._recovery.working(), self.counters.unchanged():
                 value = self._state.store.read(info.index)
             yield info.name, value
+
+    def weights_mark(self) -> str:
+        """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
+        few thousand of its fp32 master weights. Collective.
+        """
+        self._recovery.settle("weights_mark")
+        found = xxhash.xxh64()
+        for info in self._state.infos:
+            if self.comm.size > 1:
+                self._state.lanes.finish()
+            with self._recovery.working(), self.counters.unchanged():
+                value = self._state.store.read_range(info.index, 0, min(info.numel, _MARKED))
+            found.update(info.name.encode())
+            found.update(value.numpy().tobytes())
+        return found.hexdigest()
 
     @property
     def allocations(self) -> list[tuple[str, str, int]]:

@@ -52,8 +52,8 @@ class Steps:
     def __init__(self, state: EngineState, recovery: Recovery, counters: Counters, settings: Settings) -> None:
         self._state, self._recovery, self._counters = state, recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
-        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes)
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
+        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes, has_backward)
         self.rehearsal = Rehearsal(state, counters, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
@@ -67,8 +67,9 @@ class Steps:
         if not isinstance(self.method, Backward):
             raise ConfigError(
                 f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
-                "loss_fn), whose loss_fn may be any number, instead of a forward, engine.backward and engine.update. "
-                "For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
+                "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
+                "engine.backward and engine.update. For outputs call the model under torch.no_grad(), for a loss "
+                "engine.evaluate."
             )
         return self.method
 
@@ -95,10 +96,12 @@ class Steps:
             )
         for record in records:
             measured = Measured.of(record)
-            if measured.step <= state.runner.step_number:
+            made = state.runner.step_number
+            if measured.step != made + 1:
                 raise ConfigError(
-                    f"a record is of step {measured.step}, and {state.runner.step_number} steps are made: a replay "
-                    "begins at the weights from before its first step, and takes each step once, in order."
+                    f"a record is of step {measured.step}, and {made} steps are made: a replay begins at the weights "
+                    f"from before its first step, and takes each step once, in order. Step {made + 1} is next; one "
+                    f"that was skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
                 )
             with self._recovery.ending():
                 method.replay(measured)

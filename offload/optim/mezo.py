@@ -19,6 +19,8 @@ from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 MASTERS = ("fp32", "bf16")
 _OF_A_STEP = ("num_perturbations", "weight_decay", "layer_fraction", "magnitude_quantile", "decay_1d")
 """The numbers that an update follows from, beside what is measured and the learning rate."""
+_LEAST_EPS = 1e-12
+"""Below it w + eps z is w, in fp32 of any weight above 2e-5 even where z is 1."""
 _BLOCKS = 2
 """The purpose for which the words are drawn that choose the blocks of a step."""
 
@@ -30,16 +32,18 @@ class MeZO(UpdateRule):
 
         -lr ((loss(w + eps z) - loss(w - eps z)) / (2 eps) z + weight_decay w)
 
-    with the mean over `num_perturbations` directions in place of the first term (n-SPSA). There are no
-    gradients, no moments and no saved inputs; the loss needs no gradient either. `groups` and `decay_1d` as
-    `UpdateRule` says, but for `rule`: the loss is measured for all parameters at once.
+    with the mean over `num_perturbations` directions in place of the first term (n-SPSA). All passes of a step, two
+    for each direction, are under way at once, each with its activations and its copy of what stays on the device.
+    There are no gradients, no moments and no saved inputs; the loss needs no gradient either. `groups` and `decay_1d`
+    as `UpdateRule` says, but for `rule`: the loss is measured for all parameters at once.
 
     `layer_fraction`: the share of a model's blocks that a step perturbs and updates, at least one of them, chosen anew
     in each (LeZO, arXiv:2410.09823); what is in no block always takes part. `magnitude_quantile`: of each parameter the
-    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751). `master`: what weights
-    are kept in that the device uses in bf16: "fp32", or "bf16", which is half of the bytes. A step, mostly less than
-    the least change of a weight in bf16, is then added in fp32 and rounded up or down at random, with the probability
-    of the distance: a function of the run's seed, the parameter, the step and the element.
+    weights of least magnitude take part, up to this quantile (Sparse-MeZO, arXiv:2402.15751); `weight_decay` takes from
+    all of them. `master`: what weights are kept in that the device uses in bf16: "fp32", or "bf16", which is half of
+    the bytes. A step, mostly less than the least change of a weight in bf16, is then added in fp32 and rounded up or
+    down at random, with the probability of the distance: a function of the run's seed, the parameter, the step and the
+    element.
     """
 
     lr: float = 1e-6
@@ -54,15 +58,13 @@ class MeZO(UpdateRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("eps", self.eps)
-        if not self.eps:
-            raise ConfigError("optimizer.eps is 0, at which a loss has no slope; set --optimizer.eps to 1e-3, say.")
+        check_number("eps", self.eps, _LEAST_EPS)
         count = self.num_perturbations
         if type(count) is not int or not 1 <= count < 1 << 15:
             raise ConfigError(f"optimizer.num_perturbations is {count!r}; it must be a whole number, at least 1.")
         for key in ("layer_fraction", "magnitude_quantile"):
             value = getattr(self, key)
-            if not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
                 raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number above 0, at most 1 (for all).")
         if self.master not in MASTERS:
             raise ConfigError(f"optimizer.master is {self.master!r}; it must be one of {', '.join(MASTERS)}.")

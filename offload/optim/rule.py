@@ -236,7 +236,7 @@ class UpdateRule(ABC):
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise ConfigError unless a setting is a finite number of at least that."""
-    if not isinstance(value, int | float) or not least <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
         raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
 

@@ -29,6 +29,6 @@ def check_host(
     raise DoesNotFitError(
         f"the plan needs {format_bytes(total)} ({total} bytes) of host memory and {format_bytes(there)} ({there} "
         f"bytes) are there{ranks}, {format_bytes(total - there)} ({total - there} bytes) too few: {name_all(wanted)}. "
-        f"What bounds it is {bound}. Nothing was allocated. Make that {(total - there) * num_sharing} bytes more, "
+        f"What bounds it is {bound}. Nothing was allocated. Make that {(total - there) * num_sharing} bytes more"
         f"{without_host_memory(plan)}."
     )

@@ -14,6 +14,9 @@ SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
 PERTURBED = "perturbed weights"
+STAGING, RESIDENT, LASTING = "gradient staging", "resident weights", "lasting gradients"
+_PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDENT, LASTING, UPDATE_RING)
+"""What the device holds wherever the states are."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +145,13 @@ def plan_memory(
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if not keeps_gradients and not num_directions:
         staged = [region for region in regions if "gradients" not in layout.of(region)]
-        plan.append(Allocation(states_tier, "gradient staging", staging_bytes(staged, stagings, sharding)))
+        plan.append(Allocation(states_tier, STAGING, staging_bytes(staged, stagings, sharding)))
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
 
     resident = resident_regions(units)
     if states_tier == "cpu" or sharding.gathers:
         kept = sum(region.weight_bytes for region in regions if region.index in resident)
-        plan.append(Allocation("device", "resident weights", kept))
+        plan.append(Allocation("device", RESIDENT, kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
         plan.append(_slots(units, resident, stay, ahead, layout))
     if states_tier == "cpu":
@@ -158,7 +161,7 @@ def plan_memory(
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
-    plan.append(Allocation("device", "lasting gradients", sum(4 * region.numel for region in lasting)))
+    plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
     passing = [
         sum(transient_gradient_bytes(region, splits) for region in unit.regions if region not in lasting)
         for unit in units
@@ -208,7 +211,7 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         raise DoesNotFitError(
             f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}, "
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}"
             f"{_fix(tier, plan)}."
         )
 
@@ -219,27 +222,50 @@ def name_all(allocations: Sequence[Allocation]) -> str:
 
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
-    """Say what else than a larger budget would help."""
+    """Say what else than a larger budget would help; nothing where nothing does."""
+    if tier == "cpu":
+        return without_host_memory(plan)
+    ways = []
     if tier == "device":
-        is_updated_there = any(allocation.name == UPDATE_RING for allocation in plan)
-        on_host = ", or update them on the host with --offload.update cpu" if is_updated_there else ""
-        return f"or place states lower with --offload.parameters cpu --offload.optimizer cpu{on_host}"
-    if tier == "nvme":
-        higher = "or keep states higher with --offload.parameters cpu"
-        is_split = any(allocation.name == "low" for allocation in plan)
-        return higher if is_split else f"{higher}, or train with --train.precision bf16"
-    return without_host_memory(plan)
+        names = _names(plan, "device")
+        stays, states = f"{SLOT} (all units stay)" in names, {name for name in names if not name.startswith(_PASSING)}
+        parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
+        lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
+        ways += [f"place states lower with {lower}"] if lower else []
+        ways += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
+    else:
+        ways = ["keep states higher with --offload.parameters cpu", *_narrower(plan, tier)]
+    return _joined(ways)
 
 
 def without_host_memory(plan: Sequence[Allocation]) -> str:
-    """Say what takes less of the host's memory."""
-    if any(allocation.tier == "nvme" for allocation in plan):
-        rings = all(allocation.name.startswith("nvme") for allocation in plan if allocation.tier == "cpu")
-        if rings:
-            return "which the tiles need that move to and from disk, however little stays in memory"
-        return "or let more of them go to disk with --offload.parameters nvme --offload.gradients nvme"
-    return (
-        "or place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER, or "
-        "train with --train.precision bf16, or without clipping (--train.max_grad_norm none frees the waiting "
-        "gradients)"
-    )
+    """Say what takes less of the host's memory, to be put behind a number of bytes; nothing where nothing does."""
+    names, ways = _names(plan, "cpu"), list[str]()
+    if _names(plan, "nvme"):
+        if all(name.startswith("nvme") for name in names):
+            return ", which the tiles need that move to and from disk, however little stays in memory"
+        weights, passing = {"weights", "low"}, ("nvme", "gradient")
+        moments = {name for name in names - weights if not name.startswith(passing)}
+        kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
+        lower = " ".join(f"--offload.{kind} nvme" for kind, there in kinds.items() if there)
+        return _joined([f"let more of them go to disk with {lower}"] if lower else [])
+    ways += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
+    ways += _narrower(plan, "cpu")
+    if "gradients" in names:
+        ways += ["train without clipping (--train.max_grad_norm none frees the waiting gradients)"]
+    return _joined(ways)
+
+
+def _narrower(plan: Sequence[Allocation], tier: str) -> list[str]:
+    """Say that bf16 takes less of a tier, where it does: states have as many bytes in it, gradients half."""
+    has_gradients = not {"gradients", STAGING}.isdisjoint(_names(plan, tier))
+    is_split = any(allocation.name == "low" for allocation in plan)
+    return ["train with --train.precision bf16"] if has_gradients and not is_split else []
+
+
+def _names(plan: Sequence[Allocation], tier: str) -> set[str]:
+    return {allocation.name for allocation in plan if allocation.tier == tier}
+
+
+def _joined(ways: Sequence[str]) -> str:
+    return "".join(f", or {way}" for way in ways)

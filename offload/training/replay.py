@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,36 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             f"{run} was trained with --optimizer.name {config.optimizer.name}, whose steps need their gradients: only "
             "runs with mezo can be replayed. Its weights are in its checkpoints."
         )
-    with _open(base, config) as engine:
+    lines = _lines(folder.metrics)
+    with _open(base, config, is_marked=any("weights" in line for line in lines)) as engine:
         first = engine.num_steps
-        records = [line for line in _lines(folder.metrics) if line["step"] > first]
-        say(f"replaying {len(records)} steps ...")
-        engine.replay(line for line in records if line.get("projected_grad") is not None)
+        records = [line for line in lines if line["step"] > first]
+        num_made = sum("projected_grad" in line for line in records)
+        skipped = f", {len(records) - num_made} more were skipped" if len(records) > num_made else ""
+        say(f"replaying {num_made} steps{skipped} ...")
+        begins = [number for number, line in enumerate(records) if number and "weights" in line]
+        for begin, end in pairwise([0, *begins, len(records)]):
+            part = records[begin:end]
+            if part and part[0]["step"] == engine.num_steps + 1:
+                _check_weights(engine, part[0], base, run)
+            engine.replay(part)
         engine.export(out, DTYPES[dtype])
         return records[-1]["step"] if records else first
 
 
-def _open(base: Path, config: Config) -> Engine:
-    """Return an engine over the weights of a folder, on the host, with the rule of the run."""
+def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Path) -> None:
+    """Refuse to make a step at other weights than it was made at, where its line tells them. Raises ConfigError."""
+    if line.get("weights") not in (None, engine.weights_mark()):
+        raise ConfigError(
+            f"with {base}, the weights before step {line['step']} are not those that {run} had there: give the folder "
+            "that the run began with, or one of its own checkpoints."
+        )
+
+
+def _open(base: Path, config: Config, *, is_marked: bool) -> Engine:
+    """Return an engine over the weights of a folder, on the host, with the rule of the run. `is_marked`: its log tells
+    the weights that it began at, so that they may be those of another rule.
+    """
     settings = Settings(
         optimizer=update_rule(config),
         placement=Placement(parameters="cpu", optimizer="cpu"),
@@ -54,7 +74,7 @@ def _open(base: Path, config: Config) -> Engine:
     )
     if is_checkpoint(base):
         engine = Engine(rebuild_model(base, config.model), settings=settings)
-        engine.load_checkpoint(base)
+        engine.load_checkpoint(base, reset=is_marked)
         return engine
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
@@ -66,10 +86,18 @@ def _open(base: Path, config: Config) -> Engine:
     return engine
 
 
-def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a log; a process that was killed may have left half a line at its end."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    """Return the steps of a log; a process that was killed may have left half a line at its end. Raises ConfigError."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found: list[Mapping[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            step = json.loads(line)
         except ValueError:
-            return
+            if number == len(lines):
+                break
+            step = None
+        if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+            raise ConfigError(f"line {number} of {path} is no step, and without it what follows cannot be replayed.")
+        found.append(step)
+    return found

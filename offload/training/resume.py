@@ -50,6 +50,7 @@ def find_start(config: Config) -> ResumePoint:
         return ResumePoint(config.resumed(meta["config"], str(folder)), folders[number:], meta["data"], skipped)
     if folders:
         raise none_is_whole(folders, skipped)
+    config.check()
     return ResumePoint(config)
 
 

@@ -63,7 +63,7 @@ class Trainer:
         self._records = NoRecords()
 
     def run(self) -> TrainResult:
-        self.config.check()
+        self.config.check(may_go_on=True)
         self._comm = comm = open_comm(self.config.offload.device)
         parting = Parting(comm)
         self._is_first = comm.rank == 0
@@ -158,6 +158,8 @@ class Trainer:
                 warmup_steps=optimizer.warmup_steps or 0,
                 num_steps=train.steps,
             )
+            is_marked = optimizer.name == "mezo" and step == stands.first_step  # for a replay
+            mark = {"weights": self._engine.weights_mark()} if is_marked else {}
             result = self._engine.step(batch)
             end = time.perf_counter()
             if step == stands.first_step:
@@ -165,6 +167,7 @@ class Trainer:
             fields = step_fields(step, result, end - begin, self._engine, self.config.train.clip)
             if self._saves.stalled_s:
                 fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
+            fields |= mark
             stands.num_done, stands.loss = step + 1, fields["loss"]
             stands.num_coarse += result.coarse
             self._records.step(fields, begin, end, self._engine)

@@ -340,7 +340,7 @@ def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
 def test_passes_draw_the_same_numbers() -> None:
     """Dropout masks of both sides are alike, with micro-batches too: where the weights are, so are the losses."""
     for settings in ({}, {"micro_batch_size": 2}):
-        engine = Engine(build(gpt2), MeZO(lr=0.0, eps=1e-30), **settings)
+        engine = Engine(build(gpt2), MeZO(lr=0.0, eps=1e-12), **settings)
         result = engine.step(tokens())
         assert result.measured is not None
         ((plus, minus),) = result.measured.losses
@@ -405,9 +405,9 @@ def test_a_small_task_is_learned(objective: str, width: str) -> None:
     rule, precision = of(width, rule).values()
     engine = Engine(Classifier(), rule, precision=precision)
 
-    def loss_fn(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    def loss_fn(outputs: torch.Tensor, batch: Any) -> Any:
         if objective == "accuracy":
-            return -accuracy(outputs, batch)
+            return -accuracy(outputs, batch).item()  # as a metric of other libraries is
         return nn.functional.cross_entropy(outputs, batch["labels"])
 
     before = float(engine.evaluate(points(999), accuracy))
@@ -416,6 +416,31 @@ def test_a_small_task_is_learned(objective: str, width: str) -> None:
     after = float(engine.evaluate(points(999), accuracy))
     assert before < 0.7
     assert after >= 0.8
+    engine.close()
+
+
+def test_a_number_of_python_is_a_loss_where_no_gradient_is_needed() -> None:
+    """In parts and whole it has the bits of the tensor; and where gradients are needed, it has none."""
+
+    def tensor(outputs: torch.Tensor, _batch: Any) -> Any:
+        return outputs.float().square().mean()
+
+    def number(outputs: torch.Tensor, _batch: Any) -> Any:
+        return tensor(outputs, _batch).item()
+
+    for micro_batch_size in (None, 16):
+        found = []
+        for loss_fn in (tensor, number):
+            engine = Engine(Classifier(), RULE, micro_batch_size=micro_batch_size)
+            found.append((engine.evaluate(points(0), loss_fn), engine.step(points(0), loss_fn).measured))
+            engine.close()
+        assert found[0] == found[1]
+    engine = Engine(Classifier(), AdamW())
+    for refuses in (engine.evaluate, engine.step):
+        with pytest.raises(ConfigError, match="loss_fn returned a float; a 0-dim tensor is wanted"):
+            refuses(points(0), number)
+    with pytest.raises(ConfigError, match="loss_fn returned a bool"):
+        Engine(Classifier(), RULE).step(points(0), lambda outputs, batch: True)
     engine.close()
 
 
@@ -459,7 +484,10 @@ def test_loops_with_gradients_are_refused() -> None:
         ({"delay": 1}, "train.delay 0"),
         ({"clip": "speculative"}, "no correction"),
         ({"optimizer": {"eps": 0.0}}, "optimizer.eps"),
+        ({"optimizer": {"eps": 1e-13}}, "optimizer.eps is 1e-13; .* at least 1e-12"),
+        ({"optimizer": {"eps": True}}, "optimizer.eps is True"),
         ({"optimizer": {"layer_fraction": 0.0}}, "layer_fraction"),
+        ({"optimizer": {"layer_fraction": True}}, "layer_fraction is True"),
         ({"optimizer": {"magnitude_quantile": 2}}, "magnitude_quantile"),
         ({"optimizer": {"num_perturbations": 0}}, "num_perturbations"),
         ({"optimizer": {"master": "fp16"}}, "optimizer.master is 'fp16'"),
@@ -621,8 +649,18 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     assert_same(weights(again), wanted)
     with pytest.raises(ConfigError, match="5 steps are made"):
         again.replay(records[:1])
-    with pytest.raises(ConfigError, match="a record is"):
-        again.replay([None])
+    last = records[-1]
+    for wrong in (None, last._replace(slopes=(1.0, float("nan"))), last._replace(lr=float("inf")), (6, 0, (1e400, 0))):
+        with pytest.raises(ConfigError, match="a record is"):
+            again.replay([wrong])
+    with pytest.raises(ConfigError, match="Step 6 is next"):
+        again.replay([last._replace(step=7)])
+    again.replay([(6, 0, ()), {"step": 7, "loss": float("nan")}])  # skipped
+    assert again.num_steps == 7
+    assert_same(weights(again), wanted)
+    marks = {again.weights_mark()}
+    again.replay([last._replace(step=8)])
+    assert again.weights_mark() not in marks
     again.close()
 
 

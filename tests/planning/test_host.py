@@ -6,12 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload import AdamW, Engine, Placement
+from offload import AdamW, Engine, MeZO, Placement
 from offload.errors import DoesNotFitError
 from offload.machine import limits
 from offload.planning.host import check_host
@@ -41,6 +42,34 @@ def test_the_least_that_a_plan_takes_is_what_there_must_be(
         assert words in said
     assert ("unit slot" in said) is is_device
     assert "--offload.nvme_dir" in said
+
+
+@pytest.mark.parametrize(
+    ("budget", "tiers", "rule", "settings", "said", "unsaid"),
+    [
+        ("device", ("cpu", "cpu"), AdamW(), {}, [], ["--offload.parameters", "--offload.optimizer"]),
+        ("device", ("device", "cpu"), AdamW(), {}, ["with --offload.parameters cpu."], ["--offload.optimizer"]),
+        ("device", ("device", "device"), MeZO(), {}, ["--offload.parameters cpu --offload.optimizer cpu."], []),
+        ("host", ("cpu", "cpu"), AdamW(), {}, ["--train.precision bf16, or train without clipping"], []),
+        ("host", ("cpu", "cpu"), AdamW(), {"precision": "bf16"}, ["without clipping"], ["--train.precision"]),
+        ("host", ("cpu", "cpu"), AdamW(), {"max_grad_norm": None}, ["--train.precision bf16."], ["clipping"]),
+        ("host", ("cpu", "cpu"), MeZO(), {}, ["--offload.nvme_dir FOLDER."], ["--train.precision", "clipping"]),
+        ("host", ("cpu", "nvme", "cpu"), AdamW(), {}, ["parameters nvme --offload.gradients nvme."], []),
+        ("host", ("nvme", "nvme", "cpu"), AdamW(), {}, ["with --offload.gradients nvme."], ["--offload.parameters"]),
+        ("host", ("nvme", "nvme"), MeZO(), {}, ["which the tiles need"], ["--offload"]),
+    ],
+)
+def test_a_budget_is_refused_with_the_advice_that_applies(
+    tmp_path: Path, budget: str, tiers: Any, rule: Any, settings: Any, said: list[str], unsaid: list[str]
+) -> None:
+    where: dict[str, Any] = dict(zip(("parameters", "optimizer", "gradients"), tiers, strict=False))
+    where |= {f"{budget}_memory": 4096, "nvme_dir": str(tmp_path) if "nvme" in tiers else None}
+    with pytest.raises(DoesNotFitError) as refusal:
+        Engine(llama(), rule, Placement(**where), **settings)
+    advice = str(refusal.value).partition("Raise --")[2].split(maxsplit=1)[1]
+    assert advice.endswith(".")
+    assert all(words in advice for words in said), advice
+    assert not any(words in advice for words in unsaid), advice
 
 
 def llama() -> LlamaForCausalLM:

@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from offload import replay
+from offload.config.config import Config
 from offload.errors import ConfigError
+from offload.training.trainer import Trainer
 from tests.matrix import quick
 
 RULE = {
@@ -43,17 +45,23 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     whole, lines, _ = run("whole", **rule, **begins_at, train__steps=6)
     assert {"seed", "projected_grad", "loss_plus", "loss_minus"} <= lines[-1].keys()
     run("part", **rule, **begins_at, train__steps=3)
-    part, again, _ = run("part", **begins_at, train__steps=6)
+    given = {"run.dir": str(tmp_path / "part"), "optimizer.num_perturbations": 1, "train.steps": 6}
+    with pytest.raises(ConfigError, match="adamw has no such setting"):
+        Config.load(None, {**given, "checkpoint.resume": "never"}, may_go_on=True)
+    part = Trainer(Config.load(None, given, may_go_on=True)).run()  # the rest is as the run had it, its rule too
+    again = lines_of(part.dir / "metrics.jsonl")
     measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
     assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]
     assert part.loss == pytest.approx(whole.loss, rel=0.1)  # another schedule of the learning rate
     for begin in (base.export, part.dir / "checkpoints" / "step-2"):
         out = tmp_path / f"again-{begin.name}"
         assert replay.main([str(begin), str(part.dir), "--out", str(out)]) == 0
-        found, wanted = values(out), values(part.export)
+        found, wanted = values(out), values(part.dir / "hf")
         assert all((found[name] == wanted[name]).all() for name in wanted)
         assert found.keys() == wanted.keys()
     assert "after 6 steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="the weights before step 1 are not those"):
+        replay.main([str(part.export), str(part.dir), "--out", str(tmp_path / "other")])
     changed = lines_of(part.dir / "metrics.jsonl")
     changed[3]["rule"] = changed[0]["rule"][::-1]
     (part.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
@@ -63,3 +71,33 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         replay.main([str(base.export), str(part.dir), "--out", str(out)])
     with pytest.raises(ConfigError, match="only runs with mezo"):
         replay.main([str(base.export), str(base.dir)])
+
+
+def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """A step that was skipped is no hole; lost lines, half ones in the middle, and those of another rule are."""
+    base, _, _ = run("base", train__steps=1)
+    whole, lines, _ = run("whole", **RULE, model__path=str(base.export), model__init="pretrained", train__steps=4)
+    assert ["weights" in line for line in lines] == [True, False, False, False]
+    log, numbers = whole.dir / "metrics.jsonl", iter(range(100))
+
+    def replayed(*texts: str) -> None:
+        log.write_text("".join(f"{text}\n" for text in texts))
+        replay.main([str(base.export), str(whole.dir), "--out", str(tmp_path / f"out-{next(numbers)}")])
+
+    texts = [json.dumps(line) for line in lines]
+    skipped = {key: value for key, value in lines[1].items() if key not in ("seed", "projected_grad")}
+    replayed(texts[0], json.dumps({**skipped, "loss": None}), *texts[2:])
+    assert "replaying 3 steps, 1 more were skipped" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="a record is of step 3, and 1 steps are made"):
+        replayed(texts[0], *texts[2:])
+    with pytest.raises(ConfigError, match="a record is of step 2, and 0 steps are made"):
+        replayed(*texts[1:])
+    with pytest.raises(ConfigError, match="line 2 of .* is no step"):
+        replayed(texts[0], texts[1][:50], *texts[2:])
+    with pytest.raises(ConfigError, match="a step is replayed from"):
+        replayed(texts[0], json.dumps(skipped), *texts[2:])
+    replayed(*texts[:3], texts[3][:50])
+    assert "after 3 steps" in capsys.readouterr().out
+    for line in lines:
+        line.pop("weights", None)  # as runs were before it was noted
+    replayed(*map(json.dumps, lines))

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -82,8 +83,12 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def check_loss(loss: Any) -> torch.Tensor:
-    """Return what a loss function gave, if it is a loss."""
+def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
+    """Return what a loss function gave, if it is a loss: where it needs no gradient, a number of Python's or numpy's,
+    too.
+    """
+    if not has_gradient and not isinstance(loss, bool) and isinstance(loss, Real):
+        return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     if not isinstance(loss, torch.Tensor) or loss.dim():
         given = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
@@ -94,10 +99,12 @@ def check_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
-def run_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, **extra: Any) -> torch.Tensor:
+def run_loss(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_gradient: bool = True, **extra: Any
+) -> torch.Tensor:
     """Run the model on a batch, and return the loss of `loss_fn`, or without one the model's own."""
     outputs = model(**select_inputs(model, batch, loss_fn is not None), **extra)
-    return check_loss(loss_fn(outputs, batch)) if loss_fn else find_loss(outputs)
+    return check_loss(loss_fn(outputs, batch), has_gradient=has_gradient) if loss_fn else find_loss(outputs)
 
 
 def probe_loss(

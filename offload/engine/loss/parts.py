@@ -21,12 +21,14 @@ class Losses:
     micro-batch after the other.
 
     Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
-    how many the last loss was made at the head.
+    how many the last loss was made at the head. `has_gradient`: a backward follows, so that a loss is a tensor.
     """
 
-    def __init__(self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None) -> None:
+    def __init__(
+        self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None, has_gradient: bool = True
+    ) -> None:
         self._model, self._state = state.model, state
-        self._micro_rows, self._chunk_bytes = micro_rows, chunk_bytes
+        self._micro_rows, self._chunk_bytes, self._has_gradient = micro_rows, chunk_bytes, has_gradient
         self._labels: torch.Tensor | None = None
         self.head: ChunkedHead | None = None
         self.is_plain = False
@@ -89,7 +91,7 @@ class Losses:
             if known.has_peers:
                 share = known.num_targets(rule, known.rank) / max(1, known.num_targets(rule))
                 batch = batch if share else _with_targets(batch)
-            yield _scaled(run_loss(self._model, batch, loss_fn), share)
+            yield _scaled(run_loss(self._model, batch, loss_fn, has_gradient=self._has_gradient), share)
 
     def _micro_batches(
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
@@ -114,7 +116,7 @@ class Losses:
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.as_ours():
-                loss = run_loss(self._model, part, loss_fn, **extra)
+                loss = run_loss(self._model, part, loss_fn, has_gradient=self._has_gradient, **extra)
             yield _scaled(loss, share)
 
     def _num_chunks(self, known: PassPlan) -> int:

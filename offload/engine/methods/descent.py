@@ -95,7 +95,8 @@ class Descent:
                     if takes_part:
                         used = state.store.read_range(parameter, 0, state.infos[parameter].numel, travelling=True)
                         thresholds[parameter] = self.rule.threshold(used)
-        self.update(measured, thresholds, lambda region: region.index, partial(self._end_step, measured.step))
+        self.update(measured, thresholds, lambda region: region.index, partial(self.end_step, measured.step))
 
-    def _end_step(self, number: int) -> None:
+    def end_step(self, number: int) -> None:
+        """Count a step that is made again."""
         self._state.runner.step_number = number

@@ -73,7 +73,10 @@ class Forwards(Method):
         self._pending.forget()
 
     def replay(self, measured: Measured) -> None:
-        """Make a step again, from what it measured. Collective."""
+        """Make a step again, from what it measured; one that was skipped only counts. Collective."""
+        if not measured.slopes:
+            self.descent.end_step(measured.step)
+            return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
                 f"the record of step {measured.step} has {len(measured.slopes)} slopes, and "

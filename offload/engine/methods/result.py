@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ class Measured(NamedTuple):
     seed: int
     """Of its directions."""
     slopes: tuple[float, ...]
-    """How steep the loss is along each of them: MeZO's projected gradients."""
+    """How steep the loss is along each of them: MeZO's projected gradients. None for a step that was skipped."""
     lr: float | None = None
     """Its learning rate; None for the engine's."""
     losses: tuple[tuple[float, float], ...] = ()
@@ -40,22 +41,30 @@ class Measured(NamedTuple):
     @classmethod
     def of(cls, record: Any) -> Measured:
         """Return what a record says: one of these, the first three or more of its fields, or a line of a run's
-        metrics.jsonl. Raises ConfigError.
+        metrics.jsonl, which has neither seed nor slopes where the step was skipped. Raises ConfigError.
         """
+        told = record
         try:
             if isinstance(record, Mapping):
-                its = record["step"], record["seed"], record["projected_grad"], record.get("lr")
-                record = cls(*its, rule=record.get("rule", ""))
+                skipped = "seed" not in record and not math.isfinite(_number(record.get("loss")))
+                seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
+                record = cls(record["step"], seed, slopes, record.get("lr"), rule=record.get("rule", ""))
             step, seed, slopes, lr = (*record, None)[:4]
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
-            return cls(
-                int(step), int(seed), slopes, None if lr is None else float(lr), rule=getattr(record, "rule", "")
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            lr = None if lr is None else float(lr)
+            if not all(map(math.isfinite, [*slopes, 0.0 if lr is None else lr])):
+                raise ValueError("not finite")
+            return cls(int(step), int(seed), slopes, lr, rule=getattr(record, "rule", ""))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"a record is {record!r}; a step is replayed from (step, seed, slopes), from what engine.step returned "
-                "as `measured`, or from a line of metrics.jsonl."
+                f"a record is {told!r}; a step is replayed from (step, seed, slopes) in finite numbers, from what "
+                "engine.step returned as `measured`, or from a line of metrics.jsonl."
             ) from error
+
+
+def _number(value: Any) -> float:
+    """Return a number of a log, in which those that are not finite are null."""
+    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ class Rehearsal:
         known = [(unit, {key: page.copy() for key, page in unit.known.items()}) for unit in self._state.units]
         try:
             for samples in variants:
-                runs = [partial(run_loss, self._model, sample, loss_fn) for sample in samples]
+                run = partial(run_loss, self._model, has_gradient=self._has_backward)
+                runs = [partial(run, sample, loss_fn) for sample in samples]
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # what was learned of no batch
             for unit, pages in known:
