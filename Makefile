@@ -28,7 +28,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
 	@echo "make train     python -m offload.train       (ARGS=...)"
-	@echo "make test      pytest, about seven minutes   (ARGS=...)"
+	@echo "make test      pytest, about six minutes   (ARGS=...)"
 	@echo "make test-all  pytest with all combinations and every causal LM family; about twenty minutes"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; eight minutes"
