@@ -50,9 +50,8 @@ def _show(found: Forecast) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    console.print(
-        "\n".join(heading(found)), soft_wrap=True
-    )  # a flag is copied with its value, which a break would part
+    # Lines are not broken: a flag is copied with its value.
+    console.print("\n".join(heading(found)), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)

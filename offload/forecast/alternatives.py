@@ -14,6 +14,7 @@ from offload.machine.hardware import Hardware
 from offload.machine.probe import probe
 from offload.planning.from_config import placement
 from offload.planning.machines import Machine
+from offload.planning.memory import BUDGETS
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
@@ -22,7 +23,6 @@ _SMALL_CHUNK_BYTES = 32 << 20
 _WORTH = 0.02
 """By which part of its step the placement that the search finds has to be faster than the one that is given, and by
 which part of its tokens a second another way has to differ."""
-_BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
 _ENLARGED = 4
 """How often budgets are enlarged to what a plan needs, which with more of them places more there."""
 
@@ -141,11 +141,11 @@ def _larger_budgets(teller: Teller, found: Forecast) -> dict[str, Any]:
         if larger is None or larger.fits:
             break
         for tier, too_few in larger.memory.shortfalls.items():
-            budget = larger.config.get(_BUDGETS[tier])
+            budget = larger.config.get(BUDGETS[tier])
             if budget is None:
                 return {}
             num_sharing = 1 if tier == "device" else found.num_ranks
-            change[_BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
+            change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
         larger = _told(teller, found, change, times=False)
     if larger is None or not larger.fits:
         return {}

@@ -356,8 +356,7 @@ def _joined_tiles(sharding: Sharding) -> int:
     """Return how many times larger a ring is here than planned: tiles that other ranks update, which are read one by
     one, are one here.
     """
-    num_peers = sharding.num_ranges - 1 if sharding.publishes else 0
-    return max(1, -(-num_peers // RING_TILES))
+    return max(1, -(-sharding.num_peers // RING_TILES))
 
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:

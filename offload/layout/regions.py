@@ -249,6 +249,11 @@ class Sharding:
         """True where each rank gives the weights that it has updated to the others."""
         return self.stage in (1, 2)
 
+    @property
+    def num_peers(self) -> int:
+        """How many other ranks update weights that this one holds too."""
+        return self.num_ranges - 1 if self.publishes else 0
+
     def is_cut(self, plane: Plane) -> bool:
         """True where each rank holds its own range of a plane alone."""
         return self.stage >= plane.cut_from

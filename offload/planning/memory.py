@@ -10,6 +10,8 @@ from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.schedule.build import window_bytes
 
+BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
+"""The setting that bounds each tier."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
 WORKSPACE = "update workspace"
@@ -200,7 +202,6 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
     `floor` says which unit is the largest and what it needs at least, for the device's message. `num_sharing` ranks
     share what the machine has: the budgets are of one of them.
     """
-    flags = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
     for tier, budget in budgets.items():
         wanted = [allocation for allocation in plan if allocation.tier == tier]
         total = sum(allocation.num_bytes for allocation in wanted)
@@ -208,10 +209,11 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
             continue
         ranks = num_sharing if tier != "device" else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
+        key = BUDGETS[tier]
         raise DoesNotFitError(
-            f"{flags[tier]} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
+            f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{flags[tier]} to {total * ranks}"
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to {total * ranks}"
             f"{_fix(tier, plan)}."
         )
 

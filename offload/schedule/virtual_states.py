@@ -94,7 +94,7 @@ def virtual_region(region: Region, layout: DiskLayout) -> VirtualRegion:
         disk = [{plane.name: times * plane.disk_bytes(size) for plane in planes} for size in sizes]
         return [VirtualTile(region, times * size, its) for size, its in zip(sizes, disk, strict=True)]
 
-    num_peers = sharding.num_ranges - 1 if sharding.publishes else 0
+    num_peers = sharding.num_peers
     others = tiles(layout.on_disk(region, is_own=False), num_peers) if num_peers else []
     return VirtualRegion(region, tiles(layout.on_disk(region, is_own=True), 1), others)
 
