@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
 from tests.measured import measure_once
 
@@ -24,6 +25,21 @@ def measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         measure_once(patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device_is_left_empty() -> Iterator[None]:
+    """An accelerator's allocator counts all of the process: what one file left there would be missing in the next, from
+    budgets of a few MiB. Which file that is depends on how long others take.
+    """
+    yield
+    accelerator = own_accelerator()
+    if accelerator is not None:
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.empty(1, device=accelerator.device)  # what other streams have used is freed by who asks next
+        accelerator.take_peak()
+        assert accelerator.peak_bytes < 1 << 20
 
 
 @pytest.fixture

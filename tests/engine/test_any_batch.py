@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -242,8 +243,11 @@ def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
 
+NO_DIFFUSERS = "diffusers is not installed"
+
+
 def flux() -> nn.Module:
-    library = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    library = pytest.importorskip("diffusers", reason=NO_DIFFUSERS)
     return library.FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
@@ -271,7 +275,7 @@ def flux_batch(seed: int, rows: int) -> dict[str, Any]:
 
 
 def qwen_image() -> nn.Module:
-    library = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    library = pytest.importorskip("diffusers", reason=NO_DIFFUSERS)
     return library.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -293,9 +297,19 @@ def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
     return {"hidden_states": noise(seed, rows, 16, 16), **texts, **shapes, "labels": noise(seed + 1, rows, 16, 16)}
 
 
+@pytest.fixture
+def no_tables_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image keeps tables of angles, and with them itself, until the process ends; here it makes them anew."""
+    module = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage", reason=NO_DIFFUSERS)
+    rope = module.QwenEmbedRope
+    for name in ("_get_device_freqs", "_compute_video_freqs"):
+        monkeypatch.setattr(rope, name, getattr(rope, name).__wrapped__)
+
+
 DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_batch)}
 
 
+@pytest.mark.usefixtures("no_tables_left")
 @matrix(strength=1, name=list(DIFFUSERS), num_rows=[(3, 3), (16, 3), (8, 3)])
 def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
     """In a step, in micro-batches, and in an own loop; also with as many rows as image or text tokens."""
@@ -331,6 +345,19 @@ def test_towers_that_a_batch_does_not_use(first: str, is_frozen: bool) -> None:
         model.model.vision_tower.requires_grad_(False)
     train_both(model, batches)
     in_parts("LLaVA", 3, batches[:4])
+
+
+def test_nothing_keeps_what_a_model_collects_on_its_way() -> None:
+    """A vision tower's hidden states are put on a list that is a context variable, of which each use has a copy."""
+    engine, batch = Engine(build(llava)), made("LLaVA", 0)
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
+    engine.step(batch)
+    engine.model(**batch)  # and no backward
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, Tensor) and id(each) not in before]
+    assert not [tuple(each.shape) for each in found if each.grad_fn is not None]
+    engine.close()
 
 
 def test_a_model_in_which_nothing_is_called_by_the_batch_keeps_its_weights() -> None:

@@ -31,13 +31,13 @@ class Surroundings:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device, self._context = torch.get_default_device(), contextvars.copy_context()
+        self._device, self._context = torch.get_default_device(), _own_copy(contextvars.copy_context())
         self._types = dict.fromkeys(("cpu", device_type))
         self._autocast = self._autocast_now()
 
     def run(self, function: Callable[[], _T], undo: Undo) -> _T:
-        """Call a function in them."""
-        return self._context.run(self._run, function, undo)
+        """Call a function in them; what it collects there goes with it."""
+        return _own_copy(self._context).run(self._run, function, undo)
 
     def _run(self, function: Callable[[], _T], undo: Undo) -> _T:
         with ExitStack() as within:
@@ -51,6 +51,25 @@ class Surroundings:
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
         caches = torch.is_autocast_cache_enabled()
         return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches) for t in self._types]
+
+
+def _own_copy(context: contextvars.Context) -> contextvars.Context:
+    """Return a copy whose containers are its own. transformers collects the outputs of layers in one: a use that held
+    it would be held by what is in there, and a recompute would put its graph beside them.
+    """
+    copy = context.copy()
+    for variable, value in context.items():
+        if type(value) in (dict, list):
+            copy.run(variable.set, _without_graphs(value))
+    return copy
+
+
+def _without_graphs(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _without_graphs(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_graphs, value))
+    return None if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 @dataclass
