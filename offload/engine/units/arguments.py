@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class Arguments:
                     self.tensors.append(leaf)
                 places.append((True, index))
             elif type(leaf) not in _LEAVES and isinstance(leaf, MutableMapping):
-                places.append((leaf, *self._flatten(dict(leaf))))
+                places.append((_shell(leaf), *self._flatten(dict(leaf))))
             else:
                 places.append((False, len(self.others)))
                 self.others.append(leaf)
@@ -68,6 +69,16 @@ class Arguments:
                 mapping.update(self._fill(inner_places, inner_spec, tensors, others))
                 leaves.append(mapping)
         return _close(spec, iter(leaves))
+
+
+def _shell(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy that holds nothing: a use that held the mapping itself would hold what the model puts there later,
+    its own result too, and that holds the use.
+    """
+    shell = copy.copy(mapping)
+    if isinstance(shell, UserDict):  # of another, the copy may have the same storage
+        shell.clear()
+    return shell
 
 
 def _open(tree: Any, leaves: list[Any]) -> Hashable:
