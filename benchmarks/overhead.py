@@ -41,6 +41,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, and 
     "recompute": ({}, {}),
     "kept graphs": ({"recompute": "never"}, {}),
     "activations on the host": ({}, {"activations": "cpu"}),
+    "two micro-batches": ({"micro_batch_size": 1}, {}),
 }
 COMPUTE = ("main", "autograd")
 """The threads that a model's own code runs in."""
@@ -94,14 +95,16 @@ def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
 @contextmanager
 def plain_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
     """Yield the passes of plain PyTorch."""
-    model = model_of(num_layers).to("sim")
+    model, num_rows = model_of(num_layers).to("sim"), CASES[case][0].get("micro_batch_size", 2)
 
     def step() -> None:
         given = {key: value.to("sim", non_blocking=True) for key, value in batch().items()}
-        if CASES[case][0].get("recompute") != "never":
-            with torch.no_grad():
-                model(**given)
-        model(**given).loss.backward()
+        for first in range(0, 2, num_rows):
+            part = {key: value[first : first + num_rows] for key, value in given.items()}
+            if CASES[case][0].get("recompute") != "never":
+                with torch.no_grad():
+                    model(**part)
+            model(**part).loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
 

@@ -23,8 +23,11 @@ from offload.schedule.virtual_states import Seconds
 from offload.schedule.virtual_updates import Memory
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 
-FORWARD_HOST_S, BACKWARD_HOST_S = 0.2e-3, 0.45e-3
-"""What a unit's use costs the thread of compute beyond plain PyTorch, in a step 0.65 ms: benchmarks/overhead.py."""
+_USE_HOST_S = 0.05e-3, 0.1e-3
+_PART_HOST_S = 0.15e-3, 0.35e-3
+"""What a unit's use costs the thread of compute beyond plain PyTorch, in its forward and its backward: once, and for
+each micro-batch; with one 0.65 ms a step (benchmarks/overhead.py).
+"""
 TILE_HOST_S = 0.2e-3
 """What a tile of an update costs it: `offload.planning.disk`."""
 STEP_HOST_S = 1e-3
@@ -119,7 +122,7 @@ class PlannedStep:
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
             again = [work.forward] if regions and number not in memory.kept else []
-            host = (FORWARD_HOST_S, BACKWARD_HOST_S) if regions else (0.0, 0.0)
+            host = self._host_seconds() if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
             found.append(
                 Call(
@@ -158,7 +161,15 @@ class PlannedStep:
             if regions and (directions > 1 or work.name != last):  # one use after the other has them still
                 device_s += perturb_s(regions)
             last = work.name or last
-            yield Call(regions, device_s, 0.0, host_s + (2 * directions * FORWARD_HOST_S if regions else 0.0), 0.0)
+            if regions:
+                host_s += 2 * directions * self._host_seconds()[0]
+            yield Call(regions, device_s, 0.0, host_s, 0.0)
+
+    def _host_seconds(self) -> tuple[float, float]:
+        """Return what a use costs the host beside its kernels, in its forward and its backward."""
+        parts = self.workload.num_micro_batches
+        once, each = _USE_HOST_S, _PART_HOST_S
+        return once[0] + each[0] * parts, once[1] + each[1] * parts
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
         return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings.precision, self.hardware)
