@@ -59,7 +59,7 @@ class Muon(UpdateRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("momentum", self.momentum)
-        if not isinstance(self.rest, UpdateRule) or isinstance(self.rest, Muon):
+        if not isinstance(self.rest, UpdateRule) or isinstance(self.rest, Muon) or not self.rest.has_gradients:
             raise ConfigError(f"Muon's rest is {self.rest!r}; it must be a rule for what is no matrix, such as AdamW.")
         if type(self.ns_steps) is not int or not 0 <= self.ns_steps < _MOST_STEPS:
             raise ConfigError(f"optimizer.ns_steps is {self.ns_steps!r}; a whole number below {_MOST_STEPS}.")

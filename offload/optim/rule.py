@@ -185,6 +185,12 @@ class UpdateRule(ABC):
                 if key == "rule":
                     if not isinstance(values[key], UpdateRule):
                         raise ConfigError(f"optimizer.groups[{pattern!r}]: rule is {values[key]!r}; it must be a rule.")
+                    if self.has_gradients and not values[key].has_gradients:
+                        raise ConfigError(
+                            f"optimizer.groups[{pattern!r}]: rule is {values[key].title}, which measures losses of the "
+                            f"whole model, and {self.title} takes gradients: choose one of both for all parameters by "
+                            "--optimizer.name, and freeze those that are not to be trained."
+                        )
                 elif not isinstance(values[key], int | float) or not 0.0 <= values[key] < math.inf:
                     raise ConfigError(
                         f"optimizer.groups[{pattern!r}]: {key} is {values[key]!r}; it must be a number, finite and not "

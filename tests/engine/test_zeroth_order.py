@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import AdamW, Engine, MeZO, Placement, Settings
+from offload import AdamW, Engine, MeZO, Muon, Placement, Settings
 from offload.errors import ConfigError, NonFiniteError, TornError
 from offload.native import kernels
 from offload.planning import disk
@@ -498,6 +498,13 @@ def test_loops_with_gradients_are_refused() -> None:
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Settings(**{**settings, "optimizer": MeZO(**settings.get("optimizer", {}))})
+
+
+def test_a_rule_with_gradients_has_no_part_without() -> None:
+    with pytest.raises(ConfigError, match=r"groups\['norm'\]: rule is MeZO, .* and AdamW takes gradients"):
+        AdamW(groups=[("norm", {"rule": MeZO()})])
+    with pytest.raises(ConfigError, match="Muon's rest is MeZO"):
+        Muon(rest=MeZO())
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
