@@ -236,7 +236,7 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         ways += [f"place states lower with {lower}"] if lower else []
         ways += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
     else:
-        ways = ["keep states higher with --offload.parameters cpu", *_narrower(plan, tier)]
+        ways = [f"keep states higher with {_placed(_names(plan, tier), 'cpu')}", *_narrower(plan, tier)]
     return _joined(ways)
 
 
@@ -246,16 +246,21 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
     if _names(plan, "nvme"):
         if all(name.startswith("nvme") for name in names):
             return ", which the tiles need that move to and from disk, however little stays in memory"
-        weights, passing = {"weights", "low"}, ("nvme", "gradient")
-        moments = {name for name in names - weights if not name.startswith(passing)}
-        kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
-        lower = " ".join(f"--offload.{kind} nvme" for kind, there in kinds.items() if there)
+        lower = _placed(names, "nvme")
         return _joined([f"let more of them go to disk with {lower}"] if lower else [])
     ways += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
     ways += _narrower(plan, "cpu")
     if "gradients" in names:
         ways += ["train without clipping (--train.max_grad_norm none frees the waiting gradients)"]
     return _joined(ways)
+
+
+def _placed(names: set[str], tier: str) -> str:
+    """Return the flags that place what has these names on a tier."""
+    weights, passing = {"weights", "low"}, ("nvme", "gradient")
+    moments = {name for name in names - weights if not name.startswith(passing)}
+    kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
+    return " ".join(f"--offload.{kind} {tier}" for kind, there in kinds.items() if there)
 
 
 def _narrower(plan: Sequence[Allocation], tier: str) -> list[str]:
