@@ -68,7 +68,7 @@ class EngineState:
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients = keeps_gradients
-        device_ledger = Ledger("device", budget_bytes(placement.device_memory), "offload.device_memory")
+        device_ledger = Ledger("device", plan.device_bytes, "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
         self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
         accelerator = own_accelerator(settings.device)

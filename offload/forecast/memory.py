@@ -22,8 +22,6 @@ LASTING = "lasting gradients"
 OPERATIONS = "operations"
 """The most that operations hold at once beside everything that has a name."""
 LOADING = "loading"
-_SHARE_OF_FREE_MEMORY = 0.9
-"""What of an accelerator's memory an engine takes without a budget."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def footprint(prepared: Prepared, workload: Workload | None, hardware: Hardware,
     placed = (replace(a, tier=pinned) if a.tier == "cpu" else a for a in found)
     return Footprint(
         allocations=tuple(a for a in placed if a.num_bytes),
-        budgets=_budgets(prepared.settings, hardware, num_ranks),
+        budgets=_budgets(prepared.settings, prepared.plan, hardware, num_ranks),
         host_bytes=hardware.host_bytes // num_ranks,
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
         loading_bytes=_loading_bytes(prepared),
@@ -84,19 +82,17 @@ def footprint(prepared: Prepared, workload: Workload | None, hardware: Hardware,
     )
 
 
-def device_budget(settings: Settings, hardware: Hardware) -> int | None:
+def device_budget(plan: Plan, hardware: Hardware) -> int | None:
     """Return the bytes of the device that an engine may hold; None without end."""
-    budget, free = budget_bytes(settings.placement.device_memory), hardware.device_bytes
-    if hardware.device == "cpu" or free is None:
-        return budget
-    return int(free * _SHARE_OF_FREE_MEMORY) if budget is None else min(budget, free)
+    there = None if hardware.device == "cpu" else hardware.device_bytes
+    return min((each for each in (plan.device_bytes, there) if each is not None), default=None)
 
 
-def _budgets(settings: Settings, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
+def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
     host, disk = budget_bytes(settings.placement.host_memory), budget_bytes(settings.placement.nvme_memory)
     if disk is None and hardware.disk_bytes is not None:
         disk = hardware.disk_bytes // num_ranks
-    return {"device": device_budget(settings, hardware), "cpu": host, "nvme": disk}
+    return {"device": device_budget(plan, hardware), "cpu": host, "nvme": disk}
 
 
 def _loading_bytes(prepared: Prepared) -> int:
@@ -140,7 +136,7 @@ class StepMemory:
     def kept(self) -> frozenset[int]:
         """The uses, by number, whose graphs are kept instead of recomputed: as `RecomputePolicy` chooses."""
         calls, mode = self.workload.calls, self.settings.recompute
-        budget = device_budget(self.settings, self.hardware)
+        budget = device_budget(self.plan, self.hardware)
         if not self._has_backward:
             return frozenset()
         always = frozenset(n for n, call in enumerate(calls) if call.keeps_graph or call.name is None)

@@ -183,7 +183,7 @@ class PlannedStep:
     @property
     def budget_bytes(self) -> int | None:
         """Bytes of the device that an engine may hold; None without end."""
-        return device_budget(self.settings, self.hardware)
+        return device_budget(self.plan, self.hardware)
 
     @property
     def waiting_bytes(self) -> int:

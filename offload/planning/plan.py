@@ -28,7 +28,7 @@ from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
 _SHARE_OF_FREE_MEMORY = 0.9
-"""Of the host's, where it has no budget: the rest is for whoever else runs there."""
+"""Where there is no budget: the rest is for whoever else runs there."""
 _SHARE_FOR_STATES = 0.6
 """Of the device's budget, or of an accelerator's free memory: the rest is for activations."""
 AUTO_LOOKAHEAD = 2
@@ -39,8 +39,8 @@ AUTO_LOOKAHEAD = 2
 class Plan:
     """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
     copies and updates run beside compute, where states that rest on the host are updated (cpu or device), how many
-    units are fetched ahead, what is allocated, and what would be with all the memory that there can be. `limited`: the
-    device has a budget, whose rest may be given away.
+    units are fetched ahead, what is allocated, and what would be with all the memory that there can be. `device_bytes`:
+    what the device may hold in all, of which the rest may be given away; None without end.
     """
 
     tiers: tuple[str, str]
@@ -49,9 +49,14 @@ class Plan:
     overlap: bool
     update: str
     ahead: int
-    limited: bool
+    device_bytes: int | None
     allocations: list[Allocation]
     most: list[Allocation]
+
+    @property
+    def limited(self) -> bool:
+        """True where the device has a budget."""
+        return self.device_bytes is not None
 
     @property
     def corrects_cheaply(self) -> bool:
@@ -219,7 +224,19 @@ def _make_plan(
             is_device=there.in_host,
             num_sharing=num_sharing,
         )
-    return Plan(tiers, layout, rings, overlap, update, ahead, limited, allocations, most)
+    device_bytes = limits["device"]
+    if device_bytes is None and there.device_bytes is not None:
+        device_bytes = int(_left_for_device(there, allocations) * _SHARE_OF_FREE_MEMORY)
+    return Plan(tiers, layout, rings, overlap, update, ahead, device_bytes, allocations, most)
+
+
+def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:
+    """Return the bytes of an accelerator's memory that are left beside what the host takes, where it is the host's."""
+    assert there.device_bytes is not None
+    if not there.in_host:
+        return there.device_bytes
+    host_bytes = sum(a.num_bytes for a in allocations if a.tier == "cpu")
+    return max(0, min(there.device_bytes, there.host_bytes) + there.given_bytes - host_bytes)
 
 
 def _device_bytes(placement: Placement, free: Free) -> int | None:

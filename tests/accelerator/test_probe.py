@@ -68,3 +68,7 @@ def test_an_integrated_device_s_memory_is_the_host_s(
     second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # what the model gives back makes up for that alone
     with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
         open_engine()
+    second_version(tmp_path, {"/": (on_host + (8 << 20), 0, 0)})
+    with open_engine() as engine:
+        given = 4 * sum(parameter.numel() for _, parameter in engine.named_parameters())
+        assert engine._state.device.ledger.budget_bytes == int(0.9 * ((8 << 20) + given))
