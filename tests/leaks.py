@@ -12,12 +12,12 @@ from torch import Tensor
 @contextmanager
 def no_graph_is_left() -> Iterator[None]:
     """What runs within leaves no tensor with a graph. (Python's collector sees no cycle that goes through a graph.)"""
-    before = {id(each) for each in _tensors()}
+    before = {id(each) for each in _with_graph()}
     yield
-    left = [each for each in _tensors() if each.grad_fn is not None and id(each) not in before]
+    gc.collect()
+    left = [each for each in _with_graph() if id(each) not in before]
     assert not left, [(tuple(each.shape), each.grad_fn) for each in left]
 
 
-def _tensors() -> list[Tensor]:
-    gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, Tensor)]
+def _with_graph() -> list[Tensor]:
+    return [each for each in gc.get_objects() if isinstance(each, Tensor) and each.grad_fn is not None]
