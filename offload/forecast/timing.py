@@ -122,7 +122,7 @@ class PlannedStep:
         for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
             regions = its.get(work.name or "", ())
             again = [work.forward] if regions and number not in memory.kept else []
-            host = self._host_seconds() if regions else (0.0, 0.0)
+            host = self._host_seconds(work) if regions else (0.0, 0.0)
             forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
             found.append(
                 Call(
@@ -162,14 +162,13 @@ class PlannedStep:
                 device_s += perturb_s(regions)
             last = work.name or last
             if regions:
-                host_s += 2 * directions * self._host_seconds()[0]
+                host_s += 2 * directions * self._host_seconds(work)[0]
             yield Call(regions, device_s, 0.0, host_s, 0.0)
 
-    def _host_seconds(self) -> tuple[float, float]:
+    def _host_seconds(self, work: UnitWork) -> tuple[float, float]:
         """Return what a use costs the host beside its kernels, in its forward and its backward."""
-        parts = self.workload.num_micro_batches
-        once, each = _USE_HOST_S, _PART_HOST_S
-        return once[0] + each[0] * parts, once[1] + each[1] * parts
+        num_runs, once, each = work.num_runs(self.workload.num_micro_batches), _USE_HOST_S, _PART_HOST_S
+        return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
         return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings.precision, self.hardware)

@@ -120,6 +120,20 @@ def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: i
     assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
 
 
+def test_each_run_of_a_use_costs_the_host() -> None:
+    """Each micro-batch of a block, and a head in chunks once for each of these, whatever the micro-batches."""
+
+    def host_s(rows: int | None, *, is_cut: bool) -> float:
+        its, found = planned(Stack(WIDTH, DEPTH), Settings(micro_batch_size=rows)), workload(WIDTH, DEPTH, Settings())
+        calls = [replace(call, is_cut=is_cut) for call in found.calls]
+        found = replace(found, calls=calls, num_micro_batches=1 if rows is None else 4)
+        step = PlannedStep(its.settings, its.regions, its.units, its.plan, found, MACHINE, True)
+        return sum(call.forward_host_s + call.backward_host_s for call in step.calls)
+
+    assert host_s(1, is_cut=False) == host_s(None, is_cut=False) == host_s(None, is_cut=True) > 0.0
+    assert host_s(1, is_cut=True) > 3.0 * host_s(None, is_cut=True)
+
+
 def test_a_throttle_stands_for_its_link() -> None:
     def seconds(**settings: Any) -> float:
         chosen = Settings(throttle={"h2d": 1e6, **THROTTLE} | settings.pop("throttle", {}), **settings)
