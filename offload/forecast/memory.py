@@ -12,7 +12,7 @@ from offload.engine.assemble import Prepared
 from offload.forecast.workload import UnitWork, Workload
 from offload.layout.regions import Region
 from offload.machine.hardware import Hardware
-from offload.planning.memory import Allocation, UnitPlan, gradient_lasts, resident_regions
+from offload.planning.memory import Allocation, UnitPlan, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 
@@ -156,10 +156,10 @@ class StepMemory:
 
     @cached_property
     def _planned_bytes(self) -> int:
-        return sum(a.num_bytes for a in self.plan.allocations if a.tier == "device") + self._lasting_bytes
+        return bytes_on("device", self.plan.allocations) + self._lasting_bytes
 
     def _on_device(self, kept: frozenset[int]) -> int:
-        return sum(a.num_bytes for a in self._of_a_step(kept) if a.tier == "device")
+        return bytes_on("device", self._of_a_step(kept))
 
     def _of_a_step(self, kept: frozenset[int]) -> Iterator[Allocation]:
         """Yield what a step adds: what waits for the backward, and what operations take."""

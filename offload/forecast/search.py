@@ -20,7 +20,7 @@ from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_s
 from offload.forecast.workload import Workload
 from offload.layout.regions import Region, Sharding
 from offload.machine.hardware import Hardware
-from offload.planning.memory import UnitPlan
+from offload.planning.memory import UnitPlan, bytes_on
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.shortened import without_collector
@@ -227,7 +227,7 @@ class Placed:
         step, placement = self.step, self.settings.placement
         if step is None:
             return False
-        needs = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("cpu", "nvme")}
+        needs = {tier: bytes_on(tier, step.plan.allocations) for tier in ("cpu", "nvme")}
         if placement.activations in needs:
             needs[placement.activations] += step.waiting_bytes
         if needs["nvme"] and None in (

@@ -218,6 +218,11 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         )
 
 
+def bytes_on(tier: str, allocations: Iterable[Allocation]) -> int:
+    """Return the bytes that allocations take of a tier."""
+    return sum(allocation.num_bytes for allocation in allocations if allocation.tier == tier)
+
+
 def name_all(allocations: Sequence[Allocation]) -> str:
     """Return allocations and their bytes as messages list them."""
     return ", ".join(f"{a.name} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)

@@ -18,6 +18,7 @@ from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
+    bytes_on,
     check_budgets,
     plan_memory,
     resident_regions,
@@ -163,7 +164,7 @@ def _make_plan(
         most_numel, room = None, 0
         if there.in_host:  # what the device has is of the host's memory, and leaves less to states
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
-            beside = sum(a.num_bytes for a in plan_for(*tiers, widest, 2) if a.tier == "device")
+            beside = bytes_on("device", plan_for(*tiers, widest, 2))
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
         in_slots = update == "device" and not settings.optimizer.has_gradients
         if update == "device" and not in_slots:
@@ -173,7 +174,7 @@ def _make_plan(
             if placement.optimizer == "auto" and budget is not None:
                 # Weights come first: each of their bytes goes up twice in a step, one of other states up and down.
                 most = plan_for("device", "cpu", buffers=2 if overlap else 1)
-                room = max(0, budget - sum(a.num_bytes for a in most if a.tier == "device"))
+                room = max(0, budget - bytes_on("device", most))
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         reserved = staging, sum(rings.values()) + factors
@@ -199,7 +200,7 @@ def _make_plan(
         ahead, buffers = AUTO_LOOKAHEAD, 2
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any("gradients" in layout.of(region) for region in regions):
-        planned = sum(a.num_bytes for a in plan_for(*tiers, ahead, buffers) if a.tier == "cpu")
+        planned = bytes_on("cpu", plan_for(*tiers, ahead, buffers))
         # What an own loop will take in place of the gradients that are planned.
         trained = [region for region in regions if region.trainable]
         sums = sum(4 * sharding.share(region.plane("gradients"), region.numel) for region in trained)
@@ -235,8 +236,8 @@ def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:
     assert there.device_bytes is not None
     if not there.in_host:
         return there.device_bytes
-    host_bytes = sum(a.num_bytes for a in allocations if a.tier == "cpu")
-    return max(0, min(there.device_bytes, there.host_bytes) + there.given_bytes - host_bytes)
+    left = min(there.device_bytes, there.host_bytes) + there.given_bytes
+    return max(0, left - bytes_on("cpu", allocations))
 
 
 def _device_bytes(placement: Placement, free: Free) -> int | None:
@@ -304,7 +305,7 @@ def _choose_tiers(
     budget = _device_bytes(placement, free)
     if budget is None and placement.nvme_dir is not None:  # it is the host that computes, and its memory has an end
         budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    needed = sum(allocation.num_bytes for allocation in plan_for("device", "device") if allocation.tier == "device")
+    needed = bytes_on("device", plan_for("device", "device"))
     choice = "device" if budget is None or needed <= budget else "cpu"
     parameters = choice if wants[0] == "auto" else wants[0]
     states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
