@@ -211,13 +211,32 @@ class Engine:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
         self._steps.method.lr = value
 
+    def tune(self, settings: Mapping[str, Any] | None = None, decays: Mapping[str, float] | None = None) -> None:
+        """Let the updates from the next one on go by other settings of the rule (those that are `steered`, such as
+        `betas` and `momentum`), and by other weight decays, by the names of parameters. To be called between steps, or
+        before `update`. Collective.
+        """
+        settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
+        wrong = next((key for key in settings if key not in rule.steered), None)
+        if wrong is not None or not rule.has_gradients:
+            raise ConfigError(
+                f"engine.tune was given {wrong or 'weight decays'}: of {rule.title}, "
+                f"{', '.join(rule.steered) or 'no setting'} may change from step to step beside the learning rate."
+            )
+        self._recovery.check_usable()
+        meet(self.comm, f"tune({settings}, {decays})")
+        whole: Any = rule
+        changed = replace(whole, **settings)
+        self._state.updates.tune(changed, decays)
+        self.optimizer = changed
+
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
         """The trained parameters that are updated alike: what multiplies their learning rate, their weight decay, and
         their names. Those whose learning rate is the engine's come first.
         """
         found: dict[tuple[float, float], list[str]] = {}
-        for info in self._state.infos:
+        for info in self._state.updates.infos:
             if info.trainable:
                 found.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
         return [(*alike, names) for alike, names in sorted(found.items(), key=lambda item: item[0][0] != 1.0)]
