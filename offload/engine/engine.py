@@ -102,6 +102,10 @@ class Engine:
             self._own_loop.forget,
         ]
 
+    def stay(self) -> None:
+        """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
+        self._state.hold.engine = self
+
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
@@ -171,12 +175,6 @@ class Engine:
         """Own loops: drop the gradients since the last update, if there are any. Collective."""
         self._recovery.check_usable()
         self._own_loop.zero_grad()
-
-    def leave_grads_untold(self) -> None:
-        """From here on, let a loop that has to stay as it is look at `parameter.grad` in the middle of a step: it is
-        None, and clipping it there does nothing, of which other loops are told.
-        """
-        self._state.hold.tells_gradients = False
 
     def finish(self) -> None:
         """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
