@@ -132,13 +132,10 @@ class Judging:
     ) -> str:
         losses, told = self._losses, known.ranks[0]
         is_cut, has_chunks = known.num_parts > 1 and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
-        case = partial(self._case, sample, rule, loss_fn, trains)
-        exact = case(whole := plan_alone(told, sample, None), 1)
+        parts = plan_alone(told, sample, 1 if is_cut else None)
+        case = self._case(sample, rule, loss_fn, trains, parts, _CHUNKS if has_chunks else 1)
         with nullcontext() if trains else self._state.undo.in_eval_mode(self._state.model):
-            if not is_cut and not has_chunks:
-                return self._judge.difference(exact)
-            parts = plan_alone(told, sample, 1) if is_cut else whole
-            return self._judge.difference(case(parts, _CHUNKS if has_chunks else 1), exact)
+            return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
 
     def _case(
         self, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool, plan: PassPlan, num_chunks: int

@@ -87,8 +87,8 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module], recompute: str) -> 
 
 @matrix(strength=1, model=WITHOUT_INPUTS, recompute=["always", "never", "auto"])
 def test_a_unit_that_takes_no_tensor_in_micro_batches(model: type[nn.Module], recompute: str) -> None:
-    """It runs once for all of them, and sums their gradients first: other last bits. What moves buffers by which it goes
-    must not, and its batches stay whole.
+    """It runs once for all of them, and sums their gradients first: other last bits. Batches of what moves buffers, by
+    which it goes, stay whole.
     """
     settings = {"recompute": recompute, "loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}
     settings["whole"] = model.__name__ in ("PromptedAndMoving", "SpectralNorm")

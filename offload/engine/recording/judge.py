@@ -8,8 +8,8 @@ a few rows go through the model twice, from the same state of modules, objects a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,39 +112,30 @@ class Judge:
     is_steady = True
     """False where the last case that differed gave another result when it ran again, plainly."""
 
-    def difference(self, case: Case, exact: Case | None = None) -> str:
+    def difference(self, case: Case, *, is_exact: bool = True) -> str:
         """Return in what the engine's way differs from the plain one, for people; "" where it does not. Collective.
 
-        exact: the same case with all sums in the plain order, where that of `case` is another. It is judged as well
-        where random numbers are drawn, since then the other is judged without them.
+        is_exact: the order of sums is the plain one, so that the bits of losses are. Else rows are cut, of which each
+        has other random numbers than in the whole: then no dropout is made, and where others are drawn, eval mode has
+        to do.
         """
-        start, is_exact, without = Start(self._state, case.roots), exact is None, nullcontext[Any]
+        state, start = self._state, Start(self._state, case.roots)
+        without = nullcontext[Any] if is_exact else lambda: state.undo.within(WithoutDropout())
         with start.unseen(), torch.set_grad_enabled(case.has_backward):
-            plain, found = self._plainly(case, start), ""
-            if exact is not None and plain.has_drawn:
-                found = self._compare(plain, self._way(exact, start), is_exact=True)
-                plain, without = self._without_randomness(case, start)
             with without():
-                found = found or self._compare(plain, self._way(case, start), is_exact=is_exact)
-                if found:  # a model that differs from itself can be judged by nothing
-                    self.is_steady = not self._compare(plain, self._plainly(case, start), is_exact=True)
-        return found
-
-    def _without_randomness(
-        self, case: Case, start: Start
-    ) -> tuple[Evidence, Callable[[], AbstractContextManager[Any]]]:
-        """Return plain evidence in which nothing is drawn, and the context in which that is so."""
-        undo = self._state.undo
-        modes: list[Callable[[], AbstractContextManager[Any]]] = [
-            lambda: undo.within(WithoutDropout()),
-            partial(undo.in_eval_mode, self._state.model),
-        ]
-        for mode in modes:
-            with mode():
                 plain = self._plainly(case, start)
-            if not plain.has_drawn:
-                break
-        return plain, mode
+            if plain.has_drawn and not is_exact:
+                without = partial(state.undo.in_eval_mode, state.model)
+                with without():
+                    plain = self._plainly(case, start)
+            with without():
+                way = self._way(case, start)
+                found = self._compare(plain, way, is_exact=is_exact)
+                if found:  # a model that differs from itself can be judged by what does not
+                    again = self._plainly(case, start)
+                    self.is_steady = not self._compare(plain, again, is_exact=True)
+                    found = self._compare(plain, way, is_exact=is_exact, again=again)
+        return found
 
     def _plainly(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
@@ -185,14 +176,24 @@ class Judge:
 
     # -- the verdict -----------------------------------------------------------------------------------------
 
-    def _compare(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
+    def _compare(self, plain: Evidence, way: Evidence, *, is_exact: bool, again: Evidence | None = None) -> str:
+        """Return a difference, for people. `again`: plain evidence once more; where its belongings differ from the
+        first, those of the way may differ too.
+        """
         if not all(map(math.isfinite, plain.losses)):  # it shows nothing
             return ""
         results = self._differing_result(plain, way, is_exact=is_exact)
         for one, other in zip(plain.losses, way.losses, strict=True):
             if not (one == other if is_exact else abs(one - other) <= self._within * abs(one) + 1e-12):
                 return results or f"the loss is {one:.9g}, and {other:.9g}"
-        return self._differing_gradient(plain, way) or (self._differing_belonging(plain, way) if is_exact else "")
+        found = self._differing_gradient(plain, way)
+        if found or not is_exact:
+            return found
+        unsteady = {path for path, *_ in _belongings(plain, again)} if again else ()
+        for path, mine, theirs in _belongings(plain, way):
+            if path not in unsteady:
+                return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
+        return ""
 
     def _differing_result(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
         """Return the first unit whose result is another, where both went the same way through the model."""
@@ -229,12 +230,12 @@ class Judge:
                     )
         return text
 
-    def _differing_belonging(self, plain: Evidence, way: Evidence) -> str:
-        assert plain.belongings is not None
-        assert way.belongings is not None
-        for path, mine, theirs in plain.belongings.differences(way.belongings):
-            return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
-        return ""
+
+def _belongings(one: Evidence, other: Evidence) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what is otherwise after two passes."""
+    assert one.belongings is not None
+    assert other.belongings is not None
+    return one.belongings.differences(other.belongings)
 
 
 def _hang(case: Case, number: int, unit: Unit) -> None:

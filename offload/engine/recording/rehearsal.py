@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
+from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
 import torch
@@ -67,7 +68,7 @@ class Rehearsal:
         self._roots: Mapping[str, Any] = {}  # what the model is called with
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, Found] = {}
-        self._calls: dict[Hashable, dict[Hashable, set[int]]] = {}  # of own loops, with what their ints were
+        self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # of batches and calls, what their ints were
         self._watched_calls: set[Hashable] = set()
         self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
         self.is_complete = True
@@ -84,7 +85,7 @@ class Rehearsal:
         """
         signature = self._signature(batch, loss_fn)
         found = self._found.get(signature)
-        if found is None:
+        if found is None or self._is_new(signature, _ints((), batch)):
             return None
         form = found.form
         if form.undecided and not form.rows_are_alike(batch, form.undecided):
@@ -111,6 +112,7 @@ class Rehearsal:
         found = Found(rule, head, form)
         if self._told(teller, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
+            self._note(signature, _ints((), batch))
         return found
 
     def take_sample(self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm) -> Batch:
@@ -171,7 +173,7 @@ class Rehearsal:
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if has_equal_rows(batch, rows):
+            if has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
                 raise
             shown = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
             why = f"{type(error).__name__}: {error}"
@@ -261,7 +263,7 @@ class Rehearsal:
         self.decided = {key: list(values) for key, values in decided.items()}
         self.forms = dict(forms)
         self._found.clear()
-        self._calls.clear()
+        self._choices.clear()
         for unit in self._state.units:
             unit.known.clear()
         self.is_complete = True
@@ -289,18 +291,22 @@ class Rehearsal:
         one now: it may choose a way through the model. Others are lengths and counts (`logits_to_keep`,
         `max_length_q`), which may be new in every call.
         """
-        known = self._calls.get(self._signature_of_call(args, kwargs))
-        return known is None or any(
-            len(known[key]) < _MOST_CHOICES and value not in known[key] for key, value in _ints(args, kwargs)
-        )
+        return self._is_new(self._signature_of_call(args, kwargs), _ints(args, kwargs))
+
+    def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
+        known = self._choices.get(signature)
+        return known is None or any(len(known[key]) < _MOST_CHOICES and value not in known[key] for key, value in ints)
+
+    def _note(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
+        known = self._choices.setdefault(signature, {})
+        for key, value in ints:
+            known.setdefault(key, set()).add(value)
 
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record on a call of an own loop, with its own arguments. Collective."""
         self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
         self._record([(0, run)] * 2)
-        known = self._calls.setdefault(self._signature_of_call(args, kwargs), {})
-        for key, value in _ints(args, kwargs):
-            known.setdefault(key, set()).add(value)
+        self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -328,10 +334,10 @@ class Rehearsal:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
         parameters frozen: forget it, and return whether there was any.
         """
-        has_other = bool(self._found or self._calls) and self._modes != self._current_modes()
+        has_other = bool(self._found or self._choices) and self._modes != self._current_modes()
         if has_other:
             self._found.clear()
-            self._calls.clear()
+            self._choices.clear()
         return has_other
 
     def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
@@ -490,6 +496,14 @@ def _kind(loss_fn: Any) -> Hashable:
 
 def _switches(values: Sequence[Any]) -> Hashable:
     return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
+
+
+def _is_raised_in(function: Any, error: Exception) -> bool:
+    """True where an exception comes out of a function of the caller's."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
 
 
 def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:

@@ -96,7 +96,7 @@ class _Held(NamedTuple):
 
 class Belongings:
     """All that can be reached from `roots` (modules, batches, functions, by name) at one moment: the content of each
-    container and object, the value of each tensor that is no parameter, the state of each generator.
+    container and object, the value of each tensor that is no weight of the engine, the state of each generator.
 
     `put_back` restores all of that in the same objects. `leaves` has the values by their paths, such as
     "blocks.0.stats['n']", by which two moments are compared, whatever the objects are.
@@ -148,7 +148,7 @@ class Belongings:
         if isinstance(value, _ATOMS):
             self.leaves[path] = value
             return
-        if id(value) in self._seen or isinstance(value, nn.Parameter | type | types.ModuleType):
+        if id(value) in self._seen or isinstance(value, type | types.ModuleType):
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -185,7 +185,7 @@ class Belongings:
             self._visit(each, f"{path}[{number}]")
 
     def _visit_tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided or self._ignores(tensor):
+        if self._ignores(tensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return
         self._seen[id(tensor)] = tensor
         self.leaves[path] = value = tensor.detach().clone()
@@ -208,7 +208,10 @@ class Belongings:
                         self._visit_tensor(buffer, f"{begin}{name}")
             elif key.endswith(_HOOKS) and isinstance(value, dict):
                 self._hold(value, dict(value), is_module=True)  # whoever has registered them keeps their notes
-            elif key not in ("forward", "_parameters", "_non_persistent_buffers_set"):
+            elif key == "_parameters":  # of a module that is not the engine's, such as one in a loss function
+                for name, parameter in value.items():
+                    self._visit(parameter, f"{begin}{name}")
+            elif key not in ("forward", "_non_persistent_buffers_set"):
                 self._visit(value, f"{begin}{key}")
 
     def _visit_function(self, function: types.FunctionType, path: str) -> None:

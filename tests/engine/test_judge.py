@@ -1,0 +1,303 @@
+"""The judge: what it finds of habits whose particular mends are taken away, and of an engine that is broken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import SGD, Engine, MeZO
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.methods import side_by_side
+from offload.engine.recording import recording
+from offload.engine.units import call
+from offload.engine.units.call import Call, Surroundings, UnitFunction
+from offload.engine.units.condition import Condition
+from offload.engine.units.traits import BatchAxis, UnitTraits
+from offload.errors import ConfigError
+from tests.engine.families import build, llama, tokens
+from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
+from tests.engine.reference import Reference
+
+
+def of(block: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Stack(block)
+
+
+def verdict(model: nn.Module, loss_fn: Any = cross_entropy, batch: Any = None, **settings: Any) -> str:
+    """Return what the engine says of a model before its first step: "" where it takes the model as it is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Engine(model, **{"optimizer": SGD(lr=0.1), "max_grad_norm": None, **settings}) as engine:
+            try:
+                engine.step(batch or words(), loss_fn=loss_fn)
+            except ConfigError as error:
+                assert "a pass of the engine is not that of the model" in str(error)  # noqa: PT017
+                return str(error)
+    return "".join(str(each.message) for each in caught if "the engine's way" in str(each.message))
+
+
+# -- habits of models ----------------------------------------------------------------------------------------
+
+
+class Counts(Block):
+    """Keeps a number in a container, by which it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = {"uses": 0}
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.notes["uses"] += 1
+        return super().forward(h) / self.notes["uses"]
+
+
+class Tracks(Block):
+    """Keeps a running value in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
+        return super().forward(h + 1e-3 * self.mean)
+
+
+class Memory:
+    """An object of the model's own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+
+class Draws(Block):
+    """Draws from a generator of an object's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + 1e-3 * torch.rand(h.shape[-1], generator=self.memory.generator).to(h)
+
+
+class MixesRows(Block):
+    """Mixes rows by less than a thousandth."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + 1e-3 * h.mean(0, keepdim=True)
+
+
+class MixesInTraining(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h - h.mean(0, keepdim=True) if self.training else h)
+
+
+class Freezes(Stack):
+    """Takes no gradient for a weight that it thaws again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.blocks[0].up.weight
+        weight.requires_grad_(False)
+        result = super().forward(x)
+        weight.requires_grad_(True)
+        return result
+
+
+class Collects(Stack):
+    """Collects in an attribute above its units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norms: list[Tensor] = []
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+            self.norms.append(h.square().mean())
+        return self.head(h) * sum(self.norms)
+
+
+@pytest.mark.parametrize("block", [Counts, Tracks, Draws])
+def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> None:
+    model = build(of(block))
+    reference = Reference(model, SGD(lr=0.1), max_grad_norm=None)
+    engine = Engine(model, SGD(lr=0.1), max_grad_norm=None)
+    for seed in range(3):
+        assert engine.step(words(seed), cross_entropy).loss.item() == reference.step(words(seed), cross_entropy)[0]
+
+
+@pytest.mark.parametrize("block", [Counts, Tracks, Draws])
+def test_what_a_recompute_would_change_is_found(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "note_places", lambda modules: set())
+    assert "the graphs of all units are kept" in verdict(build(of(block)))
+
+
+@pytest.mark.parametrize("block", [MixesRows, MixesInTraining])
+def test_what_micro_batches_would_change_is_found(block: type[nn.Module]) -> None:
+    assert "batches stay whole" in verdict(build(of(block)), micro_batch_size=1)
+    assert not verdict(build(of(block)))
+
+
+def test_notes_that_passes_would_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not verdict(build(Collects), optimizer=MeZO(lr=1e-3))
+    monkeypatch.setattr(side_by_side.Dicts, "pairs", lambda self: iter(()))
+    assert "one after the other" in verdict(build(Collects), optimizer=MeZO(lr=1e-3))
+
+
+def test_a_gradient_that_plain_pytorch_does_not_make_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict(build(Freezes))
+    assert not found or "blocks.0.up.weight" in found
+
+
+class Doubts(Block):
+    """Makes another thing each time it runs, by what nobody can put back."""
+
+    shown = [0.0]  # noqa: RUF012 (of the class, on purpose)
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.shown[0] += 0.25
+        return super().forward(h) * (1.0 + self.shown[0])
+
+
+def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
+    assert "another result each time it runs. So from here on the graphs of all units are kept" in verdict(
+        build(of(Doubts))
+    )
+    assert "Nothing in the engine is to blame" in verdict(build(of(Doubts)), recompute="never")
+
+
+def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_were() -> None:
+    temperature, seen = nn.Parameter(torch.ones(())), []
+
+    def loss_fn(outputs: Any, batch: Any) -> Tensor:
+        seen.append(1)
+        return cross_entropy(outputs * temperature, batch)
+
+    model = build(Stack)
+    plain = Reference(model, SGD(lr=0.1), max_grad_norm=None)
+    plain.step(words(), loss_fn)
+    wanted, temperature.grad = temperature.grad, None
+    seen.clear()
+    with Engine(model, SGD(lr=0.1), max_grad_norm=None) as engine:
+        engine.step(words(), loss_fn)
+    assert torch.equal(temperature.grad, wanted)
+    assert len(seen) == 1
+
+
+# -- an engine that is broken --------------------------------------------------------------------------------
+
+
+class DropsOut(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(h), 0.3, self.training)
+
+
+class Autocast(Stack):
+    """Runs its blocks under autocast, which its caller's backward does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
+    """Return a mutation: `change(original, *args)` instead of a method."""
+    original = getattr(owner, name)
+    return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+
+def lose_a_gradient(original: Any, use: Call, number: int) -> Any:
+    first = next(iter(use.unit.live().values())).requires_grad_(False)
+    try:
+        return original(use, number)
+    finally:
+        first.requires_grad_(True)
+
+
+@contextmanager
+def recompute_in_eval_mode(original: Any, condition: Condition, undo: Any) -> Iterator[None]:
+    with original(condition, undo):
+        for module in condition._modules:
+            module.training = False
+        yield
+
+
+def lose_what_comes_from_chunks(original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    for loss, leaf, span in original(*args, **kwargs):
+        yield loss, leaf.detach(), span
+
+
+def recompute_with_stale_weights(original: Any, use: Call, number: int) -> Any:
+    live = [parameter.data for parameter in use.unit.live().values()]
+    kept = [weight.clone() for weight in live]
+    for weight in live:
+        weight.mul_(0.99)
+    try:
+        return original(use, number)
+    finally:
+        for weight, value in zip(live, kept, strict=True):
+            weight.copy_(value)
+
+
+def cut_a_wrong_row(original: Any, axis: BatchAxis, tensor: Tensor, rows: Any) -> Tensor:
+    begin, end, total = rows
+    return original(axis, tensor, (max(0, begin - 1), max(1, end - 1), total))
+
+
+def sum_gradients_twice(original: Any, context: Any, *gradients: Tensor) -> Any:
+    return tuple(None if g is None else 1.001 * g for g in original(context, *gradients))
+
+
+@contextmanager
+def leave_values(_original: Any, *_: Any) -> Iterator[None]:
+    yield
+
+
+BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
+    "a gradient is lost": (Stack, around(Call, "_recompute", lose_a_gradient), {}),
+    "gradients between units are too large": (Stack, around(UnitFunction, "backward", sum_gradients_twice), {}),
+    "a recompute is made in eval mode": (
+        of(DropsOut),
+        around(Condition, "attributes_again", recompute_in_eval_mode),
+        {},
+    ),
+    "a recompute has stale weights": (Stack, around(Call, "_recompute", recompute_with_stale_weights), {}),
+    "a recompute draws anew": (
+        of(DropsOut),
+        around(call, "run_without_graph", lambda original, *args: (torch.rand(()), original(*args))[1]),
+        {},
+    ),
+    "a buffer moves twice": (RunningStatistics, around(Condition, "values_again", leave_values), {}),
+    "a wrong row is cut": (Stack, around(BatchAxis, "cut", cut_a_wrong_row), {"micro_batch_size": 1}),
+    "a micro-batch counts twice": (
+        Stack,
+        around(UnitTraits, "cut_outputs", lambda original, *args: [g if g is None else 2 * g for g in original(*args)]),
+        {"micro_batch_size": 1},
+    ),
+    "what comes from chunks is lost": (
+        llama,
+        around(ChunkedHead, "losses", lose_what_comes_from_chunks),
+        {"batch": tokens(), "loss_fn": None, "head_chunk_bytes": 4096},
+    ),
+    "a recompute has other surroundings": (
+        Autocast,
+        around(Surroundings, "run", lambda original, self, function, undo: function()),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, break_it, settings = BROKEN[name]
+    assert not verdict(build(make), **settings), "it is taken as it is where nothing is broken"
+    break_it(monkeypatch)
+    assert verdict(build(make), **settings)
