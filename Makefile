@@ -23,7 +23,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check soak fuzz lint type bench
-.PHONY: sanitize check clean offline
+.PHONY: sanitize check clean offline upstream
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
+	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
 	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
@@ -128,6 +129,10 @@ soak: $(READY)
 
 fuzz: $(READY)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+upstream: $(READY)
+	@set -e; for suite in transformers trl peft accelerate; do test ! -d $(SUITES)/$$suite || \
+	  $(BIN)/python -m tests.upstream $(SUITES)/$$suite --suite $$suite $(ARGS) || failed=1; done; exit $${failed-0}
 
 bench: $(READY)
 	$(BIN)/python -m offload.bench adam $(ARGS)
