@@ -41,10 +41,11 @@ class Forwards(Method):
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
         state.executor.begin(known.kind)
-        self._perturbed.begin(number + 1, self.descent.touched(number + 1, self._seed))
+        frozen = tuple(state.infos[index].name for index in sorted(state.snapshot.frozen))
+        self._perturbed.begin(number + 1, self.descent.touched(number + 1, self._seed, frozen))
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
-        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark)
+        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, frozen)
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
             raise NonFiniteError(
