@@ -102,6 +102,10 @@ class Engine:
             self._own_loop.forget,
         ]
 
+    def stay(self) -> None:
+        """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
+        self._state.hold.engine = self
+
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: LossFunction | None = None) -> StepResult:
@@ -172,12 +176,6 @@ class Engine:
         self._recovery.check_usable()
         self._own_loop.zero_grad()
 
-    def leave_grads_untold(self) -> None:
-        """From here on, let a loop that has to stay as it is look at `parameter.grad` in the middle of a step: it is
-        None, and clipping it there does nothing, of which other loops are told.
-        """
-        self._state.hold.tells_gradients = False
-
     def finish(self) -> None:
         """Wait until nothing is under way: every update is made and written, and the weights that the next step needs
         first have come up. No other call needs it; it is for whoever measures what a step costs.
@@ -211,13 +209,32 @@ class Engine:
             raise ConfigError(f"engine.lr was set to {value!r}; it must be a number, finite and at least 0.")
         self._steps.method.lr = value
 
+    def tune(self, settings: Mapping[str, Any] | None = None, decays: Mapping[str, float] | None = None) -> None:
+        """Let the updates from the next one on go by other settings of the rule (those that are `steered`, such as
+        `betas` and `momentum`), and by other weight decays, by the names of parameters. To be called between steps, or
+        before `update`. Collective.
+        """
+        settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
+        wrong = next((key for key in settings if key not in rule.steered), None)
+        if wrong is not None or not rule.has_gradients:
+            raise ConfigError(
+                f"engine.tune was given {wrong or 'weight decays'}: of {rule.title}, "
+                f"{', '.join(rule.steered) or 'no setting'} may change from step to step beside the learning rate."
+            )
+        self._recovery.check_usable()
+        meet(self.comm, f"tune({settings}, {decays})")
+        whole: Any = rule
+        changed = replace(whole, **settings)
+        self._state.updates.tune(changed, decays)
+        self.optimizer = changed
+
     @property
     def groups(self) -> list[tuple[float, float, list[str]]]:
         """The trained parameters that are updated alike: what multiplies their learning rate, their weight decay, and
         their names. Those whose learning rate is the engine's come first.
         """
         found: dict[tuple[float, float], list[str]] = {}
-        for info in self._state.infos:
+        for info in self._state.updates.infos:
             if info.trainable:
                 found.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
         return [(*alike, names) for alike, names in sorted(found.items(), key=lambda item: item[0][0] != 1.0)]

@@ -127,6 +127,8 @@ class OwnLoop:
             rehearsal.forget_other_modes()
             if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
                 rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+                self._steps.judging.judge_call(module, rehearsal.samples_of_call(args, kwargs))
+                rehearsal.forget_traffic()
             self._open_step()
 
     def _open_step(self) -> None:

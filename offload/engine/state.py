@@ -28,6 +28,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit, put_parameters
+from offload.engine.units.way import Way
 from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
 from offload.lanes.opening import open_lanes
@@ -63,6 +64,7 @@ class EngineState:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
         self.closed = self.is_ours = False
+        self.way = Way()
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
@@ -129,7 +131,7 @@ class EngineState:
             SavedInputs(
                 self.device,
                 self.lanes,
-                RecomputePolicy(settings.recompute, self.device, self.slots.holds),
+                RecomputePolicy(settings.recompute, self.device, self.slots.holds, self.way),
                 self._activation_offload(placement.activations, counters),
                 self.undo,
             ),

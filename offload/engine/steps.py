@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
+from offload.engine.judging import Judging
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassPlan, RankBatch, meet
 from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
@@ -19,11 +21,12 @@ from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import Measured, StepResult
-from offload.engine.recording.rehearsal import Rehearsal
+from offload.engine.recording.rehearsal import Found, Rehearsal
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError
+from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
 from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
 from offload.planning.machines import MeasuredSpeeds
@@ -61,6 +64,7 @@ class Steps:
             if has_backward
             else Forwards(state, counters, settings)
         )
+        self.judging = Judging(state, self.method, self.losses, settings.precision)
 
     def require_backward(self) -> Backward:
         """Return the method of training, where it makes backward passes. Raises ConfigError."""
@@ -75,7 +79,8 @@ class Steps:
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
-        self.rehearsal.forget_other_modes()
+        if self.rehearsal.forget_other_modes():
+            self.judging.forget()
         known = self._meet("step", batch, loss_fn, self.method.lr)
         batch = self._bring(batch)
         return self._again(lambda departed: self._step(batch, known, loss_fn, departed))
@@ -171,15 +176,16 @@ class Steps:
     def decided(self) -> dict[str, Any]:
         """What was decided once and for all, and changes bits; for JSON."""
         clip, rehearsal = self._state.updates.clip, self.rehearsal
-        plain = self.losses.is_plain
-        return {"clip": clip, "plain": plain, "losses": rehearsal.decided, "forms": rehearsal.forms}
+        way = asdict(self._state.way)
+        return {"clip": clip, "way": way, "losses": rehearsal.decided, "forms": rehearsal.forms}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.clip = decided["clip"]
         self.rehearsal.begin_again(decided.get("losses", {}), decided.get("forms", {}))
-        self.losses.is_plain = decided.get("plain", False)
+        before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
+        self._state.way.become(Way(**decided.get("way", asdict(before))))
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
 
@@ -207,12 +213,26 @@ class Steps:
             found = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
             self.losses.head, self.losses.form = found.head, found.form
             is_recorded = known.is_new or departed is not None
-            if is_recorded and not self.losses.is_plain:
-                self.losses.is_plain = self._state.comm.any(not self.losses.splits, "whether batches can be cut")
-            self.rehearsal.is_complete = True
+            way = self._state.way
+            if is_recorded and way.cut == "units":
+                splits = not self._state.comm.any(not self.losses.splits, "whether batches can be cut")
+                way.cut = "units" if splits else "calls"
             if is_recorded:
                 self.losses.check(found.form, known.ranks)
+            if is_recorded or not self.judging.knows(known):
+                self._judge(batch, known, found, loss_fn)
+            self.rehearsal.is_complete = True
         return found.rule
+
+    def _judge(self, batch: Batch, known: PassPlan, found: Found, loss_fn: LossFunction | None) -> None:
+        """Have passes of this kind judged on a few rows of the batch."""
+        self._state.updates.flush()
+        sample = self.rehearsal.take_sample(batch, loss_fn, found.form)
+        self.losses.know(sample)
+        self.method.begin_trial()
+        self.judging.judge(known, sample, found.rule, loss_fn)
+        self.losses.know(batch)
+        self.rehearsal.forget_traffic()
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
@@ -236,7 +256,8 @@ class Steps:
                 before.put_back()
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
-                    self.losses.is_plain |= num_departures == _MOST_DEPARTURES
+                    if num_departures == _MOST_DEPARTURES and state.way.cut == "units":
+                        state.way.cut = "calls"
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):
                     raise
                 elif not self._gives_back(error):
@@ -246,7 +267,9 @@ class Steps:
 
     def _moment(self) -> Moment:
         """Return generators and modules as they are now."""
-        return Moment(self._state.device, self._modules, self._may_move())
+        state = self._state
+        notes = {place for unit in state.units for page in unit.known.values() for place in page.notes}
+        return Moment(state.device, self._modules, self._may_move(), notes, state.runner.is_weight)
 
     def _may_move(self) -> set[BufferPlace]:
         """Return the buffers that a pass may move: all but those of units that were seen not to."""

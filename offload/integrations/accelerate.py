@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,11 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
+from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
 from offload.integrations.needs import need
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own, generators_kept
-from offload.integrations.rules import rule_of_optimizer
+from offload.integrations.rules import followed, rate_of, rule_of_optimizer
 from offload.integrations.saving import full_state, written
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -81,21 +84,28 @@ class OffloadAccelerator(Accelerator):
                 own.follow(scheduler)
         return tuple(own if o is optimizer else o for o in objects)
 
-    def engage(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadOptimizer:
-        """Give a model to an engine, whose optimizer is returned. Raises ConfigError."""
-        settings = dict(self._offload)
-        rule = settings.pop("optimizer", None) or rule_of_optimizer(optimizer, model)
-        settings = {"max_grad_norm": None, "precision": "fp32", **settings}  # it is told with each clip_grad_norm_
-        if self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
-            settings["precision"] = self._offload.get("precision", "bf16")
-        settings.setdefault("device", str(self.device))
-        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
-        self.engine = open_engine(model, rule, settings)
-        named = dict(model.named_parameters())
-        for group, own in zip(optimizer.param_groups, its, strict=True):
-            group["params"] = [named[name] for name in own]
-        return OffloadOptimizer(self.engine, optimizer.param_groups)
+    def engage(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any] | None = None
+    ) -> OffloadOptimizer:
+        """Give a model to an engine with these settings, by default the accelerator's own; return its optimizer, which
+        has the groups of the given one. Raises ConfigError.
+        """
+        settings = dict(self._offload if settings is None else settings)
+        give_back(model, optimizer)
+        given = settings.pop("optimizer", None)
+        rule = given or rule_of_optimizer(optimizer, model)
+        if given and len({rate_of(group) for group in optimizer.param_groups}) > 1:
+            raise ConfigError(
+                f"offload has the rule {given.title}, and groups of the optimizer have learning rates of their own: "
+                "give those as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
+            )
+        is_bf16 = self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters())
+        defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32", "device": str(self.device)}
+        with _regrouped(model, optimizer):
+            self.engine = open_engine(model, rule, defaults | settings)  # clip_grad_norm_ says to which norm
+        own = OffloadOptimizer(self.engine)
+        own.take_over(optimizer, [] if given else followed(optimizer))
+        return own
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -132,6 +142,13 @@ class OffloadAccelerator(Accelerator):
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not given:
+            warnings.warn(
+                "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
+                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time.",
+                stacklevel=2,
+            )
+            return torch.tensor(0.0)
         trained = sum(len(group["params"]) for group in own.param_groups)
         if len(given) < trained or max_norm <= 0:
             raise ConfigError(
@@ -258,9 +275,31 @@ def refuse_others(accelerator: Accelerator) -> None:
         )
 
 
+def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Let a model have its weights that an earlier Trainer or accelerator has given to an engine, and an optimizer over
+    its parameters these. Collective.
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        with _regrouped(model, optimizer):
+            engine.close(restore=True)
+
+
+@contextmanager
+def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Within, other parameters come to hang in a model: afterwards an optimizer's groups have those that train."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    groups = [] if optimizer is None else optimizer.param_groups
+    its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+    yield
+    named = dict(model.named_parameters())
+    for group, own in zip(groups, its, strict=True):
+        group["params"] = [named[name] for name in own]
+
+
 def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
-    """Return an engine over a model that was not given to one. `placement` may be a mapping. Generators stay as they
-    are. Raises as `Engine`.
+    """Return an engine over a model that was not given to one, as long as which it lives. `placement` may be a mapping.
+    Generators stay as they are. Raises as `Engine`.
     """
     spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(spread) > 1 or "disk" in spread:
@@ -292,4 +331,6 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with generators_kept(torch.device(options.get("device") or device)):
-        return Engine(model, rule, placement, **options)
+        engine = Engine(model, rule, placement, **options)
+    engine.stay()
+    return engine

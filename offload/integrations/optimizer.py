@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError
-from offload.integrations.rules import rate_of
+from offload.integrations.rules import PLAIN, rate_of
 
 FOLDER = "offload"
 """Of the engine's states, within another library's checkpoint."""
@@ -22,44 +22,60 @@ FOLDER = "offload"
 class OffloadOptimizer(torch.optim.Optimizer):
     """Makes the engine's update in `step()`; with a rule without gradients (MeZO) it is part of `descend(batch)`.
 
-    Its parameter groups are the engine's: `lr` of each is what a scheduler makes it, as long as their ratio stays;
-    `weight_decay` is for reading. Gradients are the engine's; `zero_grad` drops them there. `state_dict` says
-    how many updates were made; the states themselves are in what `save` writes, and a step is refused after
-    `load_state_dict` until `load` has read those that belong to it.
+    Its parameter groups are the engine's. Each step goes by `lr` there, as long as the groups keep their ratio, by the
+    `weight_decay` of each, and by the rule's `steered` settings (betas, eps, momentum), which all groups have alike;
+    whatever else changes in a group is refused by name. Gradients are the engine's; `zero_grad` drops them there. So
+    are states: `state` cannot be used, `state_dict` says how many updates were made, `save` writes them, and a step is
+    refused after `load_state_dict` until `load` has read those that belong to it.
 
     engine: whose update it makes. result: of the last step, None before the first. max_grad_norm: to what the next step
     clips; None for what the engine was told, 0 for no clipping.
     """
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]] | None = None) -> None:
-        """`groups`: of parameters of the engine's model, which a scheduler may hold; they become this one's."""
+    def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
+        """`groups`: as `Engine.groups` gives them, which they are by default."""
         self.engine = engine
         self.max_grad_norm: float | None = None
         self.result: StepResult | None = None
         self._updates, self._missing, self._has_descended = 0, 0, False
         named = dict(engine.model.named_parameters())
+        settings = {key: getattr(engine.optimizer, key) for key in engine.optimizer.steered}
         made = [
-            {
-                "params": [named[name] for name in names],
-                "lr": engine.lr * scale,
-                "weight_decay": decay,
-                "lr_scale": scale,
-            }
-            for scale, decay, names in engine.groups
+            {"params": [named[name] for name in names], "lr": engine.lr * scale, "weight_decay": decay}
+            for scale, decay, names in groups or engine.groups
         ]
-        super().__init__(made, {"lr": engine.lr, "weight_decay": 0.0, "lr_scale": 1.0})
-        if groups is not None:
-            self._take_over(groups)
-        else:
-            engine.leave_grads_untold()  # a Trainer looks what kind they are, and clips what it finds: nothing
-        self._fixed = [(group["lr_scale"], group["weight_decay"], len(group["params"])) for group in self.param_groups]
+        super().__init__(made, {"lr": engine.lr, "weight_decay": 0.0, **settings})
+        self._begin(["weight_decay", *settings] if self.has_gradients else [])
 
-    def _take_over(self, groups: list[dict[str, Any]]) -> None:
-        """Let the other's groups, one for each of this one's or several, be this one's."""
-        base = rate_of(groups[0])
-        for group in groups:
-            group["lr_scale"] = rate_of(group) / base if base else 1.0
-        self.param_groups = groups
+    def take_over(self, optimizer: torch.optim.Optimizer, follows: Collection[str]) -> None:
+        """Let the groups of a torch optimizer, which schedulers may hold, be this one's: of parameters of the engine's
+        model. `follows`: their keys that updates go by, beside `lr`.
+        """
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._begin(follows)
+
+    def _begin(self, follows: Collection[str]) -> None:
+        names = {id(parameter): name for name, parameter in self.engine.model.named_parameters()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+        base = rate_of(self.param_groups[0])
+        self._scales = [rate_of(group) / base if base else 1.0 for group in self.param_groups]
+        self._follows = follows
+        self._fixed, self._tuned = self._facts(), self._settings()
+
+    def _facts(self) -> list[dict[str, Any]]:
+        """Return what of each group a torch optimizer would go by, and the engine cannot follow."""
+        keys = (PLAIN.keys() | self.defaults.keys()) - {"lr", *self._follows}
+        return [
+            {key: group.get(key, PLAIN.get(key)) for key in sorted(keys)} | {"params": [*map(id, group["params"])]}
+            for group in self.param_groups
+        ]
+
+    def _settings(self) -> tuple[list[dict[str, Any]], list[float]]:
+        """Return what the engine follows: of each group the rule's settings, and the weight decay."""
+        keys, groups = set(self._follows) - {"weight_decay"}, self.param_groups
+        return [{key: group[key] for key in sorted(keys)} for group in groups], [g["weight_decay"] for g in groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update from the gradients of every backward since the last step."""
@@ -101,6 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "Train with OffloadTrainer, or with the callback OffloadCallback, which read them; or call "
                 "OffloadOptimizer.load(folder)."
             )
+        self._follow()
         self.engine.lr = self._base_lr()
 
     def _done(self, result: StepResult) -> StepResult:
@@ -108,23 +125,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._updates += not result.skipped
         return result
 
+    def _follow(self) -> None:
+        """Let the engine go by what has changed in the groups. Raises ConfigError, by name, where it cannot."""
+        facts = self._facts()
+        if len(facts) != len(self._fixed):
+            self._refuse(f"groups were {len(self._fixed)}, and are {len(facts)}")
+        for before, now in zip(self._fixed, facts, strict=True):
+            for key in now:
+                if now[key] != before[key]:
+                    what = " changed" if key == "params" else f" was {before[key]!r}, and is {now[key]!r}"
+                    self._refuse(key + what)
+        settings, decays = tuned = self._settings()
+        if tuned != self._tuned:
+            if any(each != settings[0] for each in settings):
+                self._refuse(f"settings are {settings}, no longer those of all groups")
+            changed = zip(self._names, decays, self._tuned[1], strict=True)
+            self.engine.tune(settings[0], {name: now for names, now, old in changed if now != old for name in names})
+            self._tuned = tuned
+
     def _base_lr(self) -> float:
         """Return the engine's learning rate, of which each group's is a multiple."""
-        groups = self.param_groups
-        now = [(group["lr_scale"], group["weight_decay"], len(group["params"])) for group in groups]
-        if now != self._fixed:
-            self._refuse(f"groups changed from (lr_scale, weight_decay, parameters) {self._fixed} to {now}")
-        rates = [float(group["lr"]) for group in groups]
-        base = rates[0] / (groups[0]["lr_scale"] or 1.0)
-        for group, rate in zip(groups, rates, strict=True):
-            if abs(rate - base * group["lr_scale"]) > 1e-6 * abs(base):
-                self._refuse(f"learning rates are {rates}, no longer in the ratio {[s for s, _, _ in self._fixed]}")
+        rates = [float(group["lr"]) for group in self.param_groups]
+        base = rates[0] / (self._scales[0] or 1.0)
+        if any(abs(rate - base * scale) > 1e-6 * abs(base) for rate, scale in zip(rates, self._scales, strict=True)):
+            self._refuse(f"learning rates are {rates}, no longer in the ratio {self._scales}")
         return base
 
     def _refuse(self, what: str) -> NoReturn:
+        more = f", by {' and '.join(self._follows)}" if self._follows else ""
         raise ConfigError(
-            f"the optimizer's {what}: an engine has one learning rate, and multiples of it that were fixed when it was "
-            "made. Give the groups when it is made, and change them alike."
+            f"the optimizer's {what}: an engine goes by the learning rate of its groups, in the ratio in which they "
+            f"were{more}. Whatever else is to be given before the engine is made."
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -141,6 +172,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     # -- states ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """Nothing that can be used: the states are in the engine."""
+        return _NoStates()
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        if hasattr(self, "_fixed"):  # torch's own constructor gives an empty one
+            _refuse_states()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is no state of the engine's."""
@@ -190,6 +231,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or torch warns that steps are not counted
         self.step = counted  # type: ignore[method-assign]
+
+
+def _refuse_states(*_: Any) -> NoReturn:
+    raise ConfigError(
+        "optimizer.state was used, and the states of the optimizer (moments, steps) are in the engine, which neither "
+        "shows nor resets them: engine.save_checkpoint(folder) or accelerator.save_state writes them. To begin with "
+        "none, close the engine (close(restore=True)) and train on with a new one."
+    )
+
+
+class _NoStates:
+    """Stands for the states of an optimizer, which are in an engine."""
+
+    __getattr__ = __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse_states
 
 
 def find_own(optimizer: Any) -> OffloadOptimizer | None:

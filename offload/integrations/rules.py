@@ -65,7 +65,10 @@ def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str])
             f"optim is {name!r}, which has no update rule that does the same. {_NOT_THE_SAME.get(name, '')}Set optim "
             f"to one of {', '.join(_NAMED)}. {_OTHERS}"
         )
-    options = dict(item.split("=", 1) for item in (args.optim_args or "").replace(" ", "").split(",") if item)
+    items = [item.partition("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item]
+    if not all(value for _, _, value in items):
+        raise ConfigError(f"optim_args is {args.optim_args!r}; it must be key=value, key=value, ...")
+    options = {key: value for key, _, value in items}
     return without_decay(_NAMED[name](args, options), [name for name in names if name not in decayed])
 
 
@@ -86,31 +89,33 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     none, or where some of the parameters are not the optimizer's.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kind = next((kind for kind in _TORCH if type(optimizer) is kind), None)
-    if kind is None:
+    made: Any = _TORCH.get(type(optimizer))
+    if made is None:
         known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _TORCH)
         raise ConfigError(
             f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, which has no update rule that "
             f"does the same. Give one of {known}. {_OTHERS}"
         )
-    first, *rest = optimizer.param_groups
-    for group in rest:
-        changed = [key for key in _TORCH[kind] if group[key] != first[key]]
-        if changed:
+    if optimizer.state:
+        raise ConfigError(
+            f"the optimizer has states of {len(optimizer.state)} parameters already, which an engine cannot take over: "
+            "give it before its first step."
+        )
+    first = optimizer.param_groups[0]
+    for group in optimizer.param_groups:
+        for key in optimizer.defaults.keys() - {"lr", "weight_decay"}:
+            if group[key] != first[key]:
+                raise ConfigError(
+                    f"groups of the optimizer have {key} {first[key]!r} and {group[key]!r}: they may differ in lr and "
+                    "weight_decay."
+                )
+        if group["weight_decay"] and "weight_decay" not in followed(optimizer):
             raise ConfigError(
-                f"groups of the optimizer have {changed[0]} {first[changed[0]]!r} and {group[changed[0]]!r}: they may "
-                "differ in lr and weight_decay."
+                "the optimizer is Adam with weight_decay, which is not decoupled: give AdamW, or set it to 0."
             )
-    for key, allowed in _PLAIN.items():
+    for key, allowed in PLAIN.items():
         if first.get(key, allowed) != allowed:
             raise ConfigError(f"the optimizer has {key}={first[key]!r}, which no update rule has. {_OTHERS}")
-    if kind is torch.optim.Adam and any(group["weight_decay"] for group in optimizer.param_groups):
-        raise ConfigError(
-            "the optimizer is Adam with weight_decay, which is not decoupled: give AdamW, or set it to 0."
-        )
-    made: Any = (
-        AdamW if kind in (torch.optim.Adam, torch.optim.AdamW) else Adafactor if kind is not torch.optim.SGD else SGD
-    )
     groups = [
         (
             _one_of(names[id(p)] for p in group["params"]),
@@ -126,18 +131,25 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             f"{len(left)} parameters with requires_grad are not the optimizer's, first {left[0]}: freeze them "
             "(requires_grad_(False)) before the optimizer is made, or give them to it."
         )
-    settings = {key: first[key] for key in _TORCH[kind]}
+    settings = {key: first[key] for key in made.steered}
     return made(lr=float(first["lr"]), **settings, weight_decay=0.0, decay_1d=True, groups=tuple(groups))
 
 
-_TORCH: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("betas", "eps"),
-    torch.optim.Adam: ("betas", "eps"),
-    torch.optim.SGD: ("momentum",),
-    torch.optim.Adafactor: ("beta2_decay", "eps", "d"),
+def followed(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what may change in the groups of a torch optimizer whose rule an engine has, beside the learning rate."""
+    is_decoupled = type(optimizer) is not torch.optim.Adam or optimizer.param_groups[0].get("decoupled_weight_decay")
+    return [*_TORCH[type(optimizer)].steered, *(["weight_decay"] if is_decoupled else [])]
+
+
+_TORCH: Mapping[type[torch.optim.Optimizer], type[UpdateRule]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: AdamW,
+    torch.optim.SGD: SGD,
+    torch.optim.Adafactor: Adafactor,
 }
-"""torch's optimizers that have a rule, and the settings that it takes over."""
-_PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
+"""torch's optimizers that have a rule."""
+PLAIN = {"amsgrad": False, "maximize": False, "dampening": 0, "nesterov": False}
+"""What torch's optimizers go by, and no rule: as it is where it does nothing."""
 
 
 def rate_of(group: Mapping[str, Any]) -> float:

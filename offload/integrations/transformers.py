@@ -37,7 +37,7 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
-from offload.integrations.accelerate import OffloadAccelerator, open_engine, refuse_others  # noqa: E402
+from offload.integrations.accelerate import OffloadAccelerator, give_back, open_engine, refuse_others  # noqa: E402
 
 if TYPE_CHECKING:
     _Base = Any
@@ -74,12 +74,12 @@ class OffloadMixin(_Base):
         self._dtypes: dict[str, torch.dtype] = {}  # of its parameters, as they were given
         super().__init__(*args, **kwargs)
         _put_callback_first(self)
+        _adopt(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        refuse_others(self.accelerator)
-        self.accelerator.__class__ = OffloadAccelerator  # the Trainer makes one itself; ours has nothing more to make
+        _adopt(self)
         if self.args.n_gpu > 1:
             warnings.warn(
                 f"{self.args.n_gpu} GPUs are visible, and one process: an engine uses one. Start with torchrun to use "
@@ -125,28 +125,31 @@ class OffloadMixin(_Base):
 
     def _leave(self, engine: Engine) -> None:
         """Another model is trained from here on, or the same one that was given back."""
-        self.optimizer = None
+        if find_own(self.optimizer) is not None:
+            self.optimizer = None
         self.accelerator._models = [each for each in self.accelerator._models if each is not engine.model]
         self.accelerator._optimizers = [each for each in self.accelerator._optimizers if find_own(each) is None]
-        if not engine.closed:
+        if engine.model is self.model:
+            warnings.warn(
+                "the Trainer's engine has given its model back (to another Trainer, or by close(restore=True)): its "
+                "moments are gone, and the next engine begins without any.",
+                stacklevel=2,
+            )
+        elif not engine.closed:
             engine.close()
 
     def _open(self) -> OffloadOptimizer:
         """Return the optimizer of an engine that the arguments describe."""
         args, settings = self.args, dict(self._offload)
-        if self.optimizer is not None:
-            raise ConfigError(
-                f"optimizers has a {type(self.optimizer).__name__}: the engine makes the updates. Leave it out, and "
-                "set TrainingArguments.optim, or give a rule, offload=dict(optimizer=...)."
-            )
-        if self.optimizer_cls_and_kwargs is not None:
-            factory, given = self.optimizer_cls_and_kwargs
-            if factory is not offload_optimizer_factory:
-                raise ConfigError(
-                    f"optimizer_cls_and_kwargs has {factory!r}: the engine makes the updates. Leave it out, and set "
-                    "TrainingArguments.optim, or give a rule, offload=dict(optimizer=...)."
-                )
+        give_back(self.model, self.optimizer)
+        factory, given = self.optimizer_cls_and_kwargs or (None, {})
+        if factory is offload_optimizer_factory:
             settings |= _without_rule(dict(given), self.model)
+        if self.optimizer is not None and "optimizer" in settings:
+            raise ConfigError(
+                f"the Trainer has a {type(self.optimizer).__name__}, and offload a rule, "
+                f"{settings['optimizer'].title}: leave one of them out."
+            )
         for key, there in (("max_grad_norm", args.max_grad_norm), ("lr", args.learning_rate)):
             if key in settings and settings[key] != there:
                 raise ConfigError(
@@ -157,10 +160,6 @@ class OffloadMixin(_Base):
         precision = "bf16" if args.bf16 or weights_dtype(self.model) is None else "fp32"
         if args.bf16 and settings.get("precision", "bf16") != "bf16":
             raise ConfigError("offload has precision='fp32', and the Trainer's arguments bf16=True: leave one out.")
-        rule = settings.pop("optimizer", None)
-        if rule is None:
-            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            rule = rule_of_arguments(args, names, set(self.get_decay_parameter_names(self.model)))
         settings = {
             "max_grad_norm": args.max_grad_norm,
             "precision": precision,
@@ -170,12 +169,31 @@ class OffloadMixin(_Base):
         }
         self._dtype = weights_dtype(self.model)
         self._dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
-        return OffloadOptimizer(open_engine(self.model, rule, settings))
+        if "optimizer" in settings:
+            return OffloadOptimizer(open_engine(self.model, settings.pop("optimizer"), settings))
+        create: Any = super().create_optimizer
+        is_own = type(self).get_optimizer_cls_and_kwargs is not Trainer.get_optimizer_cls_and_kwargs
+        if self.optimizer is None and (factory or is_own or create.__func__ is not Trainer.create_optimizer):
+            create()
+        if self.optimizer is not None:
+            engaged: OffloadOptimizer = self.accelerator.engage(self.model, self.optimizer, settings)
+            if getattr(self.lr_scheduler, "optimizer", None) is self.optimizer:
+                engaged.follow(self.lr_scheduler)
+            return engaged
+        decayed = set(self.get_decay_parameter_names(self.model))
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        engine = open_engine(self.model, rule_of_arguments(args, names, decayed), settings)
+        own, others = [n for n in names if n in decayed], [n for n in names if n not in decayed]
+        return OffloadOptimizer(engine, [(1.0, args.weight_decay, own), (1.0, 0.0, others)])
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:  # noqa: ARG002
         """Wrap it in nothing; evaluation may be what comes first."""
-        if model is self.model and not self._is_engaged:
-            self.create_optimizer()
+        if model is self.model:
+            if self.optimizer is None:
+                self.create_optimizer()
+            if not self._is_engaged or find_own(self.optimizer) is None:
+                self._engage()
+            _leave_off_checkpointing(model)
         return model
 
     def _share_weights(self) -> None:
@@ -303,12 +321,10 @@ class OffloadCallback(TrainerCallback):
         own = find_own(optimizer)
         if own is None:
             return
-        if own.has_gradients and (own.engine.max_grad_norm or None) != (args.max_grad_norm or None):
-            raise ConfigError(
-                f"the engine clips to {own.engine.max_grad_norm}, and the Trainer's max_grad_norm is "
-                f"{args.max_grad_norm}, which finds no gradients to clip: make the engine with the same max_grad_norm."
-            )
         trainer = _calling_trainer(model)
+        if trainer is not None and not isinstance(trainer.accelerator, OffloadAccelerator):
+            _adopt(trainer)
+            trainer.accelerator.engine = own.engine
         if args.load_best_model_at_end and trainer is not None and not isinstance(trainer, OffloadMixin):
             raise ConfigError(
                 "load_best_model_at_end is set, and a plain Trainer would load the best weights into the model, whose "
@@ -351,15 +367,16 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             f"offload_optimizer_factory: there are {dist.get_world_size()} ranks, for which a plain Trainer wraps the "
             "model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
+    give_back(model)
     options = _without_rule(settings, model)
     if not options["optimizer"].has_gradients:
         raise ConfigError(
             f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which makes a step of forward "
             "passes alone, and a plain Trainer goes backward: train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
-    if weights_dtype(model) is None:
-        options.setdefault("precision", "bf16")
     trainer = _calling_trainer(model)
+    if weights_dtype(model) is None or (trainer is not None and trainer.args.bf16):
+        options.setdefault("precision", "bf16")
     if trainer is not None:
         refuse_arguments(trainer.args)
         limit = trainer.args.max_grad_norm
@@ -369,12 +386,20 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
                 f"{limit}: it is theirs to say. Leave it out, and set TrainingArguments.max_grad_norm."
             )
         _put_callback_first(trainer)
+        _adopt(trainer)
     return OffloadOptimizer(open_engine(model, options.pop("optimizer"), options))
+
+
+def _adopt(trainer: Trainer) -> None:
+    """Let a Trainer's backward and its clipping be the engine's."""
+    refuse_others(trainer.accelerator)
+    trainer.accelerator.__class__ = OffloadAccelerator  # which the Trainer has made itself: ours has nothing more
+    vars(trainer)["_mixed_mesh_grads"] = False  # else the Trainer looks at gradients to find that out
 
 
 def _calling_trainer(model: nn.Module) -> Trainer | None:
     """Return the Trainer of this model within whose call this is, or None. It tells neither a factory nor a callback
-    which it is, and a factory not its arguments; and it clips the gradients that it finds afterwards: none.
+    which it is, and a factory not its arguments.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

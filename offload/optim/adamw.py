@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ class AdamW(StoredMoments):
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     states: str = "fp32"
+
+    steered: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     @property
     def names(self) -> tuple[str, ...]:

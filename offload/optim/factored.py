@@ -44,6 +44,7 @@ class Factored(UpdateRule):
     """
 
     by_matrix: ClassVar[bool] = True
+    steered: ClassVar[tuple[str, ...]] = ("beta2_decay", "eps", "d")
 
     beta2_decay: float
     eps: tuple[float | None, float]

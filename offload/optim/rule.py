@@ -89,6 +89,8 @@ class UpdateRule(ABC):
     """True where no gradient is to wait for the norm: a step that clips learns it by a backward of its own."""
     clip_norm: float | None = None
     """The norm to which gradients are clipped, where the rule says so itself."""
+    steered: ClassVar[tuple[str, ...]] = ()
+    """Settings that may differ from step to step, as torch's schedulers move them."""
 
     lr: float
     weight_decay: float

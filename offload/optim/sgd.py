@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,8 @@ class SGD(UpdateRule):
     weight_decay: float = 0.0
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    steered: ClassVar[tuple[str, ...]] = ("momentum",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,15 +28,19 @@ def train_both(
     group: Callable[[nn.Module], None] = lambda model: None,
     plain: nn.Module | None = None,
     within: float | None = None,
+    whole: bool = False,
     **settings: Any,
 ) -> tuple[Engine, Reference]:
     """Train with both and compare after every step: bit for bit, or `within` a share of the layer's scale.
 
-    `plain`: what the reference trains instead of a copy of `model`. `kept`, `group`: see `Reference`.
+    `plain`: what the reference trains instead of a copy of `model`. `whole`: the reference trains on whole batches,
+    whatever micro_batch_size says. `kept`, `group`: see `Reference`.
     """
     known = {
         key: settings[key] for key in ("optimizer", "precision", "max_grad_norm", "micro_batch_size") if key in settings
     }
+    if whole:
+        del known["micro_batch_size"]
     if within is not None:
         known["optimizer"] = settings["optimizer"] = PROPORTIONAL
     reference = Reference(plain or model, kept=kept, group=group, **known)

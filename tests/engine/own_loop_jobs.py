@@ -32,10 +32,14 @@ def plain_backward(zero_stage: int) -> tuple[list[Any], list[str]]:
         found.append({name: value.sum().item() for name, value in engine.named_parameters()})
         loss = engine.model(**batch).loss
         loss.backward()
-        try:
-            engine.update(max_grad_norm=1.0 + engine.rank)
-        except ConfigError as error:
-            refused.append(str(error))
+        for differs in (
+            lambda engine: engine.update(max_grad_norm=1.0 + engine.rank),
+            lambda engine: engine.tune({"betas": (0.5, 0.5 + engine.rank / 10)}),
+        ):
+            try:
+                differs(engine)
+            except ConfigError as error:
+                refused.append(str(error))
         engine.close()
     return found, refused
 

@@ -71,7 +71,7 @@ def beside_whole(
     """Train in micro-batches beside plain PyTorch on whole batches; all but the order of sums is the same."""
     reference = Reference(model, PROPORTIONAL)
     engine = Engine(model, PROPORTIONAL, micro_batch_size=rows, **settings)
-    engine._steps.losses.is_plain = is_plain
+    engine._state.way.cut = "calls" if is_plain else "units"
     for batch in map(on_device, batches):
         loss, norm = reference.step(batch, loss_fn)
         result = engine.step(batch, loss_fn)
@@ -93,7 +93,7 @@ def test_micro_batches_equal_the_whole_or_are_refused_by_what_is_in_the_way(name
         return
     model = build(kind.make)
     engine = Engine(model, micro_batch_size=2)
-    engine._steps.losses.is_plain = is_plain
+    engine._state.way.cut = "calls" if is_plain else "units"
     before = weights(engine)
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"micro_batch_size.*{obstacle}.*engine.backward"):
@@ -152,7 +152,7 @@ def test_a_table_of_as_many_entries_as_rows() -> None:
     batch = on_device({"x": torch.randn(4, 8), "prototypes": torch.randn(4, 8), "labels": torch.tensor([2, 0, 3, 1])})
     model = build(Prototypes)
     reference, engine = Reference(model), Engine(model, micro_batch_size=2)
-    engine._steps.losses.is_plain = True
+    engine._state.way.cut = "calls"
     for _ in range(2):
         loss, _ = reference.step(batch, nearest)
         assert engine.step(batch, nearest).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from offload.native import kernels
 from offload.optim import states
 from offload.optim.rule import Trained, UpdateRule, master
 from offload.planning import disk
-from tests.engine.compare import assert_same, step_by_step, train_both, weights
+from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
 from tests.engine.device import twin
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
@@ -460,3 +460,34 @@ def test_sgd_has_settings_of_its_own() -> None:
         with pytest.raises(ConfigError, match=r"optimizer\.momentum"):
             SGD(momentum=wrong)  # type: ignore[arg-type]
     assert Engine(build(llama), SGD(), clip="auto", throttle={"update": 1e3}).resolve_clip(1) == "deferred"
+
+
+@pytest.mark.parametrize(
+    ("rule", "how", "within"),
+    [
+        (AdamW(betas=(0.5, 0.9)), {"max_grad_norm": None}, None),
+        (SGD(momentum=0.5), {"max_grad_norm": 1.0, "throttle": {"update": 1e7}}, None),
+        (AdamW(betas=(0.5, 0.9)), {"max_grad_norm": 1.0, "clip": "speculative"}, 1e-5),
+    ],
+    ids=["at once", "deferred", "speculative"],
+)
+def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within: float | None) -> None:
+    """As torch's schedulers move them; an update that is under way keeps its own."""
+    model, name = build(llama), "model.norm.weight"
+    reference = Reference(model, rule, max_grad_norm=how["max_grad_norm"])
+    engine = Engine(model, rule, Placement(**PLACES["cpu"]), **how)
+    reference.update_on(updating_device(engine))
+    for step in range(4):
+        share = 0.1 * step
+        settings = {"betas": (share, 0.9 - share)} if isinstance(rule, AdamW) else {"momentum": 0.9 - share}
+        engine.tune(settings, {name: share})
+        reference.rule = replace(rule, **settings)
+        reference.choices[name] = replace(reference.choices[name], weight_decay=share)
+        reference.step(tokens(step))
+        engine.step(tokens(step))
+    assert_weights(engine, reference, within, "at the end")
+    assert engine.optimizer == reference.rule
+    assert (1.0, pytest.approx(0.3), [name]) in engine.groups
+    for wrong, told in (({"lr": 1.0}, "given lr: of "), ({"momentum": 0.0}, "other moments|given momentum")):
+        with pytest.raises(ConfigError, match=told):
+            engine.tune(wrong)

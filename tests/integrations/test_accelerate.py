@@ -236,17 +236,12 @@ def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model = llama()
-    with pytest.raises(ConfigError, match="torch.optim.rmsprop.RMSprop, which has no update rule"):
-        accelerator.prepare(model, torch.optim.RMSprop(model.parameters()))
     with pytest.raises(ConfigError, match="not with the model that they train"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ConfigError, match="20 parameters with requires_grad are not the optimizer's, first model"):
         accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:1]))
     with pytest.raises(ConfigError, match="nesterov=True"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1, momentum=0.9, nesterov=True))
-    groups = [{"params": [p], "betas": (0.9, 0.9 + number / 1000)} for number, p in enumerate(model.parameters())]
-    with pytest.raises(ConfigError, match="have betas"):
-        accelerator.prepare(model, torch.optim.AdamW(groups))
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = {key: value[None] for key, value in rows(1)[0].items()}
     accelerator.backward(model(**batch).loss)
@@ -308,18 +303,6 @@ def test_zero_grad_drops_what_a_script_does_not_want() -> None:
         found.append((norm, accelerator.get_state_dict(model)))
     assert found[0][0] == found[1][0]
     assert_same_weights(found[0][1], found[1][1])
-
-
-def test_who_looks_for_gradients_in_the_model_is_told_where_they_are() -> None:
-    accelerator, model, optimizer = prepared()
-    batch = {key: value[None] for key, value in rows(1)[0].items()}
-    model.zero_grad()
-    accelerator.backward(model(**batch).loss)
-    for by_hand in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), model.zero_grad):
-        with pytest.raises(ConfigError, match=r"grad of .* was read in the middle of a step.*grad_norm\(\)"):
-            by_hand()
-    optimizer.step()
-    model.zero_grad()
 
 
 @pytest.mark.parametrize("how", ["some", "zero"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 from transformers import Trainer, trainer
 from transformers.trainer_callback import CallbackHandler
 
@@ -72,6 +73,9 @@ def calls(function: Any) -> str:
             'self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))',
             "the norm of a step without a clip",
         ),
+        (Trainer, "_has_mixed_mesh_grads", "if self._mixed_mesh_grads is None", "a Trainer looks at no gradients"),
+        (Optimizer, "register_step_pre_hook", "self._optimizer_step_pre_hooks[", "hooks of an optimizer taken over"),
+        (Optimizer, "register_step_post_hook", "self._optimizer_step_post_hooks[", "hooks of an optimizer taken over"),
         (Trainer, "training_step", "self.accelerator.backward(loss, **kwargs)", "the loss goes to the engine"),
         (Trainer, "evaluation_loop", "self._wrap_model(self.model, training=False)", "the engine opens"),
         (

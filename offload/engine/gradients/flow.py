@@ -33,6 +33,10 @@ from offload.tiers.store import Store
 _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
 
 
+Witness = Callable[[int, torch.Tensor], None]
+"""Is shown the number of a parameter, and a contribution to its gradient [numel], in the dtype of the compute."""
+
+
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
@@ -57,7 +61,8 @@ class GradientFlow:
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
         debug, regions = bool(settings.debug), [state.region for state in store.states]
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
-        self._repeats = self.drops = self.is_over = False
+        self._repeats = self.is_over = False
+        self._witness: Witness | None = None
         self.opens: Callable[[], None] | None = None
         self._buffer = Ring(device.allocate(BUFFER, plan.of("device", BUFFER).num_bytes), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
@@ -99,8 +104,8 @@ class GradientFlow:
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
-        self.is_wide = self._repeats = self.drops = self.is_over = False
-        self.opens = None
+        self.is_wide = self._repeats = self.is_over = False
+        self.opens, self._witness = None, None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
@@ -135,7 +140,7 @@ class GradientFlow:
         """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes
         are of another kind.
         """
-        if not self._exist:
+        if not self._exist or (self._witness is not None and not for_good):
             return
         if for_good:
             self._lasting_so_far.discard(region.index)
@@ -153,6 +158,8 @@ class GradientFlow:
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
+        if self._witness is not None:
+            return
         opens, self.opens = self.opens, None
         if opens is not None:
             opens()
@@ -209,7 +216,8 @@ class GradientFlow:
                 "are streamed. Make the module with sparse=False."
             )
         gradient, parameter.grad = gradient.reshape(-1), None
-        if self.drops:  # those of a recording, which an own loop may need in the middle of a step
+        if self._witness is not None:
+            self._witness(index, gradient)
             return
         if self.is_over:
             raise ConfigError(
@@ -232,7 +240,7 @@ class GradientFlow:
 
     def close(self, regions: Sequence[Region]) -> None:
         """Land what is final after the backward of one use of a unit."""
-        if self._repeats:
+        if self._repeats or self._witness is not None:
             return
         for region in regions:
             found = self._open.pop(region.index, None)
@@ -242,6 +250,12 @@ class GradientFlow:
             if self.landing.lands(region):
                 self.landing.land(region, flat, stretch.fence)
             stretch.is_open = False
+
+    def show(self, witness: Witness | None) -> None:
+        """From now on show gradients to `witness` and land none of them: they are of trials, which an own loop may make
+        in the middle of a step. None: land them again.
+        """
+        self._witness = witness
 
     def free(self) -> None:
         """Let go of every buffer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,12 +14,13 @@ import torch
 from offload.engine.gradients.early import EarlyReads
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
-from offload.errors import NonFiniteError
+from offload.errors import ConfigError, NonFiniteError
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.clip import clip_coefficient, total_norm
+from offload.optim.rule import UpdateRule
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
@@ -81,7 +82,7 @@ class Updates:
         self._place, self._workspace = place, workspace
         self._learns = settings.judges_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # that of this step, as a backward of its own has found it
-        self._store, self._infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
+        self._store, self.infos, self._flow, self._slots, self._lanes = store, infos, flow, slots, lanes
         self._measures = flow.measures
         self._rules = settings.optimizer.parts
         self._max_norm = self._limit = settings.max_grad_norm  # as it was told, and of this step
@@ -130,6 +131,18 @@ class Updates:
     def is_immediate(self) -> bool:
         """True where, in this step, what has landed is updated once and for all."""
         return self._flow.landing.landed is not None and not self._is_speculative
+
+    def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
+        """Let the next updates go by a rule with other settings, and other weight decays of parameters, by their names;
+        those under way keep their own.
+        """
+        if [part.moments for part in rule.parts] != [part.moments for part in self._rules]:
+            raise ConfigError(
+                f"the rule was {self._rules[0]}, and is to be {rule}, which keeps other moments of each weight: such a "
+                "setting is chosen when the engine is made."
+            )
+        self._rules = rule.parts
+        self.infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
 
     def begin_step(
         self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
@@ -332,7 +345,7 @@ class Updates:
     # -- where it runs ---------------------------------------------------------------------------------------
 
     def _submit(self, landed: Landed, touched: Sequence[bool], prepare: Callable[[], None] = lambda: None) -> None:
-        state, lr = self._store[landed.region], self.lr
+        state, how = self._store[landed.region], self._how()
         first, last = state.tiles[0], state.tiles[-1]
         may_correct = self._is_speculative and self._flow.landing.landed is not None
 
@@ -347,11 +360,8 @@ class Updates:
                 planes,
                 gradients,
                 touched,
-                self._rules,
-                self._infos,
-                lr=lr,
+                **how,
                 scale=landed.scale,
-                seed=self._seed,
                 workspace=self._workspace,
             )
             if tile is last:
@@ -363,14 +373,17 @@ class Updates:
         self._enter(landed, update, "update", publishes=not may_correct)
 
     def _submit_correction(self, landed: Landed, scale: float) -> None:
-        state, touched, lr = self._store[landed.region], self._measures.touched[landed.region.index], self.lr
+        state, touched, how = self._store[landed.region], self._measures.touched[landed.region.index], self._how()
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
             # By now it was updated, with a scale that is known.
-            how: dict[str, Any] = {"scale": scale, "applied_scale": landed.scale, "seed": self._seed}
-            return update_tile(state, tile, planes, gradients, touched, self._rules, self._infos, lr=lr, **how)
+            return update_tile(state, tile, planes, gradients, touched, **how, scale=scale, applied_scale=landed.scale)
 
         self._enter(landed, correct, "correct", publishes=False)
+
+    def _how(self) -> dict[str, Any]:
+        """Return what an update goes by that is submitted now, and may be made when `tune` has told of others."""
+        return {"rules": self._rules, "infos": self.infos, "lr": self.lr, "seed": self._seed}
 
     def _publish(self, region: Region) -> None:
         """Give the other ranks the weights that were updated speculatively, now that they are final."""
@@ -416,14 +429,12 @@ class Updates:
 
     def _refuse_gradients(self, norm: float) -> None:
         order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
-        bad = [
-            self._infos[i] for i in (order or range(len(self._infos))) if not math.isfinite(self._measures.squares[i])
-        ]
+        bad = [self.infos[i] for i in (order or range(len(self.infos))) if not math.isfinite(self._measures.squares[i])]
         if not bad:
-            largest = max(range(len(self._infos)), key=lambda i: self._measures.squares[i])
+            largest = max(range(len(self.infos)), key=lambda i: self._measures.squares[i])
             raise NonFiniteError(
                 f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
-                f"{self._infos[largest].name}. Lower --optimizer.lr or look at the data of this step; "
+                f"{self.infos[largest].name}. Lower --optimizer.lr or look at the data of this step; "
                 "--train.on_nonfinite skip goes on without such steps."
             )
         units: Mapping[int, str] = {
@@ -431,7 +442,7 @@ class Updates:
         }
         raise NonFiniteError(
             f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
-            f"{len(self._infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
+            f"{len(self.infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
             "--train.on_nonfinite skip goes on without such steps."
         )
 

@@ -118,6 +118,11 @@ def meet(
     return PassPlan(ranks, comm.rank)
 
 
+def plan_alone(told: RankBatch, batch: Batch, micro_rows: int | None) -> PassPlan:
+    """Return the plan of a pass on this batch by which all ranks do the same, each for itself."""
+    return PassPlan([_told(told.operation, batch, micro_rows, told.has_loss_function)], 0)
+
+
 def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:
     rows, labels = check_batch(batch), labels_of(batch)
     shapes = tuple(

@@ -17,8 +17,7 @@ from offload.errors import ConfigError
 
 class Losses:
     """Runs the model on a batch, in micro-batches and with its head in chunks. `head` is there once it is known that
-    the model's allows that. `is_plain`, once and for all: some unit cannot be cut, so that the model is called on one
-    micro-batch after the other.
+    the model's allows that.
 
     Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
     how many the last loss was made at the head. `has_gradient`: a backward follows, so that a loss is a tensor.
@@ -28,12 +27,16 @@ class Losses:
         self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None, has_gradient: bool = True
     ) -> None:
         self._model, self._state = state.model, state
-        self._micro_rows, self._chunk_bytes, self._has_gradient = micro_rows, chunk_bytes, has_gradient
+        self._micro_rows, self._chunk_bytes, self.has_gradient = micro_rows, chunk_bytes, has_gradient
         self._labels: torch.Tensor | None = None
         self.head: ChunkedHead | None = None
-        self.is_plain = False
         self.num_chunks = 1
         self.form = BatchForm({})
+
+    @property
+    def is_plain(self) -> bool:
+        """True where some unit cannot be cut, so that the model is called on one micro-batch after the other."""
+        return self._state.way.cut == "calls"
 
     @property
     def splits(self) -> bool:
@@ -71,9 +74,15 @@ class Losses:
             )
 
     def parts(
-        self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
+        self,
+        batch: Batch,
+        known: PassPlan,
+        rule: LossRule,
+        loss_fn: LossFunction | None,
+        num_chunks: int | None = None,
     ) -> Generator[torch.Tensor, None, None]:
-        """Yield the loss in parts; those of all ranks add up to the mean over their target tokens.
+        """Yield the loss in parts; those of all ranks add up to the mean over their target tokens. `num_chunks`: of the
+        head, None for what the plan of the pass asks for.
 
         The units cut the batch themselves where they can (the model is called once, and its weights stream once);
         otherwise the model is called on one micro-batch after the other.
@@ -82,8 +91,10 @@ class Losses:
         if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(batch, known, rule, loss_fn)
             return
-        with self._state.as_ours(), self._state.runner.micro_batches(own.rows, own.micro_rows, known.num_parts > 1):
-            self.num_chunks = self._num_chunks(known)
+        is_cut = known.num_parts > 1 and self._state.way.cut == "units"
+        rows = own.micro_rows if is_cut else own.rows
+        with self._state.as_ours(), self._state.runner.micro_batches(own.rows, rows, is_cut):
+            self.num_chunks = num_chunks or self.num_chunks_of(known)
             if self.num_chunks > 1:
                 yield self._chunked(batch, self.num_chunks, known.num_targets(rule))
                 return
@@ -91,13 +102,13 @@ class Losses:
             if known.has_peers:
                 share = known.num_targets(rule, known.rank) / max(1, known.num_targets(rule))
                 batch = batch if share else _with_targets(batch)
-            yield _scaled(run_loss(self._model, batch, loss_fn, has_gradient=self._has_gradient), share)
+            yield _scaled(run_loss(self._model, batch, loss_fn, has_gradient=self.has_gradient), share)
 
     def _micro_batches(
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
     ) -> Generator[torch.Tensor, None, None]:
         tokens, own = known.num_targets(rule), known.ranks[known.rank]
-        parts = list(self.form.parts(batch, own.rows, self._micro_rows))
+        parts = list(self.form.parts(batch, own.rows, own.micro_rows))
         if self._labels is None:
             of_row = known.num_targets(rule, known.rank) // own.rows
             starts = range(0, own.rows, own.micro_rows)
@@ -116,12 +127,13 @@ class Losses:
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.as_ours():
-                loss = run_loss(self._model, part, loss_fn, has_gradient=self._has_gradient, **extra)
+                loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
             yield _scaled(loss, share)
 
-    def _num_chunks(self, known: PassPlan) -> int:
+    def num_chunks_of(self, known: PassPlan) -> int:
         """Return into how many chunks the tokens go through the head, 1 where the logits are made whole."""
-        if self.head is None or known.ranks[0].has_loss_function or self._chunk_bytes is None:
+        is_whole = known.ranks[0].has_loss_function or not self._state.way.chunks
+        if self.head is None or self._chunk_bytes is None or is_whole:
             return 1
         most = 1
         for told in known.ranks:

@@ -42,6 +42,14 @@ class Backward(Method):
         self.begin(known.kind)
         return self.end(self._passes(parts), tokens, known.kind)
 
+    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:
+        if self._state.updates.learns_first:
+            before = self._moment()
+            self._passes(parts)
+            before.put_back()
+            anew()
+        return [self._passes(parts)]
+
     def _passes(self, parts: Parts) -> torch.Tensor:
         """Go forward and backward over a batch; return its loss, on the device."""
         loss = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)

@@ -36,6 +36,11 @@ class Descent:
             if all(name in numbers for name in region.units)
         }
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of parameters that were trained at first and are frozen now."""
+        return tuple(self._state.infos[index].name for index in sorted(self._state.snapshot.frozen))
+
     def touched(self, step: int, seed: int, frozen: Collection[str] = ()) -> dict[int, Sequence[bool]]:
         """Return which parameters take part in a step, by the index of their region: of each region with some."""
         state = self._state

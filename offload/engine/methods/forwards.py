@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 
 import torch
@@ -15,6 +16,7 @@ from offload.engine.methods.perturbed import Perturbed
 from offload.engine.methods.result import Measured, StepResult
 from offload.engine.methods.side_by_side import SideBySide
 from offload.engine.state import EngineState
+from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.optim.mezo import MeZO
 from offload.planning.settings import Settings
@@ -41,11 +43,12 @@ class Forwards(Method):
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
         state.executor.begin(known.kind)
-        frozen = tuple(state.infos[index].name for index in sorted(state.snapshot.frozen))
-        self._perturbed.begin(number + 1, self.descent.touched(number + 1, self._seed, frozen))
+        self.begin_trial()
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
-        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, frozen)
+        measured = Measured(
+            number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
+        )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
             raise NonFiniteError(
@@ -69,6 +72,20 @@ class Forwards(Method):
                 measured=None if skipped else measured,
             )
         )
+
+    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:  # noqa: ARG002
+        return self._losses_of(parts)
+
+    def begin_trial(self) -> None:
+        number = self._state.runner.step_number + 1
+        self._perturbed.begin(number, self.descent.touched(number, self._seed, self.descent.frozen))
+
+    def hang(self, unit: Unit, number: int) -> None:
+        self._perturbed.enter(unit, number)
+
+    @property
+    def num_passes(self) -> int:  # type: ignore[override]
+        return 2 * self._rule.num_directions
 
     def forget(self) -> None:
         self._pending.forget()
@@ -96,6 +113,13 @@ class Forwards(Method):
 
     def _measure(self, parts: Parts) -> list[tuple[float, float]]:
         """Return the losses of all ranks on both sides of the weights, along each direction."""
+        found = self._losses_of(parts)
+        self._pending.check()
+        values = self.sum(*self._state.device.bring_down(torch.stack(found))().tolist())
+        return list(zip(values[::2], values[1::2], strict=True))
+
+    def _losses_of(self, parts: Parts) -> list[torch.Tensor]:
+        """Return the losses of all passes, of this rank's rows."""
         device = self._state.device
 
         def loss() -> torch.Tensor:
@@ -105,10 +129,7 @@ class Forwards(Method):
                     total += part_loss.to(torch.float32)
             return total
 
-        found = self._side_by_side.run(loss, 2 * self._rule.num_directions)
-        self._pending.check()
-        values = self.sum(*device.bring_down(torch.stack(found))().tolist())
-        return list(zip(values[::2], values[1::2], strict=True))
+        return self._side_by_side.run(loss, self.num_passes)
 
 
 def _shown(losses: list[tuple[float, float]]) -> str:

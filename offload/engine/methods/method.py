@@ -13,6 +13,7 @@ import torch
 from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
+from offload.engine.units.unit import Unit
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
@@ -37,6 +38,22 @@ class Method(ABC):
     @abstractmethod
     def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
         """Train on a batch: make passes over `parts`, and update. `tokens`: its targets."""
+
+    @abstractmethod
+    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:
+        """Make the passes of a step over `parts`, and no step; return the loss of each. `anew` is called where the
+        gradients of what was made so far do not count.
+        """
+
+    def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
+        """A trial is about to be made: have ready what `hang` needs."""
+
+    num_passes = 1
+    """Over the rows of a batch, in a step, each of which sees weights of its own."""
+
+    def hang(self, unit: Unit, number: int) -> None:  # noqa: ARG002
+        """Hang the weights of a unit, which are on the device, as pass `number` is to see them, in its module."""
+        unit.install(unit.live())
 
     def forget(self) -> None:  # noqa: B027 (most have nothing)
         """All states are about to be written anew."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
@@ -115,7 +114,8 @@ class SideBySide:
         del result, results  # other passes have their turn now, and need the memory
         if len(self._have_run) == self._num_passes:
             self._leave()
-        self._lockstep.turn()
+        if self._state.way.interleaves:
+            self._lockstep.turn()
         return deliver(filled, args, kwargs)
 
     def _enter(self, unit: Unit) -> None:
@@ -143,8 +143,8 @@ class SideBySide:
 
 
 class _Standing:
-    """What a pass has of its own between two of its turns: generators, micro-batches, and tensors that its code has
-    noted in modules. (Hooks that it has registered are everybody's, and so are notes of that.)
+    """What a pass has of its own between two of its turns: generators, micro-batches, and attributes of modules, in
+    which its code makes notes. (Hooks that it has registered are everybody's, and so are flags that say so.)
     """
 
     def __init__(self, state: EngineState, modules: list[nn.Module], last: _Standing | None = None) -> None:
@@ -163,20 +163,12 @@ class _Standing:
         if self._drawn is not now._drawn:
             self._drawn.put_back()
         state.is_ours, state.runner.standing = self._ours, self._batch
-        if self._attributes is now._attributes:
+        if self._attributes is now._attributes or not state.way.interleaves:
             return
         for live, then in self._attributes.pairs():
             for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:
-                if _is_own(key, live.get(key)) or _is_own(key, then.get(key)):
-                    if key in then:
+                if not (key[:1] == "_" and isinstance(live.get(key), bool | None)):  # of everybody's hooks
+                    if key in then:  # a chunked head puts another `forward` there for a while
                         live[key] = then[key]
                     else:
                         del live[key]
-
-
-def _is_own(key: str, value: Any) -> bool:
-    """True for an attribute that each pass has for itself; a chunked head puts another `forward` there for a while."""
-    if key == "forward" or isinstance(value, torch.Tensor):
-        return True
-    is_tree = key[:1] != "_" and isinstance(value, tuple | list | dict)
-    return is_tree and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

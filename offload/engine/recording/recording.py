@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.units.arguments import Arguments, deliver, without_caches
-from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places, same_values
+from offload.engine.units.belongings import note_places, same_bits
+from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.traits import BatchAxis, Rows, UnitTraits
+from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
@@ -59,13 +60,11 @@ class Recording:
         runner: UnitRunner,
         rows: int,
         before: Recording | None = None,
-        has_backward: bool = True,
     ) -> None:
-        """`has_backward`: a step has one; else it is made of forwards that are to draw alike."""
         self.outside_readers: set[str] = set()
         self.rows = rows
         self.uses: dict[str, list[Use]] = {}
-        self._runner, self._before, self._has_backward = runner, before, has_backward
+        self._runner, self._before = runner, before
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
@@ -89,7 +88,8 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
         saved = _Saved(self._runner, inputs)
-        condition = Condition(unit.modules, buffer_places(unit.modules))
+        places = note_places(unit.modules)
+        condition = Condition(unit.modules, buffer_places(unit.modules), (), self._runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self._runner.enter(unit)
@@ -113,12 +113,11 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
+            traits.notes |= places | note_places(unit.modules)
             self._learn(unit, result, mutated, condition.moved())
         elif without is not None:
-            unit.traits.needs_graph |= not mutated and not all(map(same_values, result.tensors, without.tensors))
-            self._learn_batch(unit, arguments)
-            if not all(map(_close, _floats(result), _floats(without))):
-                self._refuse_other_results(unit, arguments)
+            unit.traits.needs_graph |= not mutated and not all(map(same_bits, result.tensors, without.tensors))
+            self._learn_batch(unit)
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
@@ -128,7 +127,8 @@ class Recording:
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
-        before = Moment(self._runner.device, unit.modules, buffer_places(unit.modules))
+        runner, buffers, notes = self._runner, buffer_places(unit.modules), note_places(unit.modules)
+        before = Moment(runner.device, unit.modules, buffers, notes, runner.is_weight)
         with torch.no_grad():
             result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
         before.put_back()
@@ -187,9 +187,9 @@ class Recording:
         self._pages.add(id(traits))
         return is_first
 
-    def _learn_batch(self, unit: Unit, arguments: Arguments) -> None:
-        """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether
-        the unit can be cut.
+    def _learn_batch(self, unit: Unit) -> None:
+        """Compare with the pass before: what grows with the rows, what the graph holds regardless, and whether the unit
+        can be cut, as far as shapes tell. (The judge sees whether the parts make the whole.)
         """
         assert self._before is not None
         traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
@@ -202,7 +202,7 @@ class Recording:
         is_first = self._is_first(traits)
         learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first)
         if traits.splits and traits.grows:
-            traits.splits = not traits.mutated and self._splits(unit, arguments)
+            traits.splits = not traits.mutated
         elif traits.buffers:  # they would move once for the whole batch
             traits.splits = False
 
@@ -222,34 +222,6 @@ class Recording:
                     "keep all graphs before it. Assign what is detached (.detach(), or under torch.no_grad())."
                 )
 
-    def _refuse_other_results(self, unit: Unit, arguments: Arguments) -> None:
-        """Raise ConfigError where a unit gives another result when it runs again as a recompute does, or the next pass:
-        it draws from a generator of its own, or goes by what is in none of its attributes.
-        """
-        if self._has_backward and self._runner.saved.surely_keeps_graph(unit):
-            return
-        self._inside = unit
-        self._runner.enter(unit)
-        try:
-            first, second = (self._run_without_graph(unit, arguments) for _ in range(2))
-        finally:
-            self._runner.leave()
-            self._inside = None
-        if not all(map(_close, _floats(first), _floats(second))):
-            what, rest = (
-                (
-                    "gradients would belong to another forward when train.recompute runs it again",
-                    ", or set train.recompute to never",
-                )
-                if self._has_backward
-                else ("losses on both sides of the weights would differ by that", "")
-            )
-            raise ConfigError(
-                f"unit {unit.name} gives another result each time it runs on the same input, so that its {what}. Draw "
-                "random numbers from the default generators of torch, Python or numpy, which are put back for that "
-                f"(not from a torch.Generator, random.Random or numpy Generator of its own){rest}."
-            )
-
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
         for i in mutated:
             if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
@@ -258,35 +230,6 @@ class Recording:
                     "that input is a view of another tensor: its gradient cannot be followed when the unit streams. "
                     "Give the unit a copy (.clone()), or write the operation out of place."
                 )
-
-    def _splits(self, unit: Unit, arguments: Arguments) -> bool:
-        """Try whether the unit gives the same on the rows one by one as on the whole; dropout is off for the
-        comparison.
-        """
-        traits = unit.traits
-
-        def run(rows: Rows | None) -> Arguments:
-            inputs = [t.clone() for t in traits.cut_inputs(arguments.tensors, rows)]
-            result = self._runner.run(unit, arguments, inputs, traits.cut_others(arguments.others, rows))
-            result.tensors = [self._runner.own(t) for t in result.tensors]
-            return result
-
-        self._inside = unit
-        self._runner.enter(unit)
-        try:
-            with self._runner.undo.in_eval_mode(unit.module), torch.no_grad():
-                whole = run(None)
-                pieces = [run((row, row + 1, self.rows)) for row in range(self.rows)]
-                joined = traits.join_outputs(pieces)
-        except Exception:
-            return False
-        finally:
-            self._runner.leave()
-            self._inside = None
-        shared = [number for number, axis in enumerate(traits.outputs) if axis is None]
-        # The first row's may be the whole's by chance, such as a largest value.
-        is_alike = all(_close(whole.tensors[number], piece.tensors[number]) for piece in pieces for number in shared)
-        return is_alike and all(map(_close, whole.tensors, joined))
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
         """Refuse what hangs on another unit's interior, or for a unit on another's border by another way than its
@@ -391,19 +334,6 @@ def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
 
 def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
     return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
-
-
-def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.shape != second.shape:
-        return False
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    scale = float(first.abs().nan_to_num(0.0, 0.0).max()) if first.numel() else 0.0
-    return bool(torch.allclose(first.float(), second.float(), rtol=0.0, atol=0.02 * scale + 1e-6, equal_nan=True))
-
-
-def _floats(result: Arguments) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in result.tensors if tensor.is_floating_point()]
 
 
 def _graph_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -29,9 +29,9 @@ from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, probe_loss, run_loss, select_inputs
 from offload.engine.recording.form_trial import find_form, rows_to_try
 from offload.engine.recording.recording import Recording
+from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import without_caches
-from offload.engine.units.condition import Moment, buffer_places
 from offload.engine.units.undo import Where
 from offload.errors import ConfigError, OffloadError
 from offload.telemetry.counters import Counters
@@ -63,6 +63,8 @@ class Rehearsal:
     def __init__(self, state: EngineState, counters: Counters, cuts: bool, has_backward: bool) -> None:
         self._has_backward = has_backward
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
+        self._sample_left: Batch | None = None
+        self._roots: Mapping[str, Any] = {}  # what the model is called with
         self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
         self._found: dict[Hashable, Found] = {}
         self._calls: dict[Hashable, dict[Hashable, set[int]]] = {}  # of own loops, with what their ints were
@@ -98,7 +100,7 @@ class Rehearsal:
         signature = self._signature(batch, loss_fn)
         if not is_new and departed is None:
             return self._found[signature]
-        self.is_complete = False
+        self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         teller = self._choose_teller(batch, loss_fn, departed)
         form = self._record_batch(batch, loss_fn, teller, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, teller, departed is not None)
@@ -110,6 +112,28 @@ class Rehearsal:
         if self._told(teller, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
         return found
+
+    def take_sample(self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm) -> Batch:
+        """Return the rows on which passes are judged: those that were recorded last, if nobody has taken them yet. The
+        same on all ranks. Collective.
+        """
+        sample, self._sample_left = self._sample_left, None
+        return sample or self._samples(batch, form, self._choose_teller(batch, loss_fn, None), whole=False)[-1]
+
+    def samples_of_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+        """Return on what a call of an own loop is judged: on a few rows of its arguments, where these look like a
+        batch, or else on all of them.
+        """
+        whole = args, kwargs
+        try:
+            batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+            form = BatchForm.guess(batch, check_batch(batch))
+            sample = self._sample(batch, form, min(_ROWS), whole=False)
+        except (ConfigError, IndexError):
+            return [whole]
+        return [([sample.pop(str(number)) for number in range(len(args))], sample), whole]
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
         return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
@@ -124,6 +148,7 @@ class Rehearsal:
         form = form or self._told(teller, lambda: BatchForm.guess(batch, rows))
         if not form.is_whole:
             samples = self._samples(batch, form, teller, again)
+            self._sample_left = samples[-1]
             (self._equal.add if form.rows_are_alike(samples[-1]) else self._equal.discard)(signature)
             try:
                 self._record_on(_ROWS, loss_fn, [samples] if again else self._variants(form, samples))
@@ -133,14 +158,16 @@ class Rehearsal:
             except Exception as error:  # no rows of it run by themselves, or others than were taken for such
                 if is_plain:
                     raise
-                self._forget_traffic()
+                self.forget_traffic()
                 self._state.undo.where = Where.NOWHERE
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
             obstacle = form.obstacle or f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
             form = replace(form, is_whole=True, obstacle=obstacle)
         self._equal.discard(signature)
+        samples = self._samples(batch, form, teller, again)
+        self._sample_left = samples[-1]
         try:
-            self._record_on((0, 0), loss_fn, [self._samples(batch, form, teller, again)])
+            self._record_on((0, 0), loss_fn, [samples])
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -195,7 +222,7 @@ class Rehearsal:
         precise = next(iter(self._model.parameters())).dtype == torch.float32
         with self._unseen(), self._state.undo.in_eval_mode(self._model), torch.no_grad():
             form = find_form(batch, rows, forms, take, run, 1e-3 if precise else 2e-2)
-        self._forget_traffic()
+        self.forget_traffic()
         form = self._told(teller, lambda: form)
         if form.adds_up is not None or form.obstacle:
             self.forms[self._told(teller, lambda: self._name_of(batch, loss_fn))] = asdict(form)
@@ -219,7 +246,7 @@ class Rehearsal:
             rule = probe_loss(self._model, probe, run, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
                 head = find_chunked_head(self._model, probe, run, self._state.undo)
-        self._forget_traffic()
+        self.forget_traffic()
         return rule, head
 
     def give_up(self) -> None:
@@ -269,7 +296,7 @@ class Rehearsal:
 
     def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record on a call of an own loop, with its own arguments. Collective."""
-        self.is_complete = False
+        self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
         self._record([(0, run)] * 2)
         known = self._calls.setdefault(self._signature_of_call(args, kwargs), {})
         for key, value in _ints(args, kwargs):
@@ -285,7 +312,7 @@ class Rehearsal:
             args, kwargs = without_caches(args, kwargs, copy.deepcopy)
             with self._unseen():
                 self._watched(lambda: self._model(*args, **kwargs))
-            self._forget_traffic()
+            self.forget_traffic()
             self._watched_calls.add(signature)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
@@ -297,13 +324,15 @@ class Rehearsal:
         ints = [(key, type(value), bool(value)) for key, value in _ints(args, kwargs)]
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
-    def forget_other_modes(self) -> None:
+    def forget_other_modes(self) -> bool:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
-        parameters frozen.
+        parameters frozen: forget it, and return whether there was any.
         """
-        if (self._found or self._calls) and self._modes != self._current_modes():
+        has_other = bool(self._found or self._calls) and self._modes != self._current_modes()
+        if has_other:
             self._found.clear()
             self._calls.clear()
+        return has_other
 
     def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
         return [module.training for module in self._modules], self._state.snapshot.frozen
@@ -319,7 +348,7 @@ class Rehearsal:
         a few tokens, or all with `whole`.
         """
         available = check_batch(batch)
-        order = torch.arange(rows) % available
+        order = torch.arange(rows, device="cpu") % available
         if (mask := _padding_mask(form, batch)) is not None:
             order = mask.sum(1).argsort(stable=True).cpu()[order]
         sample = form.take(batch, order)
@@ -402,15 +431,15 @@ class Rehearsal:
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                with self._unseen(), self._state.router.recorded(recording.call), torch.enable_grad():
+                with self._unseen(), self._state.router.tried(recording.call), torch.enable_grad():
                     recording.finish(run())
                 return recording
 
             before = self._settled(record, rows, before)
         self._modes = self._current_modes()
-        self._forget_traffic()
+        self.forget_traffic()
 
-    def _forget_traffic(self) -> None:
+    def forget_traffic(self) -> None:
         """What the first step needs counts as its own: it is fetched again."""
         self._state.executor.forget()
         self._state.lanes.timeline.discount("h2d", "nvme_read")
@@ -423,7 +452,7 @@ class Rehearsal:
     def _settled(self, run: Callable[[Recording], _Made], rows: int, before: Recording | None) -> _Made:
         """Run under the eyes of a recording, again with more resident units as long as some are read from outside."""
         while True:
-            recording = Recording(self._state.units, self._state.runner, rows, before, self._has_backward)
+            recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
                 with self._state.hold.watched(self._state.undo), self._state.undo.within(recording.reads()):
                     result = run(recording)
@@ -437,14 +466,9 @@ class Rehearsal:
                     return result
             self._state.make_resident(recording.outside_readers)
 
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Leave modules and generators as they were, and weights that stay, where a model's own code writes to them."""
-        before = Moment(self._state.device, self._modules, buffer_places(self._modules))
-        versions = self._state.slots.versions()
-        with self._state.undo.afterwards(before.put_back), self._state.as_ours():
-            yield
-        self._state.slots.restore(versions)
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Leave modules, batch, loss function and generators as they were."""
+        return Start(self._state, {"": self._model, **self._roots}).unseen()
 
 
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.condition import Moment
@@ -26,12 +28,13 @@ _T = TypeVar("_T")
 
 
 class Surroundings:
-    """The default device, the context variables and the autocast of a forward. Its recompute needs them: a backward may
-    be called outside, and on a GPU runs in a thread of autograd's, which has others.
+    """The default device, the function modes, the context variables and the autocast of a forward. Its recompute needs
+    them: a backward may be called outside, has no modes of its own, and on a GPU runs in a thread of autograd's.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device, self._context = torch.get_default_device(), _own_copy(contextvars.copy_context())
+        self._modes = _function_modes()
         self._types = dict.fromkeys(("cpu", device_type))
         self._autocast = self._autocast_now()
 
@@ -43,6 +46,8 @@ class Surroundings:
         with ExitStack() as within:
             if torch.get_default_device() != self._device:
                 within.enter_context(undo.within(self._device))
+            for mode in [mode for mode in self._modes if mode not in _function_modes()]:
+                within.enter_context(undo.within(mode))
             if self._autocast_now() != self._autocast:
                 for name, enabled, dtype, caches in self._autocast:
                     within.enter_context(undo.within(torch.autocast(name, dtype, enabled, caches)))
@@ -51,6 +56,11 @@ class Surroundings:
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
         caches = torch.is_autocast_cache_enabled()
         return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches) for t in self._types]
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    stack = _get_current_function_mode_stack()
+    return [mode for mode in stack if not isinstance(mode, DeviceContext)] if stack else stack
 
 
 def _own_copy(context: contextvars.Context) -> contextvars.Context:
@@ -196,8 +206,13 @@ class Call:
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
             for number, micro_batch in enumerate(self._micro_batches):
-                with micro_batch.before.condition.buffers_again(self.traits.buffers, runner.undo):
-                    leaves, results = micro_batch.graph.take() if micro_batch.graph else self._recompute(number)
+                graph = micro_batch.graph
+                with (
+                    micro_batch.before.condition.values_again(self.traits.buffers, runner.undo)
+                    if graph is None
+                    else nullcontext()
+                ):
+                    leaves, results = self._recompute(number) if graph is None else graph.take()
                     pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
                     pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
                     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.engine.units.belongings import Belongings, NotePlace, same_bits
 from offload.engine.units.drawn import Drawn
 from offload.engine.units.undo import Undo
 from offload.tiers.device import Device
@@ -26,12 +27,21 @@ def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
 
 
 class Condition:
-    """What hangs in `modules`, and the values of the buffers in `moving`: a forward may assign to both, and change the
-    values in place. Attributes belong to it, since what a module knows of its buffers (how long a table has grown) is
-    in these; `training` is one. So do hooks that a forward has registered, and notes in an attribute that it has.
+    """What hangs in `modules`, the values of the buffers in `moving`, and all that hangs at the places of `notes`: a
+    forward may assign to all of them, and change them in place. Attributes belong to it, since what a module knows of
+    its buffers (how long a table has grown) is in these; `training` is one. So do hooks that a forward has registered.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], moving: Iterable[BufferPlace]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        moving: Iterable[BufferPlace],
+        notes: Iterable[NotePlace],
+        ignores: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """`ignores`: True for a tensor over weights of the engine."""
+        self._places, self._ignores = notes, ignores
+        self._notes = self._notes_now() if notes else None
         self._modules, self._next_hook = modules, RemovableHandle.next_id
         self._attributes = Dicts(map(vars, modules))
         self._buffers = Dicts(map(attrgetter("_buffers"), modules))
@@ -41,12 +51,14 @@ class Condition:
     def moved(self) -> set[BufferPlace]:
         """Return the places of buffers that have another value by now. Native batch norm moves no `_version`."""
         noted = {(module, key): value for module, key, _, _, value in self._values}
-        same = {(module, key) for (module, key), value in noted.items() if same_values(module._buffers.get(key), value)}
+        same = {(module, key) for (module, key), value in noted.items() if same_bits(module._buffers.get(key), value)}
         return (buffer_places(self._modules) | set(noted)) - same
 
     def put_back(self) -> None:
         """All is as it was."""
         self._attributes.put_back()
+        if self._notes is not None:
+            self._notes.put_back()
         self._put_back_buffers()
         if RemovableHandle.next_id > self._next_hook:
             for module in self._modules:
@@ -65,15 +77,25 @@ class Condition:
                 yield
 
     @contextmanager
-    def buffers_again(self, moving: Collection[BufferPlace], undo: Undo) -> Iterator[None]:
-        """Within, buffers are as they were; afterwards as they are now, those in `moving` by value too."""
-        if not self._values and not moving and self._buffers.are_as_then:
+    def values_again(self, moving: Collection[BufferPlace], undo: Undo) -> Iterator[None]:
+        """Within, buffers and notes are as they were; afterwards as they are now, those in `moving` by value too."""
+        if not self._values and not moving and self._notes is None and self._buffers.are_as_then:
             with undo.afterwards(self._buffers.put_back):
                 yield
         else:
-            with undo.afterwards(Condition(self._modules, moving)._put_back_buffers):
-                self._put_back_buffers()
+            now = Condition(self._modules, moving, self._places, self._ignores)
+            with undo.afterwards(now._put_back_values):
+                self._put_back_values()
                 yield
+
+    def _notes_now(self) -> Belongings:
+        found = {f"{number}.{key}": vars(module).get(key) for number, (module, key) in enumerate(self._places)}
+        return Belongings(found, self._ignores)
+
+    def _put_back_values(self) -> None:
+        if self._notes is not None:
+            self._notes.put_back()
+        self._put_back_buffers()
 
     def _put_back_buffers(self) -> None:
         hung = [module._buffers.get(key) for module, key, *_ in self._values]
@@ -93,12 +115,20 @@ class Moment:
     """
 
     def __init__(
-        self, device: Device, modules: Sequence[nn.Module], moving: Iterable[BufferPlace], is_asked: bool = True
+        self,
+        device: Device,
+        modules: Sequence[nn.Module],
+        moving: Iterable[BufferPlace],
+        notes: Iterable[NotePlace],
+        ignores: Callable[[torch.Tensor], bool],
+        is_asked: bool = True,
     ) -> None:
-        """`moving`: the buffers whose values may change in place. `is_asked`: what is drawn may be drawn again."""
+        """`moving`: the buffers whose values may change in place; `notes` and `ignores` as for `Condition`. `is_asked`:
+        what is drawn may be drawn again.
+        """
         self._device, self.random = device, device.random_state()
         self.drawn: Drawn | None = Drawn.so_far() if is_asked else None
-        self.condition = Condition(modules, moving)
+        self.condition = Condition(modules, moving, notes, ignores)
 
     def put_back(self) -> None:
         """All is as it was."""
@@ -151,12 +181,3 @@ def _drop_hooks(module: nn.Module, since: int) -> None:
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def same_values(first: torch.Tensor | None, second: torch.Tensor) -> bool:
-    """True where all elements are equal; NaN equals NaN."""
-    if first is None or (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    return bool(torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True))

@@ -10,6 +10,7 @@ import torch
 
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
+from offload.engine.units.way import Way
 from offload.tiers.device import Device
 
 _COPIED_SHARE = 10
@@ -29,8 +30,8 @@ class RecomputePolicy:
     is what the budget leaves above the most that everything else has ever held, so that no unit's input is crowded out.
     """
 
-    def __init__(self, mode: str, device: Device, is_weight: Callable[[torch.Tensor], bool]) -> None:
-        self.mode, self._device, self._ledger, self._is_weight = mode, device, device.ledger, is_weight
+    def __init__(self, mode: str, device: Device, is_weight: Callable[[torch.Tensor], bool], way: Way) -> None:
+        self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._kept: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
@@ -38,6 +39,11 @@ class RecomputePolicy:
         self._step_peak_bytes = 0
         self._device_peak_bytes = 0
         self._recomputed_bytes = 0
+
+    @property
+    def mode(self) -> str:
+        """always, never or auto."""
+        return self._mode if self._way.recomputes else "never"
 
     @property
     def may_give_up(self) -> bool:

@@ -25,7 +25,8 @@ _ANEW = (
 )
 _HELD = (
     "belongs to an engine that was not closed: its weights are in that engine. Call "
-    "close(restore=True) on it first. Where nothing refers to it any more, its weights are gone: build the model anew."
+    "close(restore=True) on it first (a Trainer and an accelerator have it as .engine). Where nothing refers to it any "
+    "more, its weights are gone: build the model anew."
 )
 _SPENT = (
     "belonged to an engine that was closed without restore=True: its weights are gone. "
@@ -42,7 +43,14 @@ _HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
 def refuse_held(model: nn.Module) -> None:
     """Raise ConfigError where weights of `model` are in an engine, or went with one."""
     for hold in list(_HOLDS):
-        hold.refuse_overlap(model)
+        what = hold.overlap(model)
+        if what is not None:
+            raise ConfigError(f"{what} {hold.state}")
+
+
+def engine_of(model: nn.Module) -> Any:
+    """Return the engine that has weights of `model` and was told to `stay`, or None."""
+    return next((hold.engine for hold in list(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
 
 
 def refuse_copy(what: str) -> NoReturn:
@@ -81,9 +89,9 @@ class Hold:
     to be loaded and copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a
     model neither keeps the rest of it nor its engine.
 
-    `read`, while there is an engine: a weak method that returns a fresh copy of a parameter on the CPU.
-    `has_gradients`, likewise: one that returns whether an own loop's step has gradients. `tells_gradients`: who looks
-    for them at a parameter is told where they are.
+    `state`: what is said of the model to who wants its weights. `read`, while there is an engine: a weak method that
+    returns a fresh copy of a parameter on the CPU. `has_gradients`, likewise: one that returns whether an own loop's
+    step has gradients. `engine`: one that lives as long as the model, or None.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class Hold:
     ) -> None:
         self.read: weakref.WeakMethod[Callable[[ParameterInfo], torch.Tensor]] | None = None
         self.has_gradients: weakref.WeakMethod[Callable[[], bool]] | None = None
-        self.tells_gradients = True
+        self.engine: Any = None
         self.resting = [stand_in(info, _DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
@@ -103,7 +111,7 @@ class Hold:
             for place in unit.places:
                 self._places.setdefault(place.module, {})[place.key] = infos[place.parameter]
         self._given: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
-        self._state, self._is_watched = _HELD, False
+        self.state, self._is_watched = _HELD, False
         self._handles: list[Any] = []
 
     def guard(self) -> None:
@@ -114,15 +122,16 @@ class Hold:
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
         _HOLDS.add(self)
 
-    def refuse_overlap(self, model: nn.Module) -> None:
-        """Raise ConfigError where another engine is to have modules or parameters of this model."""
+    def overlap(self, model: nn.Module) -> str | None:
+        """Return what of a model the engine has or had modules or parameters of, or None."""
         mine = {id(parameter) for parameter in self.resting}
         for unit in filter(None, (known() for known in self._units)):
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
             shared = any(id(parameter) in mine for parameter in module._parameters.values())
             if shared or module in self._names:
-                raise ConfigError(f"{name or 'the model'} ({type(module).__name__}) {self._state}")
+                return f"{name or 'the model'} ({type(module).__name__})"
+        return None
 
     @contextmanager
     def watched(self, undo: Undo) -> Iterator[None]:
@@ -131,7 +140,7 @@ class Hold:
         def restore() -> None:
             self._is_watched = False
             for each in self.resting:
-                each.grad = None
+                past_subclasses(setattr, each, "grad", None)
 
         with undo.afterwards(restore):
             self._is_watched = True
@@ -143,7 +152,7 @@ class Hold:
             return torch.full((), float("nan"), dtype=_DTYPES[info.compute]).expand(info.shape)
         read = self.read() if self.read is not None else None
         if read is None:
-            raise ConfigError(f"{info.name} {self._state}")
+            raise ConfigError(f"{info.name} {self.state}")
         return read(info)
 
     def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
@@ -182,18 +191,19 @@ class Hold:
                 "folder."
             )
 
-    def check_look(self, info: ParameterInfo) -> None:
+    def check_look(self, info: ParameterInfo, how: str) -> None:
         """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the
         parameters, which is nothing, would leave the step as it is.
         """
         ask = self.has_gradients() if self.has_gradients is not None else None
-        if self.tells_gradients and ask is not None and ask():
+        if ask is not None and ask():
             raise ConfigError(
-                f"the grad of {info.name} was read in the middle of a step, whose gradients are in the engine, and not "
-                "at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them there "
-                "would do nothing. engine.grad_norm() is their norm; engine.update(max_grad_norm=...) clips, or, in a "
-                "script over accelerate, accelerator.clip_grad_norm_; engine.zero_grad() drops them, or the "
-                "optimizer's."
+                f"the grad of {info.name} was {how} in the middle of a step, whose gradients are in the engine, and "
+                "not at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them "
+                "there would do nothing. engine.grad_norm() is their norm; engine.update(max_grad_norm=...) clips, or, "
+                "in a script over accelerate, accelerator.clip_grad_norm_; engine.zero_grad() drops them all, or the "
+                "optimizer's; requires_grad_(False) before the forward keeps one from being made. (A plain Trainer "
+                "over an OffloadOptimizer clips if it has the callback OffloadCallback.)"
             )
 
     def release(self) -> None:
@@ -201,13 +211,13 @@ class Hold:
         for handle in self._handles:
             handle.remove()
         _HOLDS.discard(self)
-        self._state, self.read = _RETURNED, None
+        self.state, self.read, self.engine = _RETURNED, None, None
 
     def spend(self, failed: bool = False) -> None:
         """The weights are gone (`failed`: before an engine was there); the model is good for nothing any more."""
         if not self._handles:
             self.guard()
-        self._units, self._state, self.read = [], _FAILED if failed else _SPENT, None
+        self._units, self.state, self.read, self.engine = [], _FAILED if failed else _SPENT, None, None
         for module in self._names:
             module.register_forward_pre_hook(self._on_forward)
 
@@ -264,7 +274,7 @@ class Hold:
         refuse_copy("load_state_dict()")
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
-        raise ConfigError(f"{self._names.get(module) or 'the model'} ({type(module).__name__}) {self._state}")
+        raise ConfigError(f"{self._names.get(module) or 'the model'} ({type(module).__name__}) {self.state}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # reached by pickle and copy of any module
         refuse_copy("pickle (torch.save) or copy.deepcopy")

@@ -32,8 +32,10 @@ class Holder(Protocol):
     def refuse_address(self, info: ParameterInfo) -> None:
         """Raise ConfigError, unless it is the engine that tries something."""
 
-    def check_look(self, info: ParameterInfo) -> None:
-        """Raise ConfigError where who looks at `grad`, which is None, would take it that there are no gradients."""
+    def check_look(self, info: ParameterInfo, how: str) -> None:
+        """Raise ConfigError where who reads `grad`, which is None, would take it that there are no gradients, or who
+        sets it to None that there are none any more.
+        """
 
 
 def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,14 +67,17 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only what goes past torch's dispatcher is seen to here.
         kwargs = kwargs or {}
-        if func in _WRITES and isinstance(args[0], Elsewhere) and args[1:] != (None,):
-            args[0].holder.refuse_write(args[0].info, _WRITES[func])
+        if func in _WRITES and isinstance(args[0], Elsewhere):
+            if args[1:] == (None,):
+                args[0].holder.check_look(args[0].info, "set to None")
+            else:
+                args[0].holder.refuse_write(args[0].info, _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], Elsewhere):
             args[0].holder.refuse_address(args[0].info)
         if func in _HOOKS and args[0].hangs:
             args[0].holder.refuse_hook(args[0].info)
         if func == _LOOK and args[0].hangs:
-            args[0].holder.check_look(args[0].info)
+            args[0].holder.check_look(args[0].info, "read")
         if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
             own, made = args
             if isinstance(own, Elsewhere) and not own.is_same(made):

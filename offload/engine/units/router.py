@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from offload.engine.gradients.flow import Witness
 from offload.engine.units.arguments import Arguments, deliver, without_caches
 from offload.engine.units.call import call_unit, call_unit_without_graph
 from offload.engine.units.runner import UnitRunner
@@ -30,8 +32,10 @@ class Router:
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
-        if self._diverted is not None:
-            return self._diverted(unit, args, kwargs)
+        return (self._diverted or self.stream)(unit, args, kwargs)
+
+    def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit's forward by the runner, as steps do."""
         if self._undo.where in (Where.ENGINE, Where.FAILED):
             self.give_up()
         self._undo.where = Where.ENGINE
@@ -58,15 +62,11 @@ class Router:
         return deliver(call_unit_without_graph(unit, runner, arguments), args, kwargs)
 
     @contextmanager
-    def recorded(self, recording: Calls) -> Iterator[None]:
-        """Within, the units' calls go to a recording, and gradients nowhere."""
+    def tried(self, calls: Calls, witness: Witness = lambda *_: None) -> Iterator[None]:
+        """Within, the units' calls go there, and gradients to `witness` alone: it is no step."""
         gradients = self._runner.gradients
-
-        def restore() -> None:
-            gradients.drops = False
-
-        with self.diverted(recording), self._undo.afterwards(restore):
-            gradients.drops = True
+        with self.diverted(calls), self._undo.afterwards(partial(gradients.show, None)):
+            gradients.show(witness)
             yield
 
     @contextmanager

@@ -18,6 +18,7 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, mappings
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
+from offload.engine.units.resting import Elsewhere
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import DepartedError, Rows
 from offload.engine.units.undo import Undo, Where
@@ -108,7 +109,8 @@ class UnitRunner:
 
     def moment(self, unit: Unit, may_recompute: bool) -> Moment:
         """Return generators and modules before a forward of a unit: what a recompute begins with."""
-        moment, last = Moment(self.device, unit.modules, unit.traits.buffers, may_recompute), self._last_moment()
+        traits, last = unit.traits, self._last_moment()
+        moment = Moment(self.device, unit.modules, traits.buffers, traits.notes, self.is_weight, may_recompute)
         if last is not None and last.drawn is not None and moment.drawn is not None and last.drawn.is_as(moment.drawn):
             last.drawn = None
         self._last_moment = weakref.ref(moment)
@@ -168,6 +170,10 @@ class UnitRunner:
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result of a unit as something that outlives the slot."""
         return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor over weights on the device, or one that stands for a parameter elsewhere."""
+        return isinstance(tensor, Elsewhere) or self.slots.holds(tensor)
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they

@@ -58,9 +58,10 @@ class SavedInputs:
         """True where a use of a unit keeps its graph instead of recomputing it."""
         return self._policy.keeps(unit, shapes)
 
-    def surely_keeps_graph(self, unit: Unit) -> bool:
-        """True where no use of a unit is ever recomputed."""
-        return self._policy.keeps(unit, ()) and not self._policy.may_give_up
+    @property
+    def may_recompute(self) -> bool:
+        """True where the forward of a unit may run again in the backward."""
+        return self._policy.mode != "never"
 
     def measure_kept(
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int

@@ -58,8 +58,9 @@ class Unit:
         found = self.known.get(structure)
         if found is None:
             buffers = {place for page in self.known.values() for place in page.buffers}
+            notes = {place for page in self.known.values() for place in page.notes}
             needs_graph = any(page.needs_graph for page in self.known.values())
-            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
+            self.traits = UnitTraits(buffers=buffers, notes=notes, needs_graph=needs_graph)
             return False
         self.traits = found
         return True

@@ -1,0 +1,161 @@
+"""When passes are judged, on what, and what is done where the engine's way is not the plain one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from offload.engine.loss.batch import Batch
+from offload.engine.loss.batch_agreement import PassPlan, plan_alone
+from offload.engine.loss.loss import LossFunction, LossRule, run_loss
+from offload.engine.loss.parts import Losses
+from offload.engine.methods.method import Method
+from offload.engine.recording.judge import Case, Judge
+from offload.engine.state import EngineState
+from offload.errors import ConfigError, OffloadError
+
+_CHUNKS = 2
+"""Of a head, in a trial on a few tokens."""
+
+
+class Judging:
+    """Has passes judged before the first one of each kind, and takes a plainer way where the engine's is not that of
+    the model.
+    """
+
+    def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
+        self._state, self._method, self._losses = state, method, losses
+        self._judge, self._judged = Judge(state, precision), set[Hashable]()
+
+    def forget(self) -> None:
+        """What was judged was of another mode, or with other parameters frozen."""
+        self._judged.clear()
+
+    def knows(self, known: PassPlan) -> bool:
+        """True where passes of this kind were judged as they are made now."""
+        return self._key(known) in self._judged
+
+    def judge(self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None) -> None:
+        """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
+        trains = known.ranks[0].operation == "step"
+        self._settle(
+            partial(self._difference, known, sample, rule, loss_fn, trains),
+            cuts=known.num_parts > 1,
+            chunks=self._losses.num_chunks_of(known) > 1,
+            recomputes=trains and self._losses.has_gradient,
+            interleaves=trains and not self._losses.has_gradient,
+        )
+        self._judged.add(self._key(known))
+
+    def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+        """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
+        the loop will make of the outputs nobody knows: each number in them counts. Collective. Raises as `judge`.
+        """
+        for args, kwargs in samples:
+            try:
+                self._settle(partial(self._judge.difference, self._case_of_call(call, args, kwargs)), recomputes=True)
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                if args is samples[-1][0]:
+                    raise
+            else:
+                return
+
+    def _case_of_call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Case:
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        args, kwargs = tree_map_only(torch.Tensor, own, (args, dict(kwargs)))
+
+        def loss() -> torch.Tensor:
+            found = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+            terms = [(t.reshape(-1) * torch.arange(t.numel(), device=t.device).cos()).mean() for t in found]
+            return sum(terms, torch.zeros((), device=self._state.device.torch_device))
+
+        def way(_anew: Callable[[], None]) -> list[torch.Tensor]:
+            made = loss()
+            if made.requires_grad:
+                made.backward()
+            return [made]
+
+        return Case({"": self._state.model, "arguments": (args, kwargs)}, loss, way, self._method.hang)
+
+    def _settle(self, differs: Callable[[], str], **uses: bool) -> None:
+        """Find a way in which passes that use these things differ in nothing from the model's."""
+        way, comm = self._state.way, self._state.comm
+
+        def find() -> str:
+            found = differs()
+            return (found or "on another rank it differs") if comm.any(bool(found), "the verdict on a pass") else ""
+
+        before, found = copy(way), find()
+        if not found:
+            return
+        uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.may_recompute
+        for other in before.plainer(**uses):
+            way.become(other)
+            if not find():
+                break
+        else:
+            if self._judge.is_steady or uses.get("interleaves"):
+                way.become(before)
+                raise ConfigError(
+                    f"a pass of the engine is not that of the model: {found}. Some of the model's code acts where the "
+                    "engine does not see it: it changes what others hold, draws random numbers of its own, or does "
+                    "another thing each time it runs. Let what a module reads come in by its arguments, and what it "
+                    "makes go out by its results; or train this model without an engine."
+                )
+            found = f"{found}, and another result each time it runs"
+        changes = way.changes(before)
+        warnings.warn(
+            f"a pass in the engine's way is not that of the model: {found}. "
+            f"{f'So from here on {changes}' if changes else 'Nothing in the engine is to blame'}.",
+            stacklevel=2,
+        )
+
+    def _key(self, known: PassPlan) -> Hashable:
+        told = known.ranks[0]
+        names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
+        cuts, chunks = known.num_parts > 1, self._losses.num_chunks_of(known) > 1
+        return told.operation, names, told.has_loss_function, cuts, chunks, *vars(self._state.way).values()
+
+    def _difference(
+        self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool
+    ) -> str:
+        losses, told = self._losses, known.ranks[0]
+        is_cut, has_chunks = known.num_parts > 1 and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
+        case = partial(self._case, sample, rule, loss_fn, trains)
+        exact = case(whole := plan_alone(told, sample, None), 1)
+        with nullcontext() if trains else self._state.undo.in_eval_mode(self._state.model):
+            if not is_cut and not has_chunks:
+                return self._judge.difference(exact)
+            parts = plan_alone(told, sample, 1) if is_cut else whole
+            return self._judge.difference(case(parts, _CHUNKS if has_chunks else 1), exact)
+
+    def _case(
+        self, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool, plan: PassPlan, num_chunks: int
+    ) -> Case:
+        state, method = self._state, self._method
+        has_backward = trains and self._losses.has_gradient
+        parts = partial(self._losses.parts, sample, plan, rule, loss_fn, num_chunks=num_chunks)
+
+        def evaluate(_anew: Callable[[], None]) -> list[torch.Tensor]:
+            with closing(parts()) as found:
+                return [sum(found, torch.zeros((), device=state.device.torch_device))]
+
+        return Case(
+            {"": state.model, "batch": sample, "loss_fn": loss_fn},
+            lambda: run_loss(state.model, sample, loss_fn, has_gradient=has_backward),
+            partial(method.trial, parts) if trains else evaluate,
+            method.hang if trains else lambda unit, _: unit.install(unit.live()),
+            method.num_passes if trains else 1,
+            has_backward,
+        )

@@ -1,0 +1,248 @@
+"""The judge: are the passes of an engine those of the model? It compares them with the plainest one.
+
+A rehearsal learns what a step relies on, by looking for what could go wrong. The judge looks for nothing in particular:
+a few rows go through the model twice, from the same state of modules, objects and generators, once plainly
+(`plain.py`) and once in the way in which steps are made. Losses, gradients and what is left behind must be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from offload.engine.recording.plain import PlainPass
+from offload.engine.recording.sketch import Sketch
+from offload.engine.recording.start import Start
+from offload.engine.state import EngineState
+from offload.engine.units.belongings import Belongings
+from offload.engine.units.router import Calls
+from offload.engine.units.unit import Unit
+
+_WITHIN = {"fp32": 1e-4, "bf16": 3e-2}
+"""How far apart two sums in another order may be, as a share of the sum."""
+_ROUNDING = {"fp32": 1e-6, "bf16": 4e-3}
+"""The same as a share of all gradients of a unit: some are a rounding of terms that cancel each other, and no more."""
+_DROPOUTS = frozenset(
+    function
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    for function in (getattr(torch.nn.functional, name), getattr(torch, name, None))
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Passes that are to be judged.
+
+    roots: by name, what the passes can reach: the model, a batch, a loss function. loss: runs the model on all rows at
+    once, plainly, and returns the loss. way: makes the passes as steps make them, and returns their losses; it calls
+    the function that it is given where no gradients so far count. hang: hangs the weights of a unit in its module as
+    the plain pass of a number sees them. num_passes: how many there are, each with the same random numbers.
+    has_backward: a backward follows each.
+    """
+
+    roots: Mapping[str, Any]
+    loss: Callable[[], torch.Tensor]
+    way: Callable[[Callable[[], None]], Sequence[torch.Tensor]]
+    hang: Callable[[Unit, int], None]
+    num_passes: int = 1
+    has_backward: bool = True
+
+
+@dataclass
+class Evidence:
+    """What passes show.
+
+    losses: of each pass. uses: of each use of a unit the name and the results. gradients: by number of the parameter.
+    belongings: all that modules, batch and loss function hold afterwards. has_drawn: random numbers were drawn.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    uses: list[tuple[str, list[Sketch]]] = field(default_factory=list)
+    gradients: dict[int, Sketch] = field(default_factory=dict)
+    belongings: Belongings | None = None
+    has_drawn: bool = False
+
+    def seen(self, calls: Calls) -> Calls:
+        """Return `calls` whose results are noted."""
+
+        def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = calls(unit, args, kwargs)
+            self.uses.append((unit.name, [Sketch.of(t) for t in tree_iter(result) if isinstance(t, torch.Tensor)]))
+            return result
+
+        return call
+
+    def forget(self) -> None:
+        """What was seen so far does not count."""
+        self.gradients.clear()
+        self.uses.clear()
+
+    def receive(self, index: int, gradient: torch.Tensor) -> None:
+        """Note a contribution to the gradient of a parameter."""
+        sketch = Sketch.of(gradient)
+        self.gradients[index] = self.gradients[index] + sketch if index in self.gradients else sketch
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Within, dropout keeps everything: the masks of a batch and of its rows by themselves are others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs["dropout_p"], args = 0.0, (*args[:4], *args[5:])
+        return func(*args, **kwargs)
+
+
+class Judge:
+    """Compares passes."""
+
+    def __init__(self, state: EngineState, precision: str) -> None:
+        self._state, self._within, self._rounding = state, _WITHIN[precision], _ROUNDING[precision]
+
+    is_steady = True
+    """False where the last case that differed gave another result when it ran again, plainly."""
+
+    def difference(self, case: Case, exact: Case | None = None) -> str:
+        """Return in what the engine's way differs from the plain one, for people; "" where it does not. Collective.
+
+        exact: the same case with all sums in the plain order, where that of `case` is another. It is judged as well
+        where random numbers are drawn, since then the other is judged without them.
+        """
+        start, is_exact, without = Start(self._state, case.roots), exact is None, nullcontext[Any]
+        with start.unseen(), torch.set_grad_enabled(case.has_backward):
+            plain, found = self._plainly(case, start), ""
+            if exact is not None and plain.has_drawn:
+                found = self._compare(plain, self._way(exact, start), is_exact=True)
+                plain, without = self._without_randomness(case, start)
+            with without():
+                found = found or self._compare(plain, self._way(case, start), is_exact=is_exact)
+                if found:  # a model that differs from itself can be judged by nothing
+                    self.is_steady = not self._compare(plain, self._plainly(case, start), is_exact=True)
+        return found
+
+    def _without_randomness(
+        self, case: Case, start: Start
+    ) -> tuple[Evidence, Callable[[], AbstractContextManager[Any]]]:
+        """Return plain evidence in which nothing is drawn, and the context in which that is so."""
+        undo = self._state.undo
+        modes: list[Callable[[], AbstractContextManager[Any]]] = [
+            lambda: undo.within(WithoutDropout()),
+            partial(undo.in_eval_mode, self._state.model),
+        ]
+        for mode in modes:
+            with mode():
+                plain = self._plainly(case, start)
+            if not plain.has_drawn:
+                break
+        return plain, mode
+
+    def _plainly(self, case: Case, start: Start) -> Evidence:
+        state, evidence = self._state, Evidence()
+        resident = [unit for unit in state.units if unit.resident]
+
+        def rest() -> None:
+            for unit in resident:
+                unit.install(unit.live())
+
+        for number in range(case.num_passes):
+            start.draw_again()
+            hang = partial(_hang, case, number)
+            plain = PlainPass(state, hang)
+            with (
+                state.undo.afterwards(rest),
+                state.router.tried(evidence.seen(plain.call), evidence.receive),
+                plain.open(),
+            ):
+                for unit in resident:
+                    hang(unit)
+                loss = case.loss()
+                if case.has_backward and loss.requires_grad:
+                    loss.backward()
+                evidence.losses.append(float(loss.detach()))
+                del loss
+        return self._concluded(evidence, start)
+
+    def _way(self, case: Case, start: Start) -> Evidence:
+        state, evidence = self._state, Evidence()
+        with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
+            evidence.losses += [float(loss.detach()) for loss in case.way(evidence.forget)]
+        return self._concluded(evidence, start)
+
+    def _concluded(self, evidence: Evidence, start: Start) -> Evidence:
+        evidence.belongings, evidence.has_drawn = start.belongings_now(), start.has_drawn
+        start.put_back()
+        return evidence
+
+    # -- the verdict -----------------------------------------------------------------------------------------
+
+    def _compare(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
+        if not all(map(math.isfinite, plain.losses)):  # it shows nothing
+            return ""
+        results = self._differing_result(plain, way, is_exact=is_exact)
+        for one, other in zip(plain.losses, way.losses, strict=True):
+            if not (one == other if is_exact else abs(one - other) <= self._within * abs(one) + 1e-12):
+                return results or f"the loss is {one:.9g}, and {other:.9g}"
+        return self._differing_gradient(plain, way) or (self._differing_belonging(plain, way) if is_exact else "")
+
+    def _differing_result(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
+        """Return the first unit whose result is another, where both went the same way through the model."""
+        if [name for name, _ in plain.uses] != [name for name, _ in way.uses]:
+            return ""
+        for (name, mine), (_, theirs) in zip(plain.uses, way.uses, strict=True):
+            for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+                if not (one.is_as(other) if is_exact else one.distance(other) <= self._within * one.norm):
+                    return (
+                        f"result {number} of unit {name}, of shape {tuple(one.shape)}, has a norm of {one.norm:.6g}, "
+                        f"and {other.norm:.6g}, {one.distance(other):.3g} apart"
+                    )
+        return ""
+
+    def _differing_gradient(self, plain: Evidence, way: Evidence) -> str:
+        """Return the parameter whose gradient is farthest from the plain one, if one is too far."""
+        infos, worst, text = self._state.infos, 1.0, ""
+        for unit in self._state.units:
+            mine = [index for region in unit.regions for index in region.parameters]
+            whole = math.hypot(*(plain.gradients[index].norm for index in mine if index in plain.gradients), 0.0)
+            for index in mine:
+                one, other = plain.gradients.get(index), way.gradients.get(index)
+                if one is None or other is None:
+                    if one is not other:
+                        mine_is, other_is = ("none" if g is None else f"a norm of {g.norm:.6g}" for g in (one, other))
+                        return f"the gradient of {infos[index].name} in unit {unit.name} has {mine_is}, and {other_is}"
+                    continue
+                apart = one.distance(other) / (self._within * one.norm + self._rounding * whole + 1e-30)
+                if apart > worst:
+                    worst = apart
+                    text = (
+                        f"the gradient of {infos[index].name} in unit {unit.name} has a norm of {one.norm:.6g}, and "
+                        f"{other.norm:.6g}, {one.distance(other):.3g} apart"
+                    )
+        return text
+
+    def _differing_belonging(self, plain: Evidence, way: Evidence) -> str:
+        assert plain.belongings is not None
+        assert way.belongings is not None
+        for path, mine, theirs in plain.belongings.differences(way.belongings):
+            return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
+        return ""
+
+
+def _hang(case: Case, number: int, unit: Unit) -> None:
+    case.hang(unit, number)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and norm {float(value.double().norm()):.6g}"
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."

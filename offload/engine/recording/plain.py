@@ -1,0 +1,87 @@
+"""A pass in the plainest way that streaming allows: what the engine's own way is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from offload.engine.state import EngineState
+from offload.engine.units.unit import Unit
+
+_Saved = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
+"""A tensor, or where it lies in a unit's cargo: dtype, bytes, shape, stride."""
+
+
+class PlainPass:
+    """Calls the modules' own forwards over weights that are up, with autograd's own graph from end to end: no cut, no
+    recompute, no function of the engine's in between. What the graph saves of weights is brought up again when the
+    backward asks for it; everything else stays.
+    """
+
+    def __init__(self, state: EngineState, hang: Callable[[Unit], None]) -> None:
+        """`hang`: hangs the weights of a unit, which are on the device, in its module."""
+        self._runner, self._slots, self._undo, self._hang = state.runner, state.slots, state.undo, hang
+        self._up: Unit | None = None
+        self._is_running = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Within, units may be called; afterwards no weights hang in their modules."""
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit's forward, as the module would."""
+        self._bring_up(unit)
+        self._is_running = True
+        try:
+            with self._undo.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
+                result = unit.forward(*args, **kwargs)
+        finally:
+            self._is_running = False
+        result = tree_map_only(torch.Tensor, self._own, result)
+        # Code of a module that runs again in the backward (torch.utils.checkpoint) finds the weights there.
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._bring_up(unit))
+        return result
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if self._slots.streams(tensor.data_ptr()) else tensor
+
+    def _bring_up(self, unit: Unit) -> None:
+        if self._up is not unit:
+            if not self._is_running:  # else the runner refuses: one unit computes at a time
+                self._leave()
+            self._runner.enter(unit)
+            self._up = unit
+            self._hang(unit)
+
+    def _leave(self) -> None:
+        if self._up is not None:
+            self._up.rest()
+            self._runner.leave()
+            self._up = None
+
+    def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_Saved, int]:
+        address, weights = tensor.data_ptr(), self._slots.addresses(self._slots.cargo_of(unit.regions))
+        if address in weights:
+            return (unit, tensor.dtype, address - weights.start, tensor.shape, tensor.stride()), 0
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, packed: tuple[_Saved, int]) -> torch.Tensor:
+        saved, version = packed
+        if isinstance(saved, torch.Tensor):
+            if saved._version != version:  # as torch says it where nobody packs
+                raise RuntimeError("a tensor that the backward needs was changed in place after its forward")
+            return saved
+        unit, *place = saved
+        self._bring_up(unit)
+        return self._slots.view(self._slots.cargo_of(unit.regions), *place)

@@ -1,0 +1,54 @@
+"""Where a trial begins, so that nothing of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.engine.state import EngineState
+from offload.engine.units.belongings import Belongings
+from offload.engine.units.drawn import Drawn
+
+
+class Start:
+    """Generators and all that can be reached from `roots` (the model, a batch, a loss function), as they are."""
+
+    def __init__(self, state: EngineState, roots: Mapping[str, Any]) -> None:
+        self._state, self._roots = state, roots
+        self._random, self._drawn = state.device.random_state(), Drawn.so_far()
+        self._belongings = self.belongings_now()
+
+    def belongings_now(self) -> Belongings:
+        """Return what hangs on the roots now."""
+        return Belongings(self._roots, self._state.runner.is_weight, gradients=True)
+
+    @property
+    def has_drawn(self) -> bool:
+        """True where random numbers were drawn since."""
+        now = self._state.device.random_state()
+        is_same = all(map(torch.equal, self._random, now)) and self._drawn.is_as(Drawn.so_far())
+        return not is_same
+
+    def draw_again(self) -> None:
+        """The next random numbers are those that came first."""
+        self._state.device.set_random_state(self._random)
+        self._drawn.put_back()
+
+    def put_back(self) -> None:
+        """All is as it was."""
+        self.draw_again()
+        self._belongings.put_back()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within, the engine calls the model for itself; afterwards all is as it was, weights that stay included, where
+        a model's own code writes to them.
+        """
+        state = self._state
+        versions = state.slots.versions()
+        with state.undo.afterwards(self.put_back), state.as_ours():
+            yield
+        state.slots.restore(versions)

@@ -1,0 +1,253 @@
+"""What a model's code keeps beside parameters and may change: attributes, containers, objects, tensors, generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None))
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+_FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
+"""Packages whose own objects (loggers, locks, process groups) are nobody's notes."""
+_EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
+
+NotePlace = tuple[nn.Module, str]
+"""A module, and the name of an attribute that is no buffer and whose value code can change in place."""
+
+
+def note_places(modules: Iterable[nn.Module]) -> set[NotePlace]:
+    """Return the places of notes. Of a configuration, which many modules share, nobody expects that a forward changes
+    it.
+    """
+    return {
+        (module, key)
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in _EVERY_MODULES and _is_note(value)
+    }
+
+
+def _is_note(value: Any) -> bool:
+    if isinstance(value, nn.Module | nn.Parameter | type):
+        return False
+    if isinstance(value, tuple):
+        return any(map(_is_note, value))
+    is_known = isinstance(
+        value, torch.Tensor | torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.ndarray
+    )
+    is_container = isinstance(value, MutableMapping | list | deque | set) and not _has_weights(value)
+    return is_known or is_container or (hasattr(value, "__dict__") and not _is_foreign(value))
+
+
+def _has_weights(container: Any) -> bool:
+    """True for a container in which a module keeps its parameters, or references to them (the RNNs of torch do)."""
+    values = container.values() if isinstance(container, Mapping) else container
+    return any(isinstance(value, nn.Parameter | weakref.ref) for value in values)
+
+
+def _is_foreign(value: Any) -> bool:
+    kind = value if isinstance(value, types.FunctionType) else type(value)
+    return (kind.__module__ or "").partition(".")[0] in _FOREIGN
+
+
+class _Held(NamedTuple):
+    """A container, or the `__dict__` of an object, and a copy of its content."""
+
+    container: Any
+    content: Any
+    is_module: bool
+    """The container is the attributes or the buffers of a module, whose values a forward may assign anew."""
+
+    @property
+    def is_as_then(self) -> bool:
+        """True where the container holds the same objects in the same places."""
+        now, then = self.container, self.content
+        if isinstance(now, set):
+            return set(map(id, now)) == set(map(id, then))
+        if not isinstance(then, dict):
+            return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+        num_own = len(now) - (self.is_module and "forward" in now)
+        return num_own == len(then) and all(key in now and now[key] is value for key, value in then.items())
+
+    def put_back(self) -> None:
+        if self.is_as_then:
+            return
+        now, then = self.container, self.content
+        if isinstance(then, dict):  # one by one: code may look at attributes at any time
+            for key in [key for key in now if key not in then and not (self.is_module and key == "forward")]:
+                del now[key]
+            for key, value in then.items():
+                if key not in now or now[key] is not value:
+                    now[key] = value
+        else:
+            now.clear()
+            (now.update if isinstance(now, set) else now.extend)(then)
+
+
+class Belongings:
+    """All that can be reached from `roots` (modules, batches, functions, by name) at one moment: the content of each
+    container and object, the value of each tensor that is no parameter, the state of each generator.
+
+    `put_back` restores all of that in the same objects. `leaves` has the values by their paths, such as
+    "blocks.0.stats['n']", by which two moments are compared, whatever the objects are.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], ignores: Callable[[torch.Tensor], bool], *, gradients: bool = False
+    ) -> None:
+        """`ignores`: True for a tensor over weights of the engine. `gradients`: the `grad` of a leaf belongs to it."""
+        self.leaves: dict[str, Any] = {}
+        self._ignores, self._has_gradients = ignores, gradients
+        self._held: list[_Held] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        self._states: list[tuple[Callable[[Any], Any], Any]] = []
+        self._seen: dict[int, Any] = {}
+        for path, root in roots.items():
+            self._visit(root, path)
+
+    def put_back(self) -> None:
+        """All is as it was."""
+        for held in self._held:
+            held.put_back()
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                if not tensor.is_inference() and tensor.shape == value.shape and not same_bits(tensor, value):
+                    tensor.copy_(value)
+            for leaf, gradient, value in self._gradients:
+                leaf.grad = gradient
+                if gradient is not None and value is not None and not same_bits(gradient, value):
+                    gradient.copy_(value)
+        for restore, state in self._states:
+            restore(state)
+
+    def differences(self, other: Belongings) -> Iterator[tuple[str, Any, Any]]:
+        """Yield where another moment has other values: the path, the value here, and the value there."""
+        for path in [*self.leaves, *(path for path in other.leaves if path not in self.leaves)]:
+            mine, theirs = self.leaves.get(path, "nothing"), other.leaves.get(path, "nothing")
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                is_same = same_bits(mine, theirs)
+            else:
+                is_same = type(mine) is type(theirs) and bool(mine == theirs or mine != mine)
+            if not is_same:
+                yield path, mine, theirs
+
+    # -- the walk --------------------------------------------------------------------------------------------
+
+    def _visit(self, value: Any, path: str) -> None:
+        if isinstance(value, _ATOMS):
+            self.leaves[path] = value
+            return
+        if id(value) in self._seen or isinstance(value, nn.Parameter | type | types.ModuleType):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(value, path)
+        elif isinstance(value, nn.Module):
+            self._visit_module(value, path)
+        elif isinstance(value, Mapping):
+            if isinstance(value, MutableMapping):
+                self._hold(value, dict(value))
+            for number, (key, each) in enumerate(list(value.items())):
+                self._visit(each, f"{path}[{key!r}]" if isinstance(key, _ATOMS) else f"{path}[key {number}]")
+        elif isinstance(value, list | deque | set):
+            self._hold(value, list(value))
+            self._visit_each(value, path)
+        elif isinstance(value, tuple | frozenset):
+            self._visit_each(value, path)
+        elif isinstance(value, partial):
+            self._visit_each((value.func, value.args, value.keywords), path)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__, path)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, path)
+        else:
+            self._visit_object(value, path)
+
+    def _hold(self, container: Any, content: Any, is_module: bool = False) -> None:
+        if not is_module and _has_weights(container):
+            return
+        self._held.append(_Held(container, content, is_module))
+
+    def _visit_each(self, values: Any, path: str) -> None:
+        self.leaves[f"the length of {path}"] = len(values)
+        for number, each in enumerate(sorted(values, key=repr) if isinstance(values, set | frozenset) else values):
+            self._visit(each, f"{path}[{number}]")
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided or self._ignores(tensor):
+            return
+        self._seen[id(tensor)] = tensor
+        self.leaves[path] = value = tensor.detach().clone()
+        self._tensors.append((tensor, value))
+        if self._has_gradients and tensor.is_leaf and tensor.requires_grad:
+            self.leaves[f"{path}.grad"] = value = None if tensor.grad is None else tensor.grad.detach().clone()
+            self._gradients.append((tensor, tensor.grad, value))
+
+    def _visit_module(self, module: nn.Module, path: str) -> None:
+        own, begin = vars(module), f"{path}." if path else ""
+        self._hold(own, {key: value for key, value in own.items() if key != "forward"}, is_module=True)
+        for key, value in list(own.items()):
+            if key == "_modules":
+                for name, child in value.items():
+                    self._visit(child, f"{begin}{name}")
+            elif key == "_buffers":
+                self._hold(value, dict(value), is_module=True)
+                for name, buffer in value.items():
+                    if buffer is not None and id(buffer) not in self._seen:
+                        self._visit_tensor(buffer, f"{begin}{name}")
+            elif key.endswith(_HOOKS) and isinstance(value, dict):
+                self._hold(value, dict(value), is_module=True)  # whoever has registered them keeps their notes
+            elif key not in ("forward", "_parameters", "_non_persistent_buffers_set"):
+                self._visit(value, f"{begin}{key}")
+
+    def _visit_function(self, function: types.FunctionType, path: str) -> None:
+        if _is_foreign(function):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # nothing was assigned yet
+                continue
+            self._states.append((partial(setattr, cell, "cell_contents"), value))
+            self._visit(value, f"{path}.{name}")
+
+    def _visit_object(self, value: Any, path: str) -> None:
+        own = getattr(value, "__dict__", None)
+        if isinstance(value, torch.Generator):
+            self._note(value.set_state, value.get_state(), path)
+        elif isinstance(value, random.Random):
+            self._note(value.setstate, value.getstate(), path)
+        elif isinstance(value, np.random.Generator):
+            self._note(partial(setattr, value.bit_generator, "state"), value.bit_generator.state, path)
+        elif isinstance(value, np.random.RandomState):
+            self._note(value.set_state, value.get_state(legacy=False), path)
+        elif isinstance(value, np.ndarray):
+            self._note(partial(np.copyto, value), value.copy(), path)
+        elif isinstance(own, dict) and not _is_foreign(value):
+            self._hold(own, dict(own))
+            for key, each in list(own.items()):
+                self._visit(each, f"{path}.{key}")
+
+    def _note(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
+        self._states.append((restore, state))
+        self.leaves[path] = state if isinstance(state, torch.Tensor) else repr(state)
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """True where two tensors have the same shape, dtype and elements; NaN equals NaN."""
+    if one is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return bool(torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True))

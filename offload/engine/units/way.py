@@ -1,0 +1,55 @@
+"""The way in which an engine makes passes, where it is not the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+_TEXTS = {
+    ("cut", "calls"): "the model is called on one micro-batch after the other",
+    ("cut", "whole"): "batches stay whole, whatever micro_batch_size says",
+    ("chunks", False): "the logits are made whole, whatever head_chunk_bytes says",
+    ("recomputes", False): "the graphs of all units are kept (recompute: never)",
+    ("interleaves", False): "the passes on both sides of the weights run one after the other",
+}
+
+
+@dataclass
+class Way:
+    """How passes are made from now on; what is not the plain way is given up where the judge finds that it matters.
+
+    cut: a batch that is to be cut in micro-batches is cut by each of the "units", or the model is called ("calls") on
+    one after the other, or it stays "whole". chunks: a head may make its logits in chunks. recomputes: the forward of a
+    unit may run again in the backward. interleaves: forwards on both sides of the weights run side by side.
+    """
+
+    cut: str = "units"
+    chunks: bool = True
+    recomputes: bool = True
+    interleaves: bool = True
+
+    def become(self, other: Way) -> None:
+        """Make passes like that from now on."""
+        vars(self).update(vars(other))
+
+    def plainer(
+        self, *, cuts: bool = False, chunks: bool = False, recomputes: bool = False, interleaves: bool = False
+    ) -> Iterator[Way]:
+        """Yield plainer ways, those that change least first, of passes that are cut, have chunks, and so on. The last
+        one is the plainest.
+        """
+        changes: list[dict[str, Any]] = []
+        if cuts:
+            changes += [{"cut": cut} for cut in {"units": ("calls", "whole"), "calls": ("whole",)}.get(self.cut, ())]
+        for name, is_used in (("chunks", chunks), ("recomputes", recomputes), ("interleaves", interleaves)):
+            if is_used and getattr(self, name):
+                changes.append({name: False})
+        for change in changes:
+            yield replace(self, **change)
+        if len(changes) > 1:
+            yield replace(self, **{name: value for change in changes for name, value in change.items()})
+
+    def changes(self, before: Way) -> str:
+        """Return what is otherwise than before, for people."""
+        return " and ".join(_TEXTS[item] for item in asdict(self).items() if item not in asdict(before).items())
