@@ -22,8 +22,8 @@ HABITS = {
     "skip": r"skip|tiles",
     "outside": r"delta|loss_fn",
     "probe": r"delta|inputs|autograd",
-    "freeze": r"requires_grad|frozen|frozen|thawed",
-    "midway": r"requires_grad|frozen|frozen|thawed",
+    "freeze": r"requires_grad|frozen|froze|thawed",
+    "midway": r"requires_grad|frozen|froze|thawed",
     "scheduler": r"betas|momentum",
     "change": r"betas|eps|momentum|weight_decay",
 }
@@ -71,8 +71,8 @@ def give(case: Any, dice: random.Random) -> None:
 
 
 def is_named(refusal: str, habits: Sequence[str]) -> bool:
-    """True where a refusal speaks of one of these habits."""
-    return any(re.search(HABITS[habit], refusal) for habit in habits)
+    """True where a refusal speaks of one of these habits, or where a pass was seen to be another one."""
+    return "is not that of the model" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
