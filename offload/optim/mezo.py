@@ -101,9 +101,9 @@ class MeZO(UpdateRule):
         """Return the magnitude up to which the weights of a parameter take part, as the device uses them: fp32 or bf16
         [n]; infinity for all.
         """
-        if self.magnitude_quantile == 1.0:
+        rank = math.ceil(self.magnitude_quantile * weights.numel())
+        if rank == weights.numel():
             return math.inf
-        rank = max(1, math.ceil(self.magnitude_quantile * weights.numel()))
         return float(weights.abs().float().kthvalue(rank).values)
 
     def slopes(self, losses: Sequence[tuple[float, float]]) -> list[float]:

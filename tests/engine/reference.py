@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import AdamW
 from offload.native import kernels
@@ -201,11 +201,17 @@ def sum_by_layer(model: nn.Module) -> None:
     """Let every element of a list of modules sum the gradients of each of its inputs before handing them on, as a
     streamed unit does."""
 
+    def has_graph(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
+    def own(value: Any) -> Any:
+        """The module may write into a container, so one without such inputs stays the caller's."""
+        is_input = any(map(has_graph, tree_leaves(value)))
+        return tree_map(lambda t: t.view_as(t) if has_graph(t) else t, value) if is_input else value
+
     def alias(module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Each input becomes one node of the graph in front of all the module's uses of it."""
-        return tree_map(
-            lambda t: t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t, (args, kwargs)
-        )
+        return tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
 
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList):

@@ -299,6 +299,39 @@ def test_what_is_frozen_keeps_every_bit() -> None:
     engine.close()
 
 
+class Skipping(nn.Module):
+    """Leaves out one of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
+        return torch.stack([block(x).square().sum() for n, block in enumerate(self.blocks) if n != skip]).sum()
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.5])
+def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -> None:
+    """Weights that no pass used move as those that were used, in slots and on the host; frozen ones do not."""
+    rule, records = replace(RULE, magnitude_quantile=quantile), []
+    engine, again = (Engine(Skipping(), rule, **PLACES["cpu"]) for _ in range(2))
+    plain = PlainMeZO(Skipping(), rule)
+    for skip, frozen in ((-1, ()), (1, ()), (1, ("blocks.0.bias", "blocks.1.weight")), (2, ())):
+        for name, parameter in engine.model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        records.append(engine.step({"x": torch.ones(4, 16), "skip": skip}).measured)
+        assert records[-1].frozen == frozen
+        inputs = torch.ones(4, 16, device=own_device())
+        taking = {name for name in plain.masters if name not in frozen}.__contains__
+        assert plain.measure(lambda n=skip, x=inputs: float(plain.model(x, n)), taking) == list(records[-1].losses)
+        plain.move(records[-1].slopes, taking)
+    again.replay([*records[:2], {"step": 3, **records[2].fields()}, records[3]])
+    for each in (engine, again):
+        assert_same(weights(each), plain.masters)
+        each.close()
+
+
 @pytest.mark.filterwarnings("ignore:.* begin anew")
 @pytest.mark.parametrize("masters", [("bf16", "fp32"), ("fp32", "bf16")], ids=" to ".join)
 def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[str, str], tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ class PlainMeZO:
         """Return z of a parameter, of which large weights may have none."""
         used, key = self.used(name).float(), parameter_key(name, self.seed)
         words = philox.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
-        rank = max(1, math.ceil(self.rule.magnitude_quantile * used.numel()))
+        if not used.numel():
+            return used
+        rank = math.ceil(self.rule.magnitude_quantile * used.numel())
         return normal(words).view(used.shape) * (used.abs() <= used.abs().flatten().kthvalue(rank).values)
 
     def rounded(self, name: str) -> torch.Tensor:

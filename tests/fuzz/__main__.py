@@ -2,6 +2,7 @@
 
 make fuzz ARGS="--minutes 20 --seed 1"            as many random cases as there is time for
 make fuzz ARGS="--case ranks2:12345"              one case again, as a failure names it
+make fuzz ARGS="--without keeps,odd"              without habits of habits.py
 make fuzz ARGS="--mutations"                      break the engine on purpose, in each way until it is found
 """
 
@@ -13,11 +14,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fuzz.cases import KINDS, Case, draw, parse
+from tests.fuzz.habits import HABITS
 from tests.fuzz.shrink import shrink
 from tests.fuzz.workers import Crew, signature
 
@@ -138,13 +140,13 @@ def tell(case: Case) -> str:
     return "\n".join(lines)
 
 
-def drawn(seed: int, kinds: Sequence[str], count: int | None = None) -> Iterator[Case]:
-    """Yield random cases, which follow from the seed."""
+def drawn(seed: int, kinds: Sequence[str], count: int | None = None, without: Collection[str] = ()) -> Iterator[Case]:
+    """Yield random cases, which follow from the seed. `without`: the names of habits."""
     dice = random.Random(seed)
     number = 0
     while count is None or number < count:
         (kind,) = dice.choices(kinds, [KINDS[kind] for kind in kinds])
-        yield draw(kind, dice.randrange(10**9))
+        yield draw(kind, dice.randrange(10**9)).leave_out(without)
         number += 1
 
 
@@ -156,7 +158,7 @@ def find_mutations(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     for name in MUTATIONS:
         fuzzer = Fuzzer(arguments.jobs, mutation=name, stops=True)
         begin = time.monotonic()
-        tally = fuzzer.run(drawn(arguments.seed, kinds), begin + 60 * arguments.minutes)
+        tally = fuzzer.run(drawn(arguments.seed, kinds, without=arguments.without), begin + 60 * arguments.minutes)
         seconds = time.monotonic() - begin
         found = next(iter(tally.signatures), "")
         missed += not found
@@ -176,6 +178,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the cases that are drawn (default: a new one)")
     parser.add_argument("--cases", type=int, default=None, help="stop after so many")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {','.join(KINDS)}")
+    parser.add_argument("--without", default="", help=f"habits that are left out, of {','.join(HABITS)}")
     parser.add_argument("--jobs", type=int, default=1, help="how many cases at a time (default: 1)")
     parser.add_argument("--case", default=None, help="run this one alone, as a failure names it")
     parser.add_argument("--repeat", type=int, default=1, help="of --case: how often (default: 1)")
@@ -184,9 +187,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-shrink", action="store_true", help="do not look for smaller cases")
     arguments = parser.parse_args(words)
     kinds = arguments.kinds.split(",")
-    for kind in kinds:
-        if kind not in KINDS:
-            parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
+    arguments.without = [name for name in arguments.without.split(",") if name]
+    for flag, names, known in (("kinds", kinds, KINDS), ("without", arguments.without, HABITS)):
+        for name in names:
+            if name not in known:
+                parser.error(f"--{flag}: {name!r} is none of {', '.join(known)}")
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10**6)
     if arguments.case is not None:
@@ -196,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return find_mutations(arguments, kinds)
     else:
         print(f'seed {arguments.seed}: make fuzz ARGS="--minutes {arguments.minutes:g} --seed {arguments.seed}"')
-        cases = drawn(arguments.seed, kinds, arguments.cases)
+        cases = drawn(arguments.seed, kinds, arguments.cases, arguments.without)
     fuzzer = Fuzzer(
         arguments.jobs, mutation=arguments.mutate, shrinks=not arguments.no_shrink and arguments.case is None
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz import models
+from tests.fuzz import habits, models
 
 KINDS = {
     "engine": 8,
@@ -20,12 +20,16 @@ KINDS = {
     "ranks3": 2,
     "forwards2": 2,
     "commands": 3,
+    "scripts": 1,
 }
 """The kinds of cases, and how often each is drawn."""
 WORLDS = {"ranks2": 2, "ranks3": 3, "forwards2": 2}
 
 _BY_MATRIX = ["adafactor", "adalomo", "muon"]
 """Rules that take a parameter as a whole."""
+
+RULES = ("smooth", "groups", "sgd", "lion", "int8", "lomo", *_BY_MATRIX)
+"""By their names, which the runner knows; a case without one has AdamW."""
 
 Op = dict[str, Any]
 
@@ -65,6 +69,8 @@ class Case:
     def parts(self) -> list[str]:
         """Return the names of what a case can be run without, the largest first."""
         names = [f"op{number}" for number, op in enumerate(self.ops) if op]
+        for number, op in enumerate(self.ops):
+            names += [f"op{number}.{key}" for key in op | op.get("batch", {}) if key in habits.HABITS]
         names += [f"word{number}" for number, word in enumerate(self.words) if word]
         if self.plain:
             names.append("plain")
@@ -90,6 +96,10 @@ class Case:
                 case.layouts[int(head[6:])].pop(key, None)
             elif head.startswith("tile"):
                 case.model["tiles"][int(head[4:])] = "narrow"
+            elif head.startswith("op") and key:
+                op = case.ops[int(head[2:])]
+                for holder in (op, op.get("batch", {})):
+                    holder.pop(key, None)
             elif head.startswith("op"):
                 case.ops[int(head[2:])] = {}  # the others keep their numbers
             elif head.startswith("word"):
@@ -97,6 +107,15 @@ class Case:
             else:
                 raise ValueError(f"{name!r} is no part of a case")
         return case
+
+    @property
+    def habits(self) -> set[str]:
+        """What it has of habits.HABITS."""
+        return {part.rpartition(".")[2] for part in self.parts()} & habits.HABITS.keys()
+
+    def leave_out(self, left_out: Collection[str]) -> Case:
+        """Return the case without some habits."""
+        return self.cut(*(part for part in self.parts() if part.rpartition(".")[2] in left_out))
 
 
 def parse(name: str) -> Case:
@@ -117,6 +136,11 @@ def draw(kind: str, seed: int) -> Case:
 
         case.words = draw_words(dice)
         return case
+    if kind == "scripts":
+        from tests.fuzz.scripts import draw_script
+
+        case.settings = draw_script(dice)
+        return case
     if kind in ("forwards", "forwards2") or (kind == "interrupts" and dice.random() < 0.25):
         case.forwards = _forwards(dice)
     case.one = case.world > 1 and case.forwards is None and dice.random() < 0.3
@@ -132,14 +156,29 @@ def draw(kind: str, seed: int) -> Case:
     case.layouts = [
         _layout(dice, case.world, is_speculative) for _ in range(1 + 2 * (kind in ("saves", "forwards", *WORLDS)))
     ]
-    if case.settings.get("optimizer") in _BY_MATRIX:
-        for layout in case.layouts:  # what is updated as a whole does not stream in pieces
-            layout.pop("update", None)
     case.ops = _ops(dice, case)
     case.plain = case.world == 1 and kind in ("engine", "loops") and dice.random() < 0.5
     case.plain = case.plain or kind in ("forwards", "forwards2")
     case.restore = dice.random() < 0.2
+    _give_habits(random.Random(f"habits of {kind} {seed}"), case)
+    if case.settings.get("optimizer") in _BY_MATRIX:
+        for layout in case.layouts:  # what is updated as a whole does not stream in pieces
+            layout.pop("update", None)
     return case
+
+
+def _give_habits(dice: random.Random, case: Case) -> None:
+    """Give half of the cases habits, and let plain PyTorch run beside them, since the twin may be as wrong."""
+    if case.world > 1 or dice.random() < 0.5:
+        return
+    habits.give(case, dice)
+    if not case.habits:
+        return
+    case.plain = case.plain or case.kind in ("engine", "loops")
+    if "odd" in case.habits and case.forwards is None and case.settings.get("clip") != "speculative":
+        case.settings["optimizer"] = dice.choice(RULES)
+        if dice.random() < 0.5:
+            case.layouts[0] |= {"parameters": "nvme", "optimizer": "nvme"}
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

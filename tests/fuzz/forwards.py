@@ -13,7 +13,7 @@ import torch
 from offload import MeZO
 from offload.engine.methods.result import Measured
 from tests.engine.zeroth_order import PlainMeZO
-from tests.fuzz import models
+from tests.fuzz import habits, models
 from tests.fuzz.cases import Case, Op
 from tests.fuzz.oracles import same
 
@@ -35,11 +35,13 @@ def compare(case: Case, ops: Sequence[Op], seen: Sequence[Any], blocks: Sequence
         return ""
     own = models.build(spec)
     plain = PlainMeZO(models.build(spec), rule_of(case), precision, seed=case.settings.get("seed", 0))
+    trained = {name: [p] for name, p in own.named_parameters() if p.requires_grad}
     modules = [own.get_submodule(name) for name in blocks]
     measures, is_exact = _measures(case)
     saved = None
     for number, (op, its) in enumerate(zip(ops, seen, strict=False)):
         do, where = op["do"], f"op {number}, plain PyTorch: "
+        habits.freeze(trained, op.get("freeze"))
         if do == "save":
             saved = copy.deepcopy(plain.masters), plain.num_steps
         elif do == "load" and saved is not None:

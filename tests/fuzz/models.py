@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.engine.loss.loss import find_loss
 from tests.engine import handmade
 from tests.engine.families import SPECIAL
+from tests.fuzz import habits
 
 Spec = dict[str, Any]
 """How a model is made, and of what; a key that is left out has a plain default, so that a case can be shrunk."""
@@ -324,12 +325,13 @@ class Mosaic(nn.Module):
 
     A tile that is a number is the tile at that place again. tied: the head has the embedding's weight. prompt: learned
     rows come before the tokens. shift, counts: as a causal model, and whether the loss takes `num_items_in_batch`.
-    sure: so certain of `x` that the loss of a label that equals it is exactly 0.
+    sure: so certain of `x` that the loss of a label that equals it is exactly 0. Further keys are habits (habits.py);
+    `delta` is added to the embeddings, the tile `skip` is left out; where that is 1, the head's weight is read as well.
     """
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        width, inner, vocabulary = spec["width"], spec.get("inner", 24), spec["words"]
+        width, inner, vocabulary = width_of(spec), spec.get("inner", 24), spec["words"]
         self.shift, self.counts, self.sure = (
             spec.get("shift", False),
             spec.get("counts", False),
@@ -341,6 +343,10 @@ class Mosaic(nn.Module):
             tiles.append(
                 tiles[kind % len(tiles)] if isinstance(kind, int) and tiles else TILES[_name(kind)](width, inner)
             )
+        for habit, unit in habits.UNITS.items():
+            if habit in spec and spec[habit] != "above":
+                tiles.insert(len(tiles) // 2, unit(width, spec[habit]))
+        self.is_keeping, self.is_noting = spec.get("keeps") == "above", "writes" in spec
         if spec.get("nested") and len(tiles) > 1:
             half = len(tiles) // 2
             self.tiles: nn.ModuleList = nn.ModuleList([nn.ModuleList(tiles[:half]), nn.ModuleList(tiles[half:])])
@@ -355,13 +361,22 @@ class Mosaic(nn.Module):
             for down in downs[1:]:
                 down.weight = downs[0].weight
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: int | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | None = None,
+        delta: Tensor | None = None,
+        skip: int = -1,
+    ) -> Any:
         h = self.embedding(x)
+        if delta is not None:
+            h = h + delta.to(h.dtype)
         if hasattr(self, "prompt"):
             h = torch.cat([self.prompt()[None].expand(len(x), -1, -1), h], 1)
-        for tile in self.tiles:
-            for one in tile if isinstance(tile, nn.ModuleList) else [tile]:
-                h = one(h)
+        h = self._through(h, skip)
+        if skip == 1:
+            h = h + self.head.weight.mean(0)
         logits = self.head(h)[:, -x.shape[1] :]
         if self.sure:
             logits = logits + 200.0 * functional.one_hot(x, logits.shape[-1]).to(logits.dtype)
@@ -375,6 +390,24 @@ class Mosaic(nn.Module):
             flat.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum" if summed else "mean"
         )
         return {"loss": loss / num_items_in_batch if summed else loss, "logits": logits}
+
+    def _through(self, h: Tensor, skip: int) -> Tensor:
+        """Return hidden states after all tiles; what these note in containers is added."""
+        notes: dict[str, Any] = {"terms": [torch.zeros_like(h[:, :1, :1])], "term": torch.ones_like(h[:, :1, :1])}
+        self.kept: list[Tensor] = []
+        for number, tile in enumerate(self.tiles):
+            for one in tile if isinstance(tile, nn.ModuleList) else [tile]:
+                if number != skip:
+                    h = one(h, notes) if isinstance(one, habits.Writing) else one(h)
+                if self.is_keeping:
+                    self.kept.append(h.mean((1, 2), keepdim=True))
+                if isinstance(one, habits.Keeping) and one.where == "cache" and one.kept is not None:
+                    h = h + one.kept.to(h.dtype)
+        return sum([*self.kept, *notes["terms"]], h) + notes.get("term", 0.0) if self.is_noting else sum(self.kept, h)
+
+
+def width_of(spec: Spec) -> int:
+    return spec.get("odd", spec.get("width", 0))
 
 
 def _name(kind: Any) -> str:
@@ -488,7 +521,7 @@ def is_random(spec: Spec) -> bool:
 
 def moves(spec: Spec) -> bool:
     """True where a forward changes buffers."""
-    return bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
+    return "keeps" in spec or bool(MOVING.intersection(map(str, spec.get("tiles", ()))))
 
 
 def mixes_rows(spec: Spec) -> bool:
@@ -502,7 +535,7 @@ def shares(model: nn.Module) -> bool:
     return len(names) > len(list(model.parameters()))
 
 
-def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Tensor]:
+def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
     """Return a rank's rows of a batch that `draw_batch` drew."""
     rows, length, padding = drawn["rows"][rank], drawn["lengths"][rank], drawn["padding"][rank]
     generator = torch.Generator().manual_seed(1000 * drawn["seed"] + rank)
@@ -514,7 +547,8 @@ def batch(spec: Spec, drawn: Mapping[str, Any], rank: int = 0) -> dict[str, Tens
         labels[row, : min(row % 3, length - 1)] = -100
     if drawn.get("ignored") and (rows > 1 or len(drawn["rows"]) > 1) and rank == 0:
         labels[: 1 if len(drawn["rows"]) == 1 else rows] = -100  # over several ranks, one of them has no target at all
-    given = {"input_ids" if is_family(spec) else "x": ids, "labels": labels}
+    given: dict[str, Any] = {"input_ids" if is_family(spec) else "x": ids, "labels": labels}
+    given |= {"skip": drawn["skip"]} if "skip" in drawn else {}
     if padding and is_family(spec):
         mask = torch.ones_like(ids)
         cut = min(padding, length - 1)
@@ -534,7 +568,7 @@ def cross_entropy(outputs: Any, given: Mapping[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten())
 
 
-def loss_of(model: nn.Module, given: dict[str, Tensor], is_own: bool) -> Tensor:
+def loss_of(model: nn.Module, given: dict[str, Any], is_own: bool) -> Tensor:
     """Return the loss of a model that is called directly: its own, or that of its outputs."""
     if is_own:
         return find_loss(model(**given))

@@ -23,7 +23,9 @@ from offload.engine.loss import parts as losses
 from offload.engine.methods import descent, pending, side_by_side
 from offload.engine.methods.method import Method
 from offload.engine.methods.perturbed import Perturbed
-from offload.engine.units import call, condition
+from offload.engine.units import call, condition, router
+from offload.engine.units.unit import Unit
+from offload.integrations.optimizer import OffloadOptimizer
 from offload.lanes.ticket import Fence
 from offload.optim import update
 from offload.optim.mezo import MeZO
@@ -42,6 +44,11 @@ def applied(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         MUTATIONS[name](patch)
         yield
+
+
+@contextmanager
+def _as_it_is(*_: Any) -> Iterator[None]:
+    yield
 
 
 def mutation(change: Change) -> Change:
@@ -142,8 +149,8 @@ def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
     """Where a region is cut over ranks or in tiles, the last block of a piece that another follows is left out."""
     runs = update._runs
 
-    def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any) -> Iterator[Any]:
-        for span, alike in runs(state, part, touched, infos):
+    def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any, one_by_one: bool) -> Iterator[Any]:
+        for span, alike in runs(state, part, touched, infos, one_by_one):
             end = min(span.stop, part.end - part.begin - 8) if part.end < state.region.numel else span.stop
             if span.start < end:
                 yield slice(span.start, end), alike
@@ -214,11 +221,7 @@ def micro_batches_weighted_alike(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def as_they_are(*_: Any) -> Iterator[None]:
-        yield
-
-    patch.setattr(condition.Condition, "buffers_again", as_they_are)
+    patch.setattr(condition.Condition, "buffers_again", _as_it_is)
 
 
 @mutation
@@ -249,6 +252,44 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
             slot.begin, slot.end = own
 
     patch.setattr(Slots, "view", stale)
+
+
+# -- habits of users' code -------------------------------------------------------------------------------------------
+
+
+@mutation
+def kept_numbers_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """A recompute begins from what the forward has left in attributes."""
+    patch.setattr(condition.Condition, "attributes_again", _as_it_is)
+
+
+@mutation
+def results_written_into_arguments_lost(patch: pytest.MonkeyPatch) -> None:
+    """What a unit puts into a mapping of its caller's stays in a copy."""
+    patch.setattr(router, "deliver", lambda filled, *_: filled[0])
+
+
+@mutation
+def frozen_parameters_not_seen(patch: pytest.MonkeyPatch) -> None:
+    """What is frozen or thawed between steps is trained as at first."""
+    patch.setattr(Unit, "freeze", lambda self, frozen: None)
+
+
+@mutation
+def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
+    touched = descent.Descent.touched
+    patch.setattr(descent.Descent, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
+
+
+@mutation
+def thresholds_of_what_was_called_alone(patch: pytest.MonkeyPatch) -> None:
+    """Of a unit that no pass calls, all weights move."""
+    patch.setattr(descent.Descent, "_find_thresholds", lambda self, touched, thresholds: None)
+
+
+@mutation
+def rates_of_schedulers_not_followed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadOptimizer, "_prepare", lambda self: None)
 
 
 # -- without a backward ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from offload import LOMO, Adafactor, AdaLomo, AdamW, Engine, Muon, Placement
+from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
 from offload.engine.methods.result import Measured
@@ -32,7 +32,7 @@ from offload.errors import (
 )
 from offload.planning import device_updates, disk
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
-from tests.fuzz import forwards, models
+from tests.fuzz import forwards, habits, models
 from tests.fuzz.cases import Case, Op
 from tests.fuzz.faults import Faults, Told
 from tests.fuzz.oracles import Wrong, all_states, check_ledgers, leaving_nothing, near, same
@@ -45,6 +45,9 @@ RULES = {
         decay_1d=True,
         groups=(("norm|bias", {"weight_decay": 0.0}), ("0", {"lr_scale": 0.3})),
     ),
+    "sgd": SGD(lr=0.05, momentum=0.9, weight_decay=0.1),
+    "lion": Lion(lr=1e-3, weight_decay=0.1, states="bf16"),
+    "int8": AdamW(lr=3e-3, states="int8"),
     "lomo": LOMO(lr=0.05, groups=(("0", {"lr_scale": 0.3}),)),
     "adafactor": Adafactor(lr=0.02, weight_decay=0.1),
     "adalomo": AdaLomo(lr=0.02),
@@ -92,18 +95,27 @@ class Player:
         self.records: list[Measured] = []  # of the steps by forwards that have led to the weights as they are
         self._num_records_saved = 0
         self.may_copy = True  # states for a checkpoint, into memory that is left over
+        self.outside = habits.Outside(models.width_of(case.model))
+        self._frozen: str | None = None
         self.engine = self.open(layout)
         self.base_lr = self.engine.lr
 
     def open(self, layout: Mapping[str, Any]) -> Engine:
         model = models.build(self.case.model)
+        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if self.case.kind == "interrupts":
             self.faults = Faults(model)
         budgets = self._budgets if layout is self.case.layouts[0] else {}
         engine = open_engine(model, settings_of(self.case), layout, self.folder, self.comm, budgets)
         if self.faults is not None:
             self.faults.watch(engine)
+        self._freeze(engine, self._frozen)
         return engine
+
+    def _freeze(self, engine: Engine, pattern: str | None) -> None:
+        if pattern is not None:
+            self._frozen, named = pattern, dict(engine.model.named_parameters())
+            habits.freeze({name: [named[name]] for name in self._trained}, pattern)
 
     def close(self) -> None:
         if self._under_way is not None:
@@ -113,6 +125,7 @@ class Player:
     def do(self, op: Op) -> Any:
         """Return what an op gives; Refused where the engine refuses it."""
         torch.manual_seed(op["seed"])
+        self._freeze(self.engine, op.get("freeze"))
         try:
             return getattr(self, f"_{op['do']}")(op)
         except _SEVERE:
@@ -123,13 +136,15 @@ class Player:
     def weights(self) -> dict[str, Tensor]:
         return dict(self.engine.named_parameters())
 
-    def _batch(self, op: Op) -> dict[str, Tensor]:
+    def _batch(self, op: Op) -> dict[str, Any]:
         drawn = op["batch"]
         if op["do"] != "step":  # a mean over no targets
             drawn = {**drawn, "ignored": False}
-        return models.batch(self.case.model, drawn, self.comm.rank)
+        return self.outside.given(op, models.batch(self.case.model, drawn, self.comm.rank))
 
     def _loss_fn(self, op: Op) -> Any:
+        if op.get("outside") == "scale":
+            return lambda outputs, given: self.outside.scaled(op, models.cross_entropy(outputs, given))
         return models.cross_entropy if op.get("loss_fn") else None
 
     def _step(self, op: Op) -> Any:
@@ -144,6 +159,7 @@ class Player:
             result.tokens,
             result.skipped,
             *(() if result.measured is None else (result.measured,)),
+            *self.outside.learn(op),
         )
 
     def _num_targets(self, op: Op) -> int:
@@ -167,13 +183,15 @@ class Player:
             self.loss(op)
         for number in range(done, op.get("passes", 1)):
             torch.manual_seed(op["seed"] + number)
-            self.engine.backward(self.loss(op))
+            loss = self.loss(op)
+            self._freeze(self.engine, op.get("midway"))
+            self.engine.backward(loss)
         result = self.engine.update()
-        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.skipped
+        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.skipped, *self.outside.learn(op)
 
     def loss(self, op: Op) -> Tensor:
         """Call the model as an own loop does."""
-        return models.loss_of(self.engine.model, self._batch(op), not op.get("loss_fn"))
+        return called(self.case, self.engine.model, self.outside, op, self._batch(op))
 
     def _ungraded(self, op: Op) -> Any:
         self.loss(op)
@@ -277,6 +295,15 @@ class Player:
         self._saved = before
 
 
+def called(case: Case, model: nn.Module, outside: habits.Outside, op: Op, given: dict[str, Any]) -> Tensor:
+    """Return the loss of a model that is called as an own loop does it."""
+    is_own = not op.get("loss_fn")
+    if "probe" in op:
+        width = models.width_of(case.model)
+        given = habits.probed(op["probe"], given, width, lambda moved: models.loss_of(model, moved, is_own))
+    return outside.scaled(op, models.loss_of(model, given, is_own))
+
+
 def settings_of(case: Case) -> dict[str, Any]:
     """Return what the engines of a case are told, its rule as an object where it has values of its own."""
     return case.settings if case.forwards is None else {**case.settings, "optimizer": forwards.rule_of(case)}
@@ -347,6 +374,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
 def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
     ops = [op for op in case.ops if op]
     seen = record(case, comm, folder / "twin", ops)
+    check_refusals(case, comm, folder / "calm", ops, seen)
     outcome.notes.update(op["do"] for op in ops[: len(seen)])
     if case.plain and case.forwards is not None:
         problem = forwards.compare(case, ops, seen, _last["blocks"], outcome.notes) if comm.rank == 0 else ""
@@ -394,6 +422,8 @@ def make(case: Case, comm: Comm, folder: Path, layout: Mapping[str, Any], budget
     try:
         return Player(case, comm, folder, layout, budgets)
     except (ConfigError, DoesNotFitError) as error:
+        if isinstance(error, ConfigError) and layout != twin_layout(case):
+            raise Wrong(f"refused, where the twin was made: {error}") from error
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
@@ -422,6 +452,23 @@ def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
     return seen
 
 
+def check_refusals(case: Case, comm: Comm, folder: Path, ops: list[Op], seen: list[Seen]) -> None:
+    """What the twin refuses because of a habit, it refuses by a name."""
+    refused = [
+        (number, one.result)
+        for number, one in enumerate(seen)
+        if isinstance(one.result, Refused) and not habits.is_named(str(one.result), case.habits)
+    ]
+    if not refused or not case.habits:
+        return
+    calm, last = case.leave_out(habits.HABITS), dict(_last)
+    without = record(calm, comm, folder, [op for op in calm.ops if op])
+    _last.update(last)
+    for number, one in refused:
+        if number >= len(without) or not isinstance(without[number].result, Refused):
+            raise Wrong(f"op {number}: refused, and not by the name of {sorted(case.habits)}: {one}")
+
+
 def buffers(engine: Engine) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}
 
@@ -435,9 +482,13 @@ def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, out
             outcome.notes["did not fit"] += 1
             raise
         if not isinstance(wanted.result, Refused) or _kind(wanted.result) != _kind(refused):
+            if _kind(refused) == "ConfigError" and habits.is_named(str(refused), player.case.habits):
+                raise
             raise Wrong(f"{where}: refused, and the twin gave {wanted.result}: {refused}") from refused
         outcome.notes["refused ops"] += 1
         result = wanted.result
+    if isinstance(wanted.result, Refused) and not isinstance(result, Refused) and player.case.habits:
+        raise wanted.result  # by a name, which was checked
     problem = "" if same_result(result, wanted.result) else f"gave {result}, the twin {wanted.result}"
     if not problem and wanted.weights is not None:
         problem = same(player.weights(), wanted.weights)
@@ -643,24 +694,34 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
         micro_batch_size=rows,
         group=sum_by_layer,
     )
+    outside, rate = habits.Outside(models.width_of(spec)), reference.rule.lr
+    trained = {name: uses for name, uses in reference.named.items() if uses[0].requires_grad}
     for number, (op, wanted) in enumerate(zip(ops, seen, strict=False)):
+        habits.freeze(trained, op.get("freeze"))
         if isinstance(wanted.result, Refused) or op["do"] in ("read", "evaluate"):
             continue
-        if op["do"] not in ("step", "own") or op.get("lost_forward"):
+        if op["do"] == "lr":
+            reference.rule = replace(reference.rule, lr=rate * op["factor"])
+            continue
+        if (op["do"] not in ("step", "own") or op.get("lost_forward")) and models.moves(spec):
             return
+        if op["do"] not in ("step", "own"):
+            continue
         torch.manual_seed(op["seed"])
         given = models.batch(spec, {**op["batch"], "ignored": op["do"] == "step" and op["batch"].get("ignored")})
+        given = outside.given(op, given)
         if op["do"] == "step":
             own = not op.get("loss_fn")
             count = count_shifted if own and models.shifts(spec) else count_labels
             if not count(given):
                 return
-            loss, norm = step(reference, given, op, count)
+            loss, norm = step(reference, given, op, count, outside)
         else:
             losses = []
             for again in range(op.get("passes", 1)):
                 torch.manual_seed(op["seed"] + again)
-                losses.append(models.loss_of(reference.model, given, not op.get("loss_fn")))
+                losses.append(called(case, reference.model, outside, op, given))
+                habits.freeze(trained, op.get("midway"))
                 losses[-1].backward()
                 reference.collect()
             loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
@@ -668,35 +729,42 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
             is_exact = is_exact and not (spec["make"] == "mixtral" or models.shares(reference.model))
             if not is_exact and not is_wide:
                 return
-        _judge_plain((loss.item(), norm), wanted, reference, is_exact, f"op {number}")
+        _judge_plain((loss.item(), norm, *outside.learn(op)), wanted, reference, is_exact, f"op {number}")
         outcome.notes["plain, to the bit" if is_exact else "plain"] += 1
 
 
-def _judge_plain(plain: tuple[float, float], seen: Seen, reference: Reference, is_exact: bool, where: str) -> None:
+def _judge_plain(plain: tuple[float, ...], seen: Seen, reference: Reference, is_exact: bool, where: str) -> None:
     problem = ""
-    for name, one, other in zip(("loss", "norm"), seen.result, plain, strict=False):
-        if is_exact and one != models.bits(other):
+    names = ("loss", "norm", "gradient outside")
+    for name, one, other in zip(names, (*seen.result[:2], seen.result[-1]), plain, strict=False):
+        if one == models.bits(other):
+            continue
+        if is_exact:
             problem = f"{name} is {one!r}, and plain PyTorch gives {other!r}"
         elif isinstance(one, str) or abs(one - other) > 2e-4 * max(1e-3, abs(other)):
             problem = problem or f"{name} is {one}, and plain PyTorch gives {other}"
     if not problem and seen.weights is not None:
         if is_exact:
             problem = same(seen.weights, reference.masters)
-        elif reference.rule is RULES["smooth"] and not reference.split:
+        elif getattr(reference.rule, "eps", 0) == 1.0 and not reference.split:  # of RULES["smooth"]
             problem = near(seen.weights, reference.masters, 1e-5 if reference.rows else 3e-6)
     if problem:
         raise Wrong(f"{where}, plain PyTorch: {problem}")
 
 
-def step(reference: Reference, given: dict[str, Tensor], op: Op, count: Any) -> tuple[Tensor, float]:
+def step(
+    reference: Reference, given: dict[str, Any], op: Op, count: Any, outside: habits.Outside
+) -> tuple[Tensor, float]:
     """A step of the reference on a model that makes its loss, whatever kind of thing it returns."""
     total = torch.zeros(())
     num_rows = len(given["labels"])
     rows = reference.rows or num_rows
     for start in range(0, num_rows, rows):
-        part = {key: value[start : start + rows] for key, value in given.items()}
+        cut = [key for key, value in given.items() if isinstance(value, Tensor) and len(value) == num_rows]
+        part = given | {key: given[key][start : start + rows] for key in cut}
         if count(part):
-            loss = models.loss_of(reference.model, part, not op.get("loss_fn")) * (count(part) / count(given))
+            loss = outside.scaled(op, models.loss_of(reference.model, part, not op.get("loss_fn")))
+            loss = loss * (count(part) / count(given))
             loss.backward()
             total += loss.detach().float()
             reference.collect()

@@ -172,6 +172,10 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
                 from tests.fuzz.commands import run_words
 
                 return run_words(case)
+            if case.kind == "scripts":
+                from tests.fuzz.scripts import run_script
+
+                return run_script(case)
             comm = None
             if world > 1:
                 from offload.distributed.joining import open_comm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -36,7 +36,12 @@ class Descent:
             if all(name in numbers for name in region.units)
         }
 
-    def touched(self, step: int, seed: int) -> dict[int, Sequence[bool]]:
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of parameters that were trained at first and are frozen now."""
+        return tuple(self._state.infos[index].name for index in sorted(self._state.snapshot.frozen))
+
+    def touched(self, step: int, seed: int, frozen: Collection[str] = ()) -> dict[int, Sequence[bool]]:
         """Return which parameters take part in a step, by the index of their region: of each region with some."""
         state = self._state
         active = self.rule.active_blocks(self._num_blocks, parameter_key(_BLOCKS, seed), step)
@@ -44,7 +49,7 @@ class Descent:
         for region in state.regions:
             block = self._block_of.get(region.index)
             if region.trainable and (block is None or block in active):
-                its = [index not in state.snapshot.frozen for index in region.parameters]
+                its = [state.infos[index].name not in frozen for index in region.parameters]
                 if any(its):
                     found[region.index] = its
         return found
@@ -52,19 +57,22 @@ class Descent:
     def update(
         self,
         measured: Measured,
-        thresholds: Mapping[int, float],
+        thresholds: dict[int, float],
         rank: Callable[[Region], float],
         go_on: Callable[[], None],
     ) -> None:
         """Submit the updates of a step in the order of `rank`, or put them off until their weights come up.
-        `thresholds`: of parameters, by their indices, of which weights were left out.
+        `thresholds`: of parameters, by their indices, up to which magnitude weights take part, as far as the passes
+        have found it; the others are added.
         """
         assert measured.lr is not None
         estimate = Estimate(measured.step, measured.seed, measured.slopes, measured.lr)
-        touched = self.touched(measured.step, measured.seed)
+        touched = self.touched(measured.step, measured.seed, measured.frozen)
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
         self._pending.flush()  # of units that no pass has come to
+        if self.rule.magnitude_quantile < 1.0:
+            self._find_thresholds(touched, thresholds)
         # From here on an interrupt finds some of it put off or made, or the step counted and its update not yet due.
         self._state.updates.is_updating = True
         self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
@@ -84,18 +92,22 @@ class Descent:
 
         return work
 
+    def _find_thresholds(self, touched: Mapping[int, Sequence[bool]], thresholds: dict[int, float]) -> None:
+        """Add the thresholds of parameters that no pass has brought up, from their weights where these rest."""
+        state = self._state
+        for region, its in touched.items():
+            for index, takes_part in zip(state.regions[region].parameters, its, strict=True):
+                if takes_part and index not in thresholds:
+                    state.lanes.drain_updates()
+                    if state.store.sharding.gathers:  # no rank has all weights, and all ranks lack the same ones
+                        used = state.store.read_range(index, 0, state.infos[index].numel, travelling=True)
+                    else:
+                        used = state.store.read_here(index).flatten()
+                    thresholds[index] = self.rule.threshold(used)
+
     def replay(self, measured: Measured) -> None:
         """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
-        state, thresholds = self._state, dict[int, float]()
-        self._pending.flush()
-        if self.rule.magnitude_quantile < 1.0:
-            state.lanes.drain_updates()
-            for index, its in self.touched(measured.step, measured.seed).items():
-                for parameter, takes_part in zip(state.regions[index].parameters, its, strict=True):
-                    if takes_part:
-                        used = state.store.read_range(parameter, 0, state.infos[parameter].numel, travelling=True)
-                        thresholds[parameter] = self.rule.threshold(used)
-        self.update(measured, thresholds, lambda region: region.index, partial(self.end_step, measured.step))
+        self.update(measured, {}, lambda region: region.index, partial(self.end_step, measured.step))
 
     def end_step(self, number: int) -> None:
         """Count a step that is made again."""

@@ -46,7 +46,9 @@ class Forwards(Method):
         self.begin_trial()
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
-        measured = Measured(number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark)
+        measured = Measured(
+            number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
+        )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
             raise NonFiniteError(
@@ -76,7 +78,7 @@ class Forwards(Method):
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
-        self._perturbed.begin(number, self.descent.touched(number, self._seed))
+        self._perturbed.begin(number, self.descent.touched(number, self._seed, self.descent.frozen))
 
     def hang(self, unit: Unit, number: int) -> None:
         self._perturbed.enter(unit, number)

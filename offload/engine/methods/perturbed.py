@@ -24,8 +24,8 @@ class Perturbed:
     memory that all units share, and once a step for units that stay on the device. Pass number 2 k computes with w +
     eps z of direction k, the next one with w - eps z. Nothing of that is stored beyond the step.
 
-    `thresholds`: of the step's parameters, by their indices, the magnitude above which weights take no part, where some
-    take none.
+    `thresholds`: of the parameters that the step's passes have brought up, by their indices, the magnitude above which
+    weights take no part.
     """
 
     def __init__(self, state: EngineState, rule: MeZO, seed: int) -> None:
@@ -74,11 +74,9 @@ class Perturbed:
             for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
                 if index in self._taking:
                     weights = flat[offset : offset + size]
-                    if self._rule.magnitude_quantile < 1.0 and index not in self.thresholds:
+                    if index not in self.thresholds:
                         self.thresholds[index] = self._rule.threshold(weights)
-                    of = Stretch(self._key(index), self._step)
-                    if index in self.thresholds:
-                        of = of._replace(threshold=self.thresholds[index])
+                    of = Stretch(self._key(index), self._step, threshold=self.thresholds[index])
                     both = plus[index].detach().view(-1), minus[index].detach().view(-1)
                     directions.perturb(weights, *both, self._rule.eps, of, direction=direction)
 

@@ -30,13 +30,16 @@ class Measured(NamedTuple):
     """On both sides of the weights, along each direction. A replay does not ask for them."""
     rule: str = ""
     """Of the rule that made it its `mark`, without which a replay would be another run; empty where nobody knows."""
+    frozen: tuple[str, ...] = ()
+    """The names of parameters that were trained at first and were frozen in this step."""
 
     def fields(self) -> dict[str, Any]:
         """Return what a record of the step has of it: numbers for one direction, lists for several."""
         plus, minus = ([pair[side] for pair in self.losses] for side in (0, 1))
         lists = {"projected_grad": list(self.slopes), "loss_plus": plus, "loss_minus": minus}
         shown = {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
-        return {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule}
+        frozen = {"frozen": list(self.frozen)} if self.frozen else {}
+        return {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule, **frozen}
 
     @classmethod
     def of(cls, record: Any) -> Measured:
@@ -48,13 +51,15 @@ class Measured(NamedTuple):
             if isinstance(record, Mapping):
                 skipped = "seed" not in record and not math.isfinite(_number(record.get("loss")))
                 seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
-                record = cls(record["step"], seed, slopes, record.get("lr"), rule=record.get("rule", ""))
+                rule, frozen = record.get("rule", ""), tuple(record.get("frozen", ()))
+                record = cls(record["step"], seed, slopes, record.get("lr"), rule=rule, frozen=frozen)
             step, seed, slopes, lr = (*record, None)[:4]
             slopes = tuple(map(float, slopes if isinstance(slopes, list | tuple) else [slopes]))
             lr = None if lr is None else float(lr)
             if not all(map(math.isfinite, [*slopes, 0.0 if lr is None else lr])):
                 raise ValueError("not finite")
-            return cls(int(step), int(seed), slopes, lr, rule=getattr(record, "rule", ""))
+            rule, frozen = getattr(record, "rule", ""), getattr(record, "frozen", ())
+            return cls(int(step), int(seed), slopes, lr, rule=rule, frozen=frozen)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"a record is {told!r}; a step is replayed from (step, seed, slopes) in finite numbers, from what "
