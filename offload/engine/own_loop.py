@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -126,9 +127,9 @@ class OwnLoop:
             self._steps.require_backward()
             rehearsal.forget_other_modes()
             if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
-                rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
-                self._steps.judging.judge_call(module, rehearsal.samples_of_call(args, kwargs))
-                rehearsal.forget_traffic()
+                samples = rehearsal.samples_of_call(args, kwargs)
+                judge = partial(self._steps.judging.judge_call, module, samples)
+                rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs, judge)
             self._open_step()
 
     def _open_step(self) -> None:

@@ -108,6 +108,9 @@ class Losses:
         self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
     ) -> Generator[torch.Tensor, None, None]:
         tokens, own = known.num_targets(rule), known.ranks[known.rank]
+        hanging = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        leaves = {id(t): t.detach().requires_grad_() for t in hanging}  # a backward frees the caller's graph
+        batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
         parts = list(self.form.parts(batch, own.rows, own.micro_rows))
         if self._labels is None:
             of_row = known.num_targets(rule, known.rank) // own.rows
@@ -129,6 +132,8 @@ class Losses:
             with self._state.as_ours():
                 loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
             yield _scaled(loss, share)
+        found = [(t, leaf.grad) for t in hanging if (leaf := leaves[id(t)]).grad is not None]
+        torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
 
     def num_chunks_of(self, known: PassPlan) -> int:
         """Return into how many chunks the tokens go through the head, 1 where the logits are made whole."""

@@ -82,6 +82,6 @@ class PlainPass:
             if saved._version != version:  # as torch says it where nobody packs
                 raise RuntimeError("a tensor that the backward needs was changed in place after its forward")
             return saved
-        unit, *place = saved
+        unit, dtype, distance, shape, stride = saved
         self._bring_up(unit)
-        return self._slots.view(self._slots.cargo_of(unit.regions), *place)
+        return self._slots.view(self._slots.cargo_of(unit.regions), dtype, distance, shape, stride)

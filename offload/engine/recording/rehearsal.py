@@ -135,7 +135,8 @@ class Rehearsal:
             sample = self._sample(batch, form, min(_ROWS), whole=False)
         except (ConfigError, IndexError):
             return [whole]
-        return [([sample.pop(str(number)) for number in range(len(args))], sample), whole]
+        named = {key: value for key, value in sample.items() if key in kwargs}
+        return [([sample[str(number)] for number in range(len(args))], named), whole]
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
         return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
@@ -302,10 +303,14 @@ class Rehearsal:
         for key, value in ints:
             known.setdefault(key, set()).add(value)
 
-    def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Record on a call of an own loop, with its own arguments. Collective."""
+    def on_call(
+        self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any], judge: Callable[[], None]
+    ) -> None:
+        """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
         self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
         self._record([(0, run)] * 2)
+        judge()
+        self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
         self.is_complete = True
 
@@ -398,8 +403,9 @@ class Rehearsal:
     def _samples(self, batch: Batch, form: BatchForm, teller: int, whole: bool) -> list[Batch]:
         """Return what to record on: the same on all ranks."""
         if form.is_whole:
-            return [self._shared(teller, lambda: batch)] * len(_ROWS)
-        return [self._shared(teller, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
+            return [self._shared(teller, lambda: _cut_off(batch))] * len(_ROWS)
+        makes = [partial(self._sample, batch, form, rows, whole) for rows in _ROWS]
+        return [self._shared(teller, lambda make=make: _cut_off(make())) for make in makes]
 
     def _shared(self, teller: int, make: Callable[[], Batch]) -> Batch:
         """Return the batch that one rank makes."""
@@ -475,6 +481,11 @@ class Rehearsal:
     def _unseen(self) -> AbstractContextManager[None]:
         """Leave modules, batch, loss function and generators as they were."""
         return Start(self._state, {"": self._model, **self._roots}).unseen()
+
+
+def _cut_off(batch: Batch) -> Batch:
+    """Return a batch whose tensors hang on no graph of the caller's, in which a trial would leave gradients."""
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 
 
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:

@@ -124,10 +124,10 @@ class Belongings:
             for tensor, value in self._tensors:
                 if not tensor.is_inference() and tensor.shape == value.shape and not same_bits(tensor, value):
                     tensor.copy_(value)
-            for leaf, gradient, value in self._gradients:
+            for leaf, gradient, copied in self._gradients:
                 leaf.grad = gradient
-                if gradient is not None and value is not None and not same_bits(gradient, value):
-                    gradient.copy_(value)
+                if gradient is not None and copied is not None and not same_bits(gradient, copied):
+                    gradient.copy_(copied)
         for restore, state in self._states:
             restore(state)
 
@@ -191,8 +191,9 @@ class Belongings:
         self.leaves[path] = value = tensor.detach().clone()
         self._tensors.append((tensor, value))
         if self._has_gradients and tensor.is_leaf and tensor.requires_grad:
-            self.leaves[f"{path}.grad"] = value = None if tensor.grad is None else tensor.grad.detach().clone()
-            self._gradients.append((tensor, tensor.grad, value))
+            copied = None if tensor.grad is None else tensor.grad.detach().clone()
+            self.leaves[f"{path}.grad"] = copied
+            self._gradients.append((tensor, tensor.grad, copied))
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         own, begin = vars(module), f"{path}." if path else ""

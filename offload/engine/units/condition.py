@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,6 +17,13 @@ from offload.engine.units.drawn import Drawn
 from offload.engine.units.undo import Undo
 from offload.tiers.device import Device
 
+_OF_FORWARD = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 BufferPlace = tuple[nn.Module, str]
 """A module, and the name of one of its buffers. A forward may hang another tensor there."""
 
@@ -44,6 +51,7 @@ class Condition:
         self._notes = self._notes_now() if notes else None
         self._modules, self._next_hook = modules, RemovableHandle.next_id
         self._attributes = Dicts(map(vars, modules))
+        self._hooks = _hooks(modules)
         self._buffers = Dicts(map(attrgetter("_buffers"), modules))
         found = [(module, key, module._buffers.get(key)) for module, key in moving]
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
@@ -67,8 +75,13 @@ class Condition:
     @contextmanager
     def attributes_again(self, undo: Undo) -> Iterator[None]:
         """Within, attributes are as they were; afterwards as they are now."""
-        then = self._attributes
-        if then.are_as_then:
+        then, hooks = self._attributes, _hooks(self._modules)
+        if self._hooks.keys() | hooks.keys():  # a forward may register some, and remove them again
+            with undo.afterwards(lambda: _hang(hooks, self._hooks)), undo.afterwards(then.put_back):
+                _hang(self._hooks, hooks)
+                then.put_back()
+                yield
+        elif then.are_as_then:
             with undo.afterwards(then.put_back):
                 yield
         else:
@@ -169,6 +182,31 @@ class Dicts:
             for key, value in before.items():
                 if key != "forward" and (key not in live or live[key] is not value):
                     live[key] = value
+
+
+_Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]
+"""Of each dict of hooks with some, by its address: the dict, and a copy."""
+
+
+def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
+    """Return the hooks on the forwards of modules."""
+    found: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
+    for module in modules:
+        if module._forward_pre_hooks or module._forward_hooks:
+            for name in _OF_FORWARD:
+                hooks = getattr(module, name)
+                if hooks:
+                    found[id(hooks)] = hooks, dict(hooks)
+    return found
+
+
+def _hang(hooks: _Hooks, others: _Hooks) -> None:
+    """Hang these hooks in their modules, where `others` hang."""
+    for live, _ in others.values():
+        live.clear()
+    for live, then in hooks.values():
+        live.clear()
+        live.update(then)
 
 
 def _drop_hooks(module: nn.Module, since: int) -> None:
