@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places, same_values
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.runner import UnitRunner
@@ -83,7 +83,7 @@ class Recording:
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
-        arguments = Arguments(without_caches(args, kwargs))
+        arguments, containers = received(args, kwargs)
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
@@ -124,7 +124,7 @@ class Recording:
                 arguments.tensors[i].copy_(inputs[i])
         self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
         self._handed.append((traits, outputs, [t._version for t in outputs]))
-        return deliver(result.fill(outputs), args, kwargs)
+        return deliver(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
@@ -297,10 +297,9 @@ class Recording:
             if found is not None and id(leaf) not in own:
                 raise ConfigError(
                     f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
-                    "by another way than arguments and results (a hook, a cache or a shared container), and its "
-                    "gradient would be lost when the unit streams. Flags that collect such tensors cannot be "
-                    "honoured, as output_router_logits=True for a router loss: set them to False in the model's "
-                    "config."
+                    "by another way than arguments and results (an attribute, or an object or list that a hook holds), "
+                    "and its gradient would be lost when the unit streams. Return it, put it into a list or dict among "
+                    "the unit's arguments, or turn off what collects it."
                 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from offload.engine.loss.loss import LossFunction, LossRule, find_loss, probe_lo
 from offload.engine.recording.form_trial import find_form, rows_to_try
 from offload.engine.recording.recording import Recording
 from offload.engine.state import EngineState
-from offload.engine.units.arguments import without_caches
+from offload.engine.units.arguments import Arguments
 from offload.engine.units.condition import Moment, buffer_places
 from offload.engine.units.undo import Where
 from offload.errors import ConfigError, OffloadError
@@ -282,7 +281,8 @@ class Rehearsal:
         """
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
-            args, kwargs = without_caches(args, kwargs, copy.deepcopy)
+            arguments = Arguments((args, kwargs), opens_caches=True)
+            args, kwargs = arguments.fill([t.clone() for t in arguments.tensors])
             with self._unseen():
                 self._watched(lambda: self._model(*args, **kwargs))
             self._forget_traffic()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload.engine.units.arguments import Arguments
+from offload.engine.units.arguments import Arguments, collectors
 from offload.engine.units.condition import Moment
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
@@ -54,22 +54,14 @@ class Surroundings:
 
 
 def _own_copy(context: contextvars.Context) -> contextvars.Context:
-    """Return a copy whose containers are its own. transformers collects the outputs of layers in one: a use that held
-    it would be held by what is in there, and a recompute would put its graph beside them.
+    """Return a copy whose containers are its own, and have no graphs. transformers collects the outputs of layers in
+    one: a use that held it would be held by what is in there.
     """
     copy = context.copy()
-    for variable, value in context.items():
-        if type(value) in (dict, list):
-            copy.run(variable.set, _without_graphs(value))
+    for variable, value in collectors(context):
+        tree = Arguments(value)
+        copy.run(variable.set, tree.fill([t if t.grad_fn is None else None for t in tree.tensors]))
     return copy
-
-
-def _without_graphs(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _without_graphs(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_graphs, value))
-    return None if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 @dataclass
@@ -299,7 +291,7 @@ class UnitFunction(torch.autograd.Function):
             raise
 
 
-def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input
     does.
     """
@@ -309,10 +301,12 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
     # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
     result, call.result, call.dirty, arguments.tensors = call.result, None, [], []
     assert result is not None
-    return result.fill(outputs)
+    return result, outputs
 
 
-def call_unit_without_graph(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+def call_unit_without_graph(
+    unit: Unit, runner: UnitRunner, arguments: Arguments
+) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run a unit whose result needs no gradient."""
     rows, results = runner.rows_of(unit), []
     runner.enter(unit)
@@ -325,7 +319,7 @@ def call_unit_without_graph(unit: Unit, runner: UnitRunner, arguments: Arguments
                 results.append(result)
     finally:
         runner.leave()
-    return results[0].fill(unit.traits.join_outputs(results))
+    return results[0], unit.traits.join_outputs(results)
 
 
 def run_without_graph(
