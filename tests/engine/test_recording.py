@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine
+from offload import LOMO, SGD, Engine
 from offload.errors import ConfigError
+from offload.optim.rule import UpdateRule
 from tests.engine.compare import PROPORTIONAL, train_both, weights
 from tests.engine.families import build, llama, mixtral, tokens
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import WORDS, Block, Stack, cross_entropy, words
 from tests.engine.inside import resident_names, unit_names
 
 
@@ -197,3 +198,30 @@ def test_a_unit_called_from_inside_another_stays_on_the_device() -> None:
     with pytest.warns(UserWarning, match=r"blocks\.1"):
         engine.step(words(), loss_fn=cross_entropy)
     assert resident_names(engine) == ["blocks.1"]
+
+
+class Shifted(Stack):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + shift
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.0), LOMO(lr=0.0)], ids=["sgd", "lomo"])
+def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: UpdateRule) -> None:
+    """Neither the recording pass nor a backward that is made for the norm alone adds to them, or calls hooks."""
+    shift, heat = nn.Parameter(torch.zeros(1, 1, WORDS)), nn.Parameter(torch.ones(()))
+    called: list[Tensor] = []
+    heat.register_post_accumulate_grad_hook(called.append)
+    engine, plain = Engine(build(Shifted), optimizer=rule, max_grad_norm=1.0), build(Shifted)
+
+    def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(outputs * heat, batch)
+
+    for seed in range(2):
+        batch = words(seed)
+        engine.step({**batch, "shift": shift}, loss_fn=loss_fn)
+        assert len(called) == seed + 1
+        found = [parameter.grad.clone() for parameter in (shift, heat)]
+        wanted = torch.autograd.grad(loss_fn(plain(batch["x"], shift), batch), (shift, heat))
+        for one, two, parameter in zip(found, wanted, (shift, heat), strict=True):
+            torch.testing.assert_close(one, two)
+            parameter.grad = None

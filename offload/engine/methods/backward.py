@@ -49,7 +49,7 @@ class Backward(Method):
         with closing(parts()) as part_losses:
             for part_loss in part_losses:
                 if part_loss.requires_grad:
-                    part_loss.backward()
+                    self._state.backward(part_loss)
                 loss += part_loss.detach().to(torch.float32)
         return loss
 

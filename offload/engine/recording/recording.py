@@ -148,10 +148,17 @@ class Recording:
             traits.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
+        # What the caller trains beside the model has no part in it.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
         received = [t for _, tensors, _ in self._watched for t in tensors]
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
-            torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True)
+            leaves = [
+                t
+                for t in _graph_leaves([tensor])
+                if id(t) in self._borders or isinstance(t, Elsewhere) or self._runner.slots.holds(t)
+            ]
+            if leaves:
+                torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
 
     def _cut(
         self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
