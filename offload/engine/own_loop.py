@@ -126,7 +126,7 @@ class OwnLoop:
             self._steps.require_backward()
             rehearsal.forget_other_modes()
             if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
-                rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs)
+                rehearsal.on_call(args, kwargs)
             self._open_step()
 
     def _open_step(self) -> None:

@@ -40,7 +40,7 @@ Maker = Callable[[], nn.Module]
 
 def pair(make: Maker, **settings: Any) -> tuple[Engine, Reference]:
     model = build(make)
-    reference = Reference(model, **settings)
+    reference = Reference(model, **{key: value for key, value in settings.items() if key != "recompute"})
     return Engine(model, **settings), reference
 
 
@@ -625,3 +625,17 @@ def test_a_gradient_that_is_looked_for_at_a_parameter_is_in_the_engine() -> None
     engine.leave_grads_untold()
     assert parameter.grad is None
     engine.update()
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_units_may_be_called_before_the_model_and_make_its_arguments(recompute: str) -> None:
+    """As with embeddings that a loop looks up itself: the first call, which is recorded, leaves their graph alone."""
+    engine, reference = pair(llama, recompute=recompute)
+    for step in range(2):
+        ids, labels = tokens(step).values()
+        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+            embedded = model.get_input_embeddings()(ids)
+            backward(model(inputs_embeds=embedded * 1.5, labels=labels).loss)
+        reference.collect()
+        assert engine.update().grad_norm == reference.update()
+        assert_weights(engine, reference, when=f"step {step}")

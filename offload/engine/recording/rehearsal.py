@@ -266,10 +266,10 @@ class Rehearsal:
             len(known[key]) < _MOST_CHOICES and value not in known[key] for key, value in _ints(args, kwargs)
         )
 
-    def on_call(self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record on a call of an own loop, with its own arguments. Collective."""
         self.is_complete = False
-        self._record([(0, run)] * 2)
+        self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
         known = self._calls.setdefault(self._signature_of_call(args, kwargs), {})
         for key, value in _ints(args, kwargs):
             known.setdefault(key, set()).add(value)
@@ -281,12 +281,17 @@ class Rehearsal:
         """
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
-            arguments = Arguments((args, kwargs), opens_caches=True)
-            args, kwargs = arguments.fill([t.clone() for t in arguments.tensors])
             with self._unseen():
-                self._watched(lambda: self._model(*args, **kwargs))
+                self._watched(lambda: self._model_on_copies(args, kwargs))
             self._forget_traffic()
             self._watched_calls.add(signature)
+
+    def _model_on_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model as its caller does; the containers, values and graphs that are given stay as they are."""
+        arguments = Arguments((args, kwargs))
+        own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
+        args, kwargs = arguments.fill(own)
+        return self._model(*args, **kwargs)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it
