@@ -80,7 +80,7 @@ class Call:
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self._needs = [t.requires_grad for t in arguments.tensors]
+        self._needs, self._frozen = [t.requires_grad for t in arguments.tensors], unit.frozen
         self._surroundings = Surroundings(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -161,11 +161,16 @@ class Call:
 
     # -- backward --------------------------------------------------------------------------------------------
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> list[torch.Tensor | None]:
         """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters'
-        go to the runner.
+        go to the runner, if the backward `trains`.
         """
         unit, runner = self.unit, self._runner
+        if torch.is_grad_enabled():
+            raise OffloadError(
+                f"unit {unit.name}: a backward with create_graph=True asks for a graph of the gradients, which a unit "
+                "whose weights come and go does not have. Leave it out, or make the penalty of finite differences."
+            )
         if not self._is_open:
             raise OffloadError(
                 f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
@@ -184,18 +189,14 @@ class Call:
         before, runner.undo.where = runner.undo.where, Where.ENGINE
         found: list[list[torch.Tensor | None]] = []
         ambient = runner.device.random_state()
-        runner.enter(unit, backward=True)
+        runner.enter(unit, backward=trains)
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
-            for number, micro_batch in enumerate(self._micro_batches):
-                with micro_batch.before.condition.buffers_again(self.traits.buffers, runner.undo):
-                    leaves, results = micro_batch.graph.take() if micro_batch.graph else self._recompute(number)
-                    pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
-                    pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
-                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-                found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
-                del leaves, results, pairs
-            runner.gradients.close(unit.regions)
+            with unit.frozen_with(self._frozen, runner.undo):
+                for number, micro_batch in enumerate(self._micro_batches):
+                    found.append(self._backward_of(number, micro_batch, gradients, trains))
+            if trains:
+                runner.gradients.close(unit.regions)
         finally:
             unit.install(unit.resting)
             runner.device.set_random_state(ambient)
@@ -204,6 +205,18 @@ class Call:
         joined = self.traits.join_gradients(found, self._shapes)
         runner.undo.where = before
         return joined
+
+    def _backward_of(
+        self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
+    ) -> list[torch.Tensor | None]:
+        """Run the backward of one micro-batch; return the gradients of its inputs."""
+        with micro_batch.before.condition.buffers_again(self.traits.buffers, self._runner.undo):
+            leaves, results = micro_batch.graph.take() if micro_batch.graph else self._recompute(number)
+            pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
+            pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+            inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=inputs)
+        return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
 
     def fail(self) -> None:
         """The backward was ended by an exception, or an interrupt. Unless it was refused before it began, it is half
@@ -284,8 +297,10 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        # torch.autograd.grad, and a backward to chosen inputs, leave the weights' gradients alone.
+        trains = not ctx.needs_input_grad[1] or torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         try:
-            return None, None, *ctx.call.backward(gradients)
+            return None, None, *ctx.call.backward(gradients, trains)
         except BaseException:
             ctx.call.fail()
             raise
