@@ -34,7 +34,7 @@ class Arguments:
     def __init__(self, tree: Any, containers: list[Any] | None = None, opens_caches: bool = True) -> None:
         """`containers`: those that are known by their place in this list, to which those of `tree` are added. They are
         not kept here: a use that held a container would hold what the model puts there later, its own result too, and
-        that holds the use. `opens_caches`: an empty cache is left out, since a recompute would append to it.
+        that holds the use. `opens_caches`: key-value caches too.
         """
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
@@ -88,10 +88,7 @@ class Arguments:
                 parts, spec = tree_flatten(tree, lambda part: part is not tree)
                 if not spec.is_leaf():
                     kind, keys = spec, _is_container(tree)
-                elif isinstance(tree, _cache_types()) and (not self._opens_caches or _is_empty(tree)):
-                    leaves.append(None if self._opens_caches else tree)
-                    return None
-                elif _is_container(tree):
+                elif _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types())):
                     parts, self._shells[len(containers)] = _content(tree), _refill(_own_copy(tree), [])
                 else:
                     leaves.append(tree)
@@ -205,8 +202,14 @@ class _Change:
 
 def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:
     """Return a call's arguments, and the caller's own containers, to be handed to `deliver`: those among the arguments,
-    and those in context variables, in which transformers collects what layers give beside their results.
+    and those in context variables, in which transformers collects what layers give beside their results. An empty cache
+    is left out of a training call, which `opens_caches`: nothing reads what units would append.
     """
+    if opens_caches and (caches := _cache_types()):
+        args, kwargs = (
+            tuple([None if isinstance(value, caches) and _is_empty(value) else value for value in args]),
+            {key: None if isinstance(v, caches) and _is_empty(v) else v for key, v in kwargs.items()},
+        )
     containers: list[Any] = []
     arguments = Arguments((args, kwargs), containers, opens_caches)
     if found := collectors(contextvars.copy_context()):
