@@ -709,3 +709,17 @@ def test_what_is_frozen_in_a_forward_or_its_backward_has_no_gradient_of_it(recom
         assert engine.update().grad_norm == reference.update()
         engine.model.blocks[1].up.weight.requires_grad_(True)
         assert_weights(engine, reference)
+
+
+def test_a_cache_that_a_call_fills_is_read_by_the_next() -> None:
+    """A text in two segments, with gradients through the keys and values of the first."""
+    engine, reference = pair(llama)
+    for step in range(2):
+        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+            first = model(**tokens(step), use_cache=True)
+            second = model(**tokens(step + 2), use_cache=True, past_key_values=first.past_key_values)
+            assert second.past_key_values.get_seq_length() == 20
+            backward(first.loss + second.loss)
+        reference.collect()
+        assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
+        assert_weights(engine, reference, within=1e-5)

@@ -216,8 +216,10 @@ class Recording:
     def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if _moved(weights, versions):
             raise ConfigError(
-                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change would "
-                "stay on the device and be lost. Build the module without it."
+                f"unit {unit.name} writes to its own weights in forward: the change would stay on the device and be "
+                "lost. nn.Embedding's max_norm does so: build the module without it. So does LoRA over parameters "
+                "(PEFT's target_parameters, for experts that are one), which sets them anew in each forward: name "
+                "modules alone, in target_modules."
             )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:

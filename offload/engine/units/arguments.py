@@ -74,26 +74,28 @@ class Arguments:
 
     def _open(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
         """Append the leaves of a tree; return how it is built of them: None for a leaf, the number of a container that
-        is known, or (kind, keys, parts).
+        is known, or (kind, keys, whether it is a container, parts).
         """
         kind: Any = type(tree)
         keys, parts = None, tree
-        if kind is not tuple:
+        is_container = kind is not tuple
+        if is_container:
             for number, known in enumerate(containers):
                 if known is tree:
                     return number
             if kind is dict:
                 keys, parts = tuple(tree), tree.values()
             elif kind is not list:
+                is_container = _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types()))
                 parts, spec = tree_flatten(tree, lambda part: part is not tree)
                 if not spec.is_leaf():
-                    kind, keys = spec, _is_container(tree)
-                elif _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types())):
+                    kind = spec
+                elif is_container:
                     parts, self._shells[len(containers)] = _content(tree), _refill(_own_copy(tree), [])
                 else:
                     leaves.append(tree)
                     return None
-            if keys is not False:
+            if is_container:
                 containers.append(tree)
         specs: list[Hashable] = []
         for part in parts:
@@ -102,7 +104,7 @@ class Arguments:
                 specs.append(None)
             else:
                 specs.append(self._open(part, leaves, containers))
-        return kind, keys, tuple(specs)
+        return kind, keys, is_container, tuple(specs)
 
     def _close(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
         """Return a tree that is built so."""
@@ -110,18 +112,18 @@ class Arguments:
             return next(leaves)
         if type(spec) is int:
             return containers[spec]
-        kind, keys, specs = spec
+        kind, keys, is_container, specs = spec
         number = len(containers)
-        is_container = kind is not tuple and keys is not False
         if is_container:
             containers.append(None)  # numbered before its parts, as it was opened
         parts = []
         for part in specs:
             parts.append(next(leaves) if part is None else self._close(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
-        if kind is tuple or kind is list:
-            tree = kind(parts)
-        elif kind is dict:
+        tree: Any
+        if kind is dict:
             tree = dict(zip(keys, parts, strict=True))
+        elif kind is tuple or kind is list:
+            tree = kind(parts)
         elif isinstance(kind, TreeSpec):
             tree = tree_unflatten(parts, kind)
         else:
@@ -185,13 +187,6 @@ def _refill(container: Any, content: Sequence[Any]) -> Any:
     return container
 
 
-def _is_empty(value: Any) -> bool:
-    """True for what holds no number that a gradient could flow to."""
-    if isinstance(value, torch.Tensor):
-        return not (value.is_floating_point() and value.numel())
-    return not _is_container(value) or all(map(_is_empty, _content(value)))
-
-
 @dataclass(frozen=True)
 class _Change:
     """What is in a container by now: for each item, where it was before (container, place), or None for a new one."""
@@ -202,14 +197,8 @@ class _Change:
 
 def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:
     """Return a call's arguments, and the caller's own containers, to be handed to `deliver`: those among the arguments,
-    and those in context variables, in which transformers collects what layers give beside their results. An empty cache
-    is left out of a training call, which `opens_caches`: nothing reads what units would append.
+    and those in context variables, in which transformers collects what layers give beside their results.
     """
-    if opens_caches and (caches := _cache_types()):
-        args, kwargs = (
-            tuple([None if isinstance(value, caches) and _is_empty(value) else value for value in args]),
-            {key: None if isinstance(v, caches) and _is_empty(v) else v for key, v in kwargs.items()},
-        )
     containers: list[Any] = []
     arguments = Arguments((args, kwargs), containers, opens_caches)
     if found := collectors(contextvars.copy_context()):
