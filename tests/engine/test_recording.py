@@ -15,6 +15,7 @@ from offload import LOMO, SGD, Engine
 from offload.errors import ConfigError
 from offload.optim.rule import UpdateRule
 from tests.engine.compare import PROPORTIONAL, train_both, weights
+from tests.engine.device import own_device, twin
 from tests.engine.families import build, llama, mixtral, tokens
 from tests.engine.handmade import WORDS, Block, Stack, cross_entropy, words
 from tests.engine.inside import resident_names, unit_names
@@ -211,7 +212,7 @@ def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: 
     shift, heat = nn.Parameter(torch.zeros(1, 1, WORDS)), nn.Parameter(torch.ones(()))
     called: list[Tensor] = []
     heat.register_post_accumulate_grad_hook(called.append)
-    engine, plain = Engine(build(Shifted), optimizer=rule, max_grad_norm=1.0), build(Shifted)
+    engine, plain = Engine(build(Shifted), optimizer=rule, max_grad_norm=1.0), twin(build(Shifted))
 
     def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return cross_entropy(outputs * heat, batch)
@@ -221,7 +222,7 @@ def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: 
         engine.step({**batch, "shift": shift}, loss_fn=loss_fn)
         assert len(called) == seed + 1
         found = [parameter.grad.clone() for parameter in (shift, heat)]
-        wanted = torch.autograd.grad(loss_fn(plain(batch["x"], shift), batch), (shift, heat))
+        wanted = torch.autograd.grad(loss_fn(plain(batch["x"], shift.to(own_device())), batch), (shift, heat))
         for one, two, parameter in zip(found, wanted, (shift, heat), strict=True):
             torch.testing.assert_close(one, two)
             parameter.grad = None
