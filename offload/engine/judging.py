@@ -80,7 +80,7 @@ class Judging:
             terms = [(t.reshape(-1) * torch.arange(t.numel(), device=t.device).cos()).mean() for t in found]
             return sum(terms, torch.zeros((), device=self._state.device.torch_device))
 
-        def way(_anew: Callable[[], None]) -> list[torch.Tensor]:
+        def way() -> list[torch.Tensor]:
             made = loss()
             if made.requires_grad:
                 made.backward()
@@ -144,7 +144,7 @@ class Judging:
         has_backward = trains and self._losses.has_gradient
         parts = partial(self._losses.parts, sample, plan, rule, loss_fn, num_chunks=num_chunks)
 
-        def evaluate(_anew: Callable[[], None]) -> list[torch.Tensor]:
+        def evaluate() -> list[torch.Tensor]:
             with closing(parts()) as found:
                 return [sum(found, torch.zeros((), device=state.device.torch_device))]
 

@@ -128,8 +128,7 @@ class OwnLoop:
             rehearsal.forget_other_modes()
             if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
                 samples = rehearsal.samples_of_call(args, kwargs)
-                judge = partial(self._steps.judging.judge_call, module, samples)
-                rehearsal.on_call(lambda: module(*args, **kwargs), args, kwargs, judge)
+                rehearsal.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
             self._open_step()
 
     def _open_step(self) -> None:

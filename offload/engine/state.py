@@ -212,6 +212,16 @@ class EngineState:
             self.is_ours = True
             yield
 
+    def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
+        """Go backward. A pass that is made for the norm alone gives gradients to nothing outside of the model, except
+        to `leaves`.
+        """
+        inputs = None
+        if self.gradients.landing.drops:
+            live = [parameter for unit in self.units if unit.resident for parameter in unit.live().values()]
+            inputs = [t for t in (self.runner.anchor, *leaves, *live) if t.requires_grad]
+        torch.autograd.backward(tensor, gradient, inputs=inputs)
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Hang what stands for parameters in the model, also for those that stay on the device: nothing is read."""

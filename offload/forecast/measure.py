@@ -15,7 +15,7 @@ from offload.engine.assemble import Prepared
 from offload.engine.caches import Caches
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import find_loss, select_inputs
-from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
 from offload.engine.units.undo import Undo
 from offload.engine.units.unit import put_parameters
@@ -279,8 +279,7 @@ class _Probe:
         if self._is_inside:
             return forward(*args, **kwargs)
         self._end_stretch()
-        args, kwargs = without_caches(args, kwargs)
-        arguments = Arguments((args, kwargs))
+        arguments, containers = received(args, kwargs)
         self._is_inside = True
         try:
             seen = self._uses.see(unit, forward, arguments)
@@ -297,7 +296,7 @@ class _Probe:
         self._mark = self.watch.cost
         outputs = _Border.apply(self, number, seen, anchor, *arguments.tensors)
         self.watch.begin()
-        return deliver(seen.result.fill(outputs), args, kwargs)
+        return deliver(seen.result, outputs, containers)
 
     def _wait(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> None:
         """Note the inputs of a use, which wait for its backward, each once."""

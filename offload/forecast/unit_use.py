@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from offload.engine.units.arguments import Arguments
+from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
+from offload.engine.units.undo import Undo
 from offload.forecast.watch import Watch
 from offload.forecast.workload import NO_WORK, UnitWork
 
@@ -49,8 +50,7 @@ class SeenUses:
         watch, inputs = self._watch, arguments.tensors
         cost, before = watch.cost, watch.begin()
         with torch.no_grad():
-            args, kwargs = arguments.fill(inputs)
-            result = Arguments((forward(*args, **kwargs), None))
+            result = run_over_copies(forward, arguments, inputs, arguments.others, Undo())
         forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
         numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
         sources = [numbers.get(id(tensor)) for tensor in result.tensors]
@@ -73,8 +73,7 @@ class SeenUses:
         hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
         before = watch.begin()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            args, kwargs = arguments.fill(leaves)
-            again = Arguments((forward(*args, **kwargs), None)).tensors
+            again = run_over_copies(forward, arguments, leaves, arguments.others, Undo()).tensors
         cost = watch.cost
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]

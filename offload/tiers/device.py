@@ -155,7 +155,7 @@ class AcceleratorDevice:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.requires_grad:  # whose gradients come back by the same way
             return tensor.to(self.torch_device)
         up = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         numel = _STAGED_BYTES // tensor.itemsize

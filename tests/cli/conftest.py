@@ -30,12 +30,10 @@ SENTENCE = "the weights of a block are fetched, used and given back; then the ne
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with llama.json, mixtral.json and text.txt, from which the commands run."""
+    """A folder with llama.json and text.txt, from which the commands run."""
     path = tmp_path / "here"
     path.mkdir()
-    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
     (path / "llama.json").write_text(json.dumps(LLAMA))
-    (path / "mixtral.json").write_text(json.dumps(mixtral))
     (path / "text.txt").write_text("\n".join(f"{number} {SENTENCE * 3}" for number in range(60)))
     (path / "empty.txt").write_text("")
     return path

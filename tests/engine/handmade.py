@@ -3,6 +3,9 @@ sequence]."""
 
 from __future__ import annotations
 
+from collections import UserList, deque
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -240,6 +243,38 @@ class TreesOfTensors(Stack):
             h, state, words = sum(out["pair"]), out["state"], words + out["words"] * out["depth"]
             h = h / (1.0 + float(out["scale"].float().cpu().numpy()))  # numpy refuses what requires a gradient
         return {"logits": self.head(h) + words.unsqueeze(-1) * 0.01}
+
+
+class ChangesItsArguments(Block):
+    """Puts tensors into containers among its arguments, at any depth, takes some out, and counts."""
+
+    def forward(self, h: Tensor, losses: list[Tensor], state: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        h = super().forward(h) + 0.1 * state["memory"][0] + 0.1 * state["queue"][-1]
+        losses.append(h.square().mean())
+        state["memory"][0] = torch.sin(h)
+        state["queue"].append(h.mean((0, 1)))
+        state["seen"].add(len(state["losses"]))  # which is the same list
+        state[len(losses)] = {"carried": state.pop("carried") + h.mean(), "first": [h]}
+        state["carried"] = state[len(losses)]["carried"]
+        return h
+
+
+class ChangesContainers(Stack):
+    def __init__(self) -> None:
+        super().__init__(ChangesItsArguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, losses, seen = self.embedding(x), [], set()
+        memory, queue = UserList([h]), deque([h.mean((0, 1))], maxlen=2)
+        state = {"memory": memory, "queue": queue, "seen": seen, "losses": losses, "carried": h.sum() * 0}
+        for block in self.blocks:
+            h = block(h, losses, state)
+        assert seen == {1, 2, 3}
+        assert state["losses"] is losses
+        assert len(losses) == 3
+        assert state["queue"] is queue
+        more = [state["carried"], *(state[number]["first"][0].mean() for number in seen)]
+        return self.head(h + memory[0] + sum(queue)) + sum(losses) + sum(more)
 
 
 class SkipsFromEarlyToLate(Stack):

@@ -19,6 +19,7 @@ from tests.engine.handmade import (
     WIDTH,
     WITHOUT_INPUTS,
     WORDS,
+    ChangesContainers,
     ListedTwice,
     ReadFromOutside,
     Recurrent,
@@ -53,6 +54,14 @@ def test_streams_bit_equal(model: type[nn.Module], precision: str, debug: bool) 
 def test_kept_graphs_are_bit_equal(model: type[nn.Module], precision: str) -> None:
     settings = {"precision": precision, "recompute": "never", "debug": True, "group": sum_by_layer}
     train_both(build(model), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)
+
+
+@matrix(strength=1, recompute=["always", "never"], rows=[None, 2], debug={"": False, "poisoned": True})
+def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None, debug: bool) -> None:
+    """Within a rounding: a tensor in several containers enters a unit once, where its gradients are summed."""
+    batches = [words(seed) for seed in range(NUM_STEPS)]
+    settings = {"recompute": recompute, "micro_batch_size": rows, "debug": debug}
+    train_both(build(ChangesContainers), batches, loss_fn=cross_entropy, count=count_labels, within=1e-5, **settings)
 
 
 @matrix(strength=1, debug={"": False, "poisoned": True}, precision=["fp32", "bf16"])

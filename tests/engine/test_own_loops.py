@@ -22,6 +22,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, weig
 from tests.engine.device import own_device, twin
 from tests.engine.families import build, gemma2, gpt2, llama, mamba, mixtral, qwen3, tokens
 from tests.engine.handmade import (
+    WIDTH,
     Block,
     InPlaceBlocks,
     Namespace,
@@ -40,7 +41,7 @@ Maker = Callable[[], nn.Module]
 
 def pair(make: Maker, **settings: Any) -> tuple[Engine, Reference]:
     model = build(make)
-    reference = Reference(model, **settings)
+    reference = Reference(model, **{key: value for key, value in settings.items() if key != "recompute"})
     return Engine(model, **settings), reference
 
 
@@ -627,3 +628,100 @@ def test_a_gradient_that_is_looked_for_at_a_parameter_is_in_the_engine() -> None
         parameter.grad = None
     engine.update()
     parameter.grad = None
+
+
+class Given(Stack):
+    """Is given its embeddings, which a loop may look up, change and differentiate."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_gradients_of_inputs_alone_leave_those_of_weights(recompute: str, by: str) -> None:
+    """As adversarial examples and saliency are made: before the step's first backward, and between two."""
+    model = build(Given)
+    reference = Reference(model)
+    engine = Engine(model, recompute=recompute)
+
+    def loss(model: nn.Module, h: Tensor) -> Tensor:
+        return cross_entropy(model(h), words())
+
+    for step in range(2):
+        norms = []
+        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+            h = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(step)).to(own_device())
+            for _ in range(2):
+                x = h.clone().requires_grad_()
+                if by == "grad":
+                    (slope,) = torch.autograd.grad(loss(model, x), x)
+                else:
+                    loss(model, x).backward(inputs=[x])
+                    slope = x.grad
+                h = h + 0.1 * slope.sign()
+                backward(loss(model, h))
+                if model is reference.model:
+                    reference.collect()
+            norms.append(h.norm())
+        assert norms[0] == norms[1]
+        assert engine.update().grad_norm == reference.update()
+        assert_weights(engine, reference, when=f"step {step}")
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_units_may_be_called_before_the_model_and_make_its_arguments(recompute: str) -> None:
+    """As with embeddings that a loop looks up itself: the first call, which is recorded, leaves their graph alone."""
+    engine, reference = pair(llama, recompute=recompute)
+    for step in range(2):
+        ids, labels = tokens(step).values()
+        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+            embedded = model.get_input_embeddings()(ids)
+            backward(model(inputs_embeds=embedded * 1.5, labels=labels).loss)
+        reference.collect()
+        assert engine.update().grad_norm == reference.update()
+        assert_weights(engine, reference, when=f"step {step}")
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    engine = Engine(build(Given))
+    x = torch.randn(4, 6, WIDTH, device=own_device(), requires_grad=True)
+    with pytest.raises(OffloadError, match="create_graph"):
+        torch.autograd.grad(cross_entropy(engine.model(x), words()), x, create_graph=True)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("told", [True, False])
+def test_what_is_frozen_in_a_forward_or_its_backward_has_no_gradient_of_it(recompute: str, told: bool) -> None:
+    engine, reference = Engine(build(Stack), recompute=recompute), Reference(build(Stack))
+    for first, second in [(False, True), (True, False), (True, True)]:
+        for model in (engine.model, reference.model):
+            weight = model.blocks[1].up.weight
+            weight.requires_grad_(first)
+            loss = cross_entropy(model(words()["x"]), words())
+            weight.requires_grad_(second)
+            if told and model is engine.model:
+                engine.backward(loss)
+            else:
+                loss.backward()
+        reference.collect()
+        weight.requires_grad_(True)
+        assert engine.update().grad_norm == reference.update()
+        engine.model.blocks[1].up.weight.requires_grad_(True)
+        assert_weights(engine, reference)
+
+
+def test_a_cache_that_a_call_fills_is_read_by_the_next() -> None:
+    """A text in two segments, with gradients through the keys and values of the first."""
+    engine, reference = pair(llama)
+    for step in range(2):
+        for model, backward in ((engine.model, engine.backward), (reference.model, Tensor.backward)):
+            first = model(**tokens(step), use_cache=True)
+            second = model(**tokens(step + 2), use_cache=True, past_key_values=first.past_key_values)
+            assert second.past_key_values.get_seq_length() == 20
+            backward(first.loss + second.loss)
+        reference.collect()
+        assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
+        assert_weights(engine, reference, within=1e-5)

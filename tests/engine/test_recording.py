@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine
+from offload import LOMO, SGD, Engine
 from offload.errors import ConfigError
-from tests.engine.compare import train_both, weights
+from offload.optim.rule import UpdateRule
+from tests.engine.compare import PROPORTIONAL, train_both, weights
+from tests.engine.device import own_device, twin
 from tests.engine.families import build, llama, mixtral, tokens
-from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.handmade import WORDS, Block, Stack, cross_entropy, words
 from tests.engine.inside import resident_names, unit_names
 
 
-@pytest.mark.parametrize("use", ["step", "evaluate", "own loop"])
-def test_router_losses_are_refused(use: str) -> None:
-    """Without this the loss is right and the gate's gradient a twentieth of the true one."""
-    engine = Engine(build(lambda: mixtral(output_router_logits=True)))
-    before = weights(engine)
-    call = (lambda batch: engine.model(**batch)) if use == "own loop" else getattr(engine, use)
-    with pytest.raises(ConfigError, match=r"output_router_logits=True.*False"):
-        call(tokens())
-    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+def collected(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    return outputs.aux_loss + outputs.hidden_states[1].square().mean() + outputs.logits.square().mean()
 
 
-def test_a_refused_flag_can_be_turned_off_on_the_same_engine() -> None:
-    engine = Engine(build(lambda: mixtral(output_router_logits=True)))
-    with pytest.raises(ConfigError):
-        engine.step(tokens())
-    engine.model.config.output_router_logits = False
-    wanted = Engine(build(mixtral)).step(tokens())
-    result = engine.step(tokens())
-    assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("loss_fn", [None, collected], ids=["own", "given"])
+def test_what_transformers_collects_inside_units_has_its_gradients(recompute: str, loss_fn: Any) -> None:
+    """A router's loss, over the whole batch. Without them the gate's gradient is a twentieth of the true one."""
+    model = build(lambda: mixtral(output_router_logits=True, output_hidden_states=True))
+    batches = [{**tokens(seed), "attention_mask": torch.ones_like(tokens()["input_ids"])} for seed in range(2)]
+    parts = Engine(copy.deepcopy(model), optimizer=PROPORTIONAL, recompute=recompute, micro_batch_size=2)
+    engine, _ = train_both(model, batches, loss_fn=loss_fn, within=1e-5, recompute=recompute)
+    for batch in batches:
+        parts.step(batch, loss_fn=loss_fn)
+    for name, value in weights(parts).items():
+        torch.testing.assert_close(value, weights(engine)[name], rtol=1e-5, atol=1e-6)
 
 
 class Leaks(Block):
@@ -198,3 +199,30 @@ def test_a_unit_called_from_inside_another_stays_on_the_device() -> None:
     with pytest.warns(UserWarning, match=r"blocks\.1"):
         engine.step(words(), loss_fn=cross_entropy)
     assert resident_names(engine) == ["blocks.1"]
+
+
+class Shifted(Stack):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + shift
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.0), LOMO(lr=0.0)], ids=["sgd", "lomo"])
+def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: UpdateRule) -> None:
+    """Neither the recording pass nor a backward that is made for the norm alone adds to them, or calls hooks."""
+    shift, heat = nn.Parameter(torch.zeros(1, 1, WORDS)), nn.Parameter(torch.ones(()))
+    called: list[Tensor] = []
+    heat.register_post_accumulate_grad_hook(called.append)
+    engine, plain = Engine(build(Shifted), optimizer=rule, max_grad_norm=1.0), twin(build(Shifted))
+
+    def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(outputs * heat, batch)
+
+    for seed in range(2):
+        batch = words(seed)
+        engine.step({**batch, "shift": shift}, loss_fn=loss_fn)
+        assert len(called) == seed + 1
+        found = [parameter.grad.clone() for parameter in (shift, heat)]
+        wanted = torch.autograd.grad(loss_fn(plain(batch["x"], shift.to(own_device())), batch), (shift, heat))
+        for one, two, parameter in zip(found, wanted, (shift, heat), strict=True):
+            torch.testing.assert_close(one, two)
+            parameter.grad = None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from offload import Engine
 from offload.checkpoint.reader import Reader
+from offload.errors import ConfigError
+from tests.engine import families
+from tests.engine.compare import train_both
+from tests.engine.reference import count_labels
 from tests.integrations.plain import (
     assert_same_run,
     assert_same_weights,
@@ -23,7 +30,7 @@ from tests.matrix import quick
 
 needs("accelerate", "peft")
 
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model  # noqa: E402
 
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
 
@@ -71,3 +78,25 @@ def test_an_adapter_is_trained_and_saved_as_without_an_engine(tmp_path: Path, na
     loaded = PeftModel.from_pretrained(llama(), tmp_path / "offloaded", is_trainable=True)
     trained = {n: p.detach() for n, p in plain.model.named_parameters() if p.requires_grad}
     assert_same_weights({n: p.detach() for n, p in loaded.named_parameters() if n in trained}, trained)
+
+
+@pytest.mark.parametrize(
+    ("make", "task", "settings"),
+    [
+        (families.llama, "CAUSAL_LM", {"micro_batch_size": 2}),
+        (families.gemma2, "CAUSAL_LM", {"recompute": "never"}),
+        (families.t5, "SEQ_2_SEQ_LM", {"recompute": "always"}),
+    ],
+)
+def test_a_prefix_is_seen_and_trained(make: Callable[[], nn.Module], task: str, settings: dict[str, Any]) -> None:
+    """PEFT gives its keys and values as a cache that is not empty."""
+    model = get_peft_model(families.build(make), PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
+    count = count_labels if make is families.t5 else None
+    train_both(model, [families.tokens(seed) for seed in range(2)], count=count, within=1e-4, **settings)
+
+
+def test_lora_over_parameters_is_refused() -> None:
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
+    engine = Engine(get_peft_model(families.build(families.mixtral), config))
+    with pytest.raises(ConfigError, match=r"LoRA over parameters .* target_modules"):
+        engine.step(families.tokens())

@@ -163,12 +163,12 @@ class Losses:
         with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
             for loss, leaf, span in self.head.losses(output, batch, num_chunks, tokens, self._labels, skips=skips):
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
-                    loss.backward()
+                    self._state.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:
                     gradient[:, span] = leaf.grad
                 total += loss.detach().to(torch.float32)
         if gradient is not None:
-            hidden.backward(gradient)
+            self._state.backward(hidden, gradient)
         return total
 
 

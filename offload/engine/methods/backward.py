@@ -42,12 +42,7 @@ class Backward(Method):
         self.begin(known.kind)
         return self.end(self._passes(parts), tokens, known.kind)
 
-    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:
-        if self._state.updates.learns_first:
-            before = self._moment()
-            self._passes(parts)
-            before.put_back()
-            anew()
+    def trial(self, parts: Parts) -> list[torch.Tensor]:
         return [self._passes(parts)]
 
     def _passes(self, parts: Parts) -> torch.Tensor:
@@ -57,7 +52,7 @@ class Backward(Method):
         with closing(parts()) as part_losses:
             for part_loss in part_losses:
                 if part_loss.requires_grad:
-                    part_loss.backward()
+                    self._state.backward(part_loss)
                 loss += part_loss.detach().to(torch.float32)
         return loss
 

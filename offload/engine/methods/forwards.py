@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import closing
 
 import torch
@@ -73,7 +72,7 @@ class Forwards(Method):
             )
         )
 
-    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:  # noqa: ARG002
+    def trial(self, parts: Parts) -> list[torch.Tensor]:
         return self._losses_of(parts)
 
     def begin_trial(self) -> None:

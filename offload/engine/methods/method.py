@@ -40,10 +40,8 @@ class Method(ABC):
         """Train on a batch: make passes over `parts`, and update. `tokens`: its targets."""
 
     @abstractmethod
-    def trial(self, parts: Parts, anew: Callable[[], None]) -> list[torch.Tensor]:
-        """Make the passes of a step over `parts`, and no step; return the loss of each. `anew` is called where the
-        gradients of what was made so far do not count.
-        """
+    def trial(self, parts: Parts) -> list[torch.Tensor]:
+        """Make the passes of a step over `parts`, and no step; return the loss of each."""
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """A trial is about to be made: have ready what `hang` needs."""

@@ -12,7 +12,7 @@ from torch import nn
 from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
 from offload.engine.state import EngineState
-from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.arguments import deliver, received
 from offload.engine.units.call import Surroundings
 from offload.engine.units.condition import Dicts
 from offload.engine.units.drawn import Drawn
@@ -91,7 +91,7 @@ class SideBySide:
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward for the pass whose turn it is, as the module would."""
         runner, device = self._state.runner, self._state.device
-        arguments = Arguments(without_caches(args, kwargs))
+        arguments, containers = received(args, kwargs)
         runner.count(unit, arguments)
         rows, results = runner.rows_of(unit), []
         # Ranks start from the same seed, and must not draw the same.
@@ -110,13 +110,13 @@ class SideBySide:
             unit.install(unit.resting)
             if ambient is not None:
                 device.set_random_state(ambient)
-        filled = results[0].fill(unit.traits.join_outputs(results))
+        delivered = deliver(results[0], unit.traits.join_outputs(results), containers)
         del result, results  # other passes have their turn now, and need the memory
         if len(self._have_run) == self._num_passes:
             self._leave()
         if self._state.way.interleaves:
             self._lockstep.turn()
-        return deliver(filled, args, kwargs)
+        return delivered
 
     def _enter(self, unit: Unit) -> None:
         """Bring a unit's weights up, unless another pass has and this one has not yet run over them."""

@@ -42,15 +42,14 @@ class Case:
     """Passes that are to be judged.
 
     roots: by name, what the passes can reach: the model, a batch, a loss function. loss: runs the model on all rows at
-    once, plainly, and returns the loss. way: makes the passes as steps make them, and returns their losses; it calls
-    the function that it is given where no gradients so far count. hang: hangs the weights of a unit in its module as
-    the plain pass of a number sees them. num_passes: how many there are, each with the same random numbers.
-    has_backward: a backward follows each.
+    once, plainly, and returns the loss. way: makes the passes as steps make them, and returns their losses. hang: hangs
+    the weights of a unit in its module as the plain pass of a number sees them. num_passes: how many there are, each
+    with the same random numbers. has_backward: a backward follows each.
     """
 
     roots: Mapping[str, Any]
     loss: Callable[[], torch.Tensor]
-    way: Callable[[Callable[[], None]], Sequence[torch.Tensor]]
+    way: Callable[[], Sequence[torch.Tensor]]
     hang: Callable[[Unit, int], None]
     num_passes: int = 1
     has_backward: bool = True
@@ -79,11 +78,6 @@ class Evidence:
             return result
 
         return call
-
-    def forget(self) -> None:
-        """What was seen so far does not count."""
-        self.gradients.clear()
-        self.uses.clear()
 
     def receive(self, index: int, gradient: torch.Tensor) -> None:
         """Note a contribution to the gradient of a parameter."""
@@ -166,7 +160,7 @@ class Judge:
     def _way(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
         with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
-            evidence.losses += [float(loss.detach()) for loss in case.way(evidence.forget)]
+            evidence.losses += [float(loss.detach()) for loss in case.way()]
         return self._concluded(evidence, start)
 
     def _concluded(self, evidence: Evidence, start: Start) -> Evidence:

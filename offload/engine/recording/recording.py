@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import note_places, same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
 from offload.engine.units.resting import Elsewhere
@@ -82,7 +82,7 @@ class Recording:
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
-        arguments = Arguments(without_caches(args, kwargs))
+        arguments, containers = received(args, kwargs)
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
@@ -123,7 +123,7 @@ class Recording:
                 arguments.tensors[i].copy_(inputs[i])
         self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
         self._handed.append((traits, outputs, [t._version for t in outputs]))
-        return deliver(result.fill(outputs), args, kwargs)
+        return deliver(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
@@ -148,10 +148,17 @@ class Recording:
             traits.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
+        # What the caller trains beside the model has no part in it.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
         received = [t for _, tensors, _ in self._watched for t in tensors]
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
-            torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True)
+            leaves = [
+                t
+                for t in _graph_leaves([tensor])
+                if id(t) in self._borders or isinstance(t, Elsewhere) or self._runner.slots.holds(t)
+            ]
+            if leaves:
+                torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
 
     def _cut(
         self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
@@ -209,8 +216,10 @@ class Recording:
     def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if _moved(weights, versions):
             raise ConfigError(
-                f"unit {unit.name} changes its own weights in forward (nn.Embedding's max_norm does): the change would "
-                "stay on the device and be lost. Build the module without it."
+                f"unit {unit.name} writes to its own weights in forward: the change would stay on the device and be "
+                "lost. nn.Embedding's max_norm does so: build the module without it. So does LoRA over parameters "
+                "(PEFT's target_parameters, for experts that are one), which sets them anew in each forward: name "
+                "modules alone, in target_modules."
             )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
@@ -240,10 +249,9 @@ class Recording:
             if found is not None and id(leaf) not in own:
                 raise ConfigError(
                     f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
-                    "by another way than arguments and results (a hook, a cache or a shared container), and its "
-                    "gradient would be lost when the unit streams. Flags that collect such tensors cannot be "
-                    "honoured, as output_router_logits=True for a router loss: set them to False in the model's "
-                    "config."
+                    "by another way than arguments and results (an attribute, or an object or list that a hook holds), "
+                    "and its gradient would be lost when the unit streams. Return it, put it into a list or dict among "
+                    "the unit's arguments, or turn off what collects it."
                 )
 
 

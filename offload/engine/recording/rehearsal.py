@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from offload.engine.recording.form_trial import find_form, rows_to_try
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
-from offload.engine.units.arguments import without_caches
+from offload.engine.units.arguments import Arguments
 from offload.engine.units.undo import Where
 from offload.errors import ConfigError, OffloadError
 from offload.telemetry.counters import Counters
@@ -303,12 +302,10 @@ class Rehearsal:
         for key, value in ints:
             known.setdefault(key, set()).add(value)
 
-    def on_call(
-        self, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any], judge: Callable[[], None]
-    ) -> None:
+    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
         """Record on a call of an own loop, with its own arguments, and have it judged. Collective."""
         self.is_complete, self._roots = False, {"arguments": (args, kwargs)}
-        self._record([(0, run)] * 2)
+        self._record([(0, lambda: self._model_on_copies(args, kwargs))] * 2)
         judge()
         self.forget_traffic()
         self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
@@ -320,11 +317,17 @@ class Rehearsal:
         """
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
-            args, kwargs = without_caches(args, kwargs, copy.deepcopy)
             with self._unseen():
-                self._watched(lambda: self._model(*args, **kwargs))
+                self._watched(lambda: self._model_on_copies(args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
+
+    def _model_on_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model as its caller does; the containers, values and graphs that are given stay as they are."""
+        arguments = Arguments((args, kwargs))
+        own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
+        args, kwargs = arguments.fill(own)
+        return self._model(*args, **kwargs)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return what calls have in common that go the same way, as far as their arguments tell: of an int, whether it

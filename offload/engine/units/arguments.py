@@ -1,143 +1,268 @@
-"""What a unit is called with and what it returns: trees of which each tensor is listed once."""
+"""What a unit is called with and what it returns: trees of which each tensor is listed once, and each container that
+can change is known by a number.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import sys
-from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-_CONTAINERS = frozenset((tuple, list, dict))
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+from offload.engine.units.undo import Undo
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+_MUTABLE = (MutableMapping, MutableSequence, MutableSet)
+_LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
 """The types of nearly all arguments, which are opened here: torch's pytree takes ten calls for each leaf."""
 
 
 class Arguments:
     """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs.
 
-    Mappings that torch's pytree does not open (such as the one in which Gemma 3n passes keys and values on) are opened
-    too.
+    Opened are what torch's pytree opens, and every container that can change: lists, sets, mappings (such as the one in
+    which Gemma 3n passes keys and values on) and key-value caches. A container that occurs twice is opened once.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, containers: list[Any] | None = None, opens_caches: bool = True) -> None:
+        """`containers`: those that are known by their place in this list, to which those of `tree` are added. They are
+        not kept here: a use that held a container would hold what the model puts there later, its own result too, and
+        that holds the use. `opens_caches`: key-value caches too.
+        """
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
-        self._seen: dict[int, int] = {}
-        self._places, self._spec = self._flatten(tree)
+        self._opens_caches = opens_caches
+        self._shells: dict[int, Any] = {}
+        leaves: list[Any] = []
+        self._spec = self._open(tree, leaves, [] if containers is None else containers)
+        seen: dict[int, int] = {}
+        self._places: list[tuple[bool, int]] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                index = seen.setdefault(id(leaf), len(self.tensors))
+                if index == len(self.tensors):
+                    self.tensors.append(leaf)
+                self._places.append((True, index))
+            else:
+                self._places.append((False, len(self.others)))
+                self.others.append(leaf)
 
     @property
     def structure(self) -> Hashable:
         """Return what two uses of a unit must have in common for what was learned of one to hold for the other."""
-        kinds, dims = [place[0] is True for place in self._places], [t.dim() for t in self.tensors]
-        return self._spec, tuple(kinds), tuple(dims)
+        return self._spec, tuple([is_tensor for is_tensor, _ in self._places]), tuple([t.dim() for t in self.tensors])
 
-    def fill(self, tensors: Sequence[torch.Tensor], others: Sequence[Any] | None = None) -> Any:
-        """Return the tree with other tensors (and other leaves) in the places of the listed ones."""
-        return self._fill(self._places, self._spec, tensors, self.others if others is None else others)
+    def fill(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        others: Sequence[Any] | None = None,
+        containers: list[Any] | None = None,
+    ) -> Any:
+        """Return the tree with other tensors (and other leaves) in the places of the listed ones. `containers`: as for
+        `Arguments()`; the new ones are added.
+        """
+        others = self.others if others is None else others
+        leaves = [tensors[index] if is_tensor else others[index] for is_tensor, index in self._places]
+        return self._close(self._spec, iter(leaves), [] if containers is None else containers)
 
-    def _flatten(self, tree: Any) -> tuple[list[Any], Hashable]:
-        leaves: list[Any] = []
-        spec = _open(tree, leaves)
-        places: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                index = self._seen.setdefault(id(leaf), len(self.tensors))
-                if index == len(self.tensors):
-                    self.tensors.append(leaf)
-                places.append((True, index))
-            elif type(leaf) not in _LEAVES and isinstance(leaf, MutableMapping):
-                places.append((_shell(leaf), *self._flatten(dict(leaf))))
+    def _open(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
+        """Append the leaves of a tree; return how it is built of them: None for a leaf, the number of a container that
+        is known, or (kind, keys, whether it is a container, parts).
+        """
+        kind: Any = type(tree)
+        keys, parts = None, tree
+        is_container = kind is not tuple
+        if is_container:
+            for number, known in enumerate(containers):
+                if known is tree:
+                    return number
+            if kind is dict:
+                keys, parts = tuple(tree), tree.values()
+            elif kind is not list:
+                is_container = _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types()))
+                parts, spec = tree_flatten(tree, lambda part: part is not tree)
+                if not spec.is_leaf():
+                    kind = spec
+                elif is_container:
+                    parts, self._shells[len(containers)] = _content(tree), _refill(_own_copy(tree), [])
+                else:
+                    leaves.append(tree)
+                    return None
+            if is_container:
+                containers.append(tree)
+        specs: list[Hashable] = []
+        for part in parts:
+            if type(part) in _LEAVES:
+                leaves.append(part)
+                specs.append(None)
             else:
-                places.append((False, len(self.others)))
-                self.others.append(leaf)
-        return places, spec
+                specs.append(self._open(part, leaves, containers))
+        return kind, keys, is_container, tuple(specs)
 
-    def _fill(self, places: list[Any], spec: Hashable, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Any:
-        leaves = []
-        for kind, *place in places:
-            if kind is True:
-                leaves.append(tensors[place[0]])
-            elif kind is False:
-                leaves.append(others[place[0]])
-            else:
-                mapping = copy.copy(kind)
-                inner_places, inner_spec = place
-                mapping.update(self._fill(inner_places, inner_spec, tensors, others))
-                leaves.append(mapping)
-        return _close(spec, iter(leaves))
-
-
-def _shell(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Return a copy that holds nothing: a use that held the mapping itself would hold what the model puts there later,
-    its own result too, and that holds the use.
-    """
-    shell = copy.copy(mapping)
-    if isinstance(shell, UserDict):  # of another, the copy may have the same storage
-        shell.clear()
-    return shell
-
-
-def _open(tree: Any, leaves: list[Any]) -> Hashable:
-    """Append the leaves of a tree; return how it is built of them: None for a leaf, (type, keys, parts), or a spec of
-    torch's.
-    """
-    kind = type(tree)
-    if kind not in _CONTAINERS:
-        found, spec = tree_flatten(tree)
-        leaves += found
-        return spec
-    parts: list[Hashable] = []
-    for part in tree.values() if kind is dict else tree:
-        if type(part) in _LEAVES:
-            leaves.append(part)
-            parts.append(None)
+    def _close(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
+        """Return a tree that is built so."""
+        if spec is None:
+            return next(leaves)
+        if type(spec) is int:
+            return containers[spec]
+        kind, keys, is_container, specs = spec
+        number = len(containers)
+        if is_container:
+            containers.append(None)  # numbered before its parts, as it was opened
+        parts = []
+        for part in specs:
+            parts.append(next(leaves) if part is None else self._close(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
+        tree: Any
+        if kind is dict:
+            tree = dict(zip(keys, parts, strict=True))
+        elif kind is tuple or kind is list:
+            tree = kind(parts)
+        elif isinstance(kind, TreeSpec):
+            tree = tree_unflatten(parts, kind)
         else:
-            parts.append(_open(part, leaves))
-    return kind, tuple(tree) if kind is dict else None, tuple(parts)
+            tree = _refill(_own_copy(self._shells[number]), parts)
+        if is_container:
+            containers[number] = tree
+        return tree
 
 
-def _close(spec: Any, leaves: Iterator[Any]) -> Any:
-    """Return a tree that is built so."""
-    if isinstance(spec, TreeSpec):
-        return tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
-    kind, keys, parts = spec
-    found = []
-    for part in parts:
-        found.append(next(leaves) if part is None else _close(part, leaves))  # noqa: PERF401 (a comprehension is a call)
-    return kind(found) if keys is None else dict(zip(keys, found, strict=True))
+# -- containers ----------------------------------------------------------------------------------------------
 
 
-def deliver(filled: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Put a unit's additions into the caller's own mappings; return the result alone."""
-    result, additions = filled
-    if additions:
-        found = mappings(args, kwargs)
-        for number, key, value in additions:
-            found[number][key] = value
-    return result
+def _is_container(value: Any) -> bool:
+    """True for what a unit can change that is no tensor. (One without a `__dict__` may not copy.)"""
+    if isinstance(value, list | dict | set | deque):
+        return True
+    return hasattr(value, "__dict__") and isinstance(value, (*_MUTABLE, *_cache_types()))
 
 
-def mappings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """Return the mappings among the arguments, to which a unit may add."""
-    given = (*args, *kwargs.values())
-    return [value for value in given if type(value) not in _LEAVES and isinstance(value, MutableMapping)]
-
-
-def without_caches(
-    args: tuple[Any, ...], kwargs: dict[str, Any], put: Callable[[Any], Any] = lambda _: None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave key-value caches out of a training call: a recompute would append to them, and nothing reads them. `put`:
-    what stands for each instead.
-    """
+def _cache_types() -> tuple[type, ...]:
+    """Return the types of transformers' key-value caches and of their layers."""
     library = sys.modules.get("transformers.cache_utils")
-    if library is None:
-        return args, kwargs
-    cache = library.Cache
-    return (
-        tuple(put(value) if isinstance(value, cache) else value for value in args),
-        {key: put(value) if isinstance(value, cache) else value for key, value in kwargs.items()},
-    )
+    names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+    return tuple(getattr(library, name) for name in names if hasattr(library, name))
+
+
+def _own_copy(container: Any) -> Any:
+    """Return a shallow copy that stores its content in another place."""
+    own = copy.copy(container)
+    for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
+        if _is_container(value):
+            vars(own)[name] = copy.copy(value)
+    return own
+
+
+def _store(container: Any) -> Any:
+    """Return what has the content: of a cache, its attributes."""
+    is_cache = type(container) not in (list, dict) and isinstance(container, _cache_types())
+    return vars(container) if is_cache else container
+
+
+def _content(container: Any) -> list[Any]:
+    """Return what is in a container: its items, or its keys and then its values."""
+    store = _store(container)
+    return [*store, *store.values()] if isinstance(store, MutableMapping) else list(store)
+
+
+def _refill(container: Any, content: Sequence[Any]) -> Any:
+    """Let a container have this content, and return it."""
+    store = _store(container)
+    if isinstance(store, MutableMapping):
+        keys, values = content[: len(content) // 2], content[len(content) // 2 :]
+        if list(store) != keys[: len(store)]:  # some are gone, or came anew
+            for key in list(store):
+                del store[key]
+        for key, value in zip(keys, values, strict=True):
+            store[key] = value
+    else:
+        store.clear()
+        (store.update if isinstance(store, set) else store.extend)(content)
+    return container
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What is in a container by now: for each item, where it was before (container, place), or None for a new one."""
+
+    container: int
+    places: list[tuple[int, int] | None]
+
+
+def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:
+    """Return a call's arguments, and the caller's own containers, to be handed to `deliver`: those among the arguments,
+    and those in context variables, in which transformers collects what layers give beside their results.
+    """
+    containers: list[Any] = []
+    arguments = Arguments((args, kwargs), containers, opens_caches)
+    if found := collectors(contextvars.copy_context()):
+        around: list[Any] = []
+        Arguments([value for _, value in found], around)
+        containers += around
+    return arguments, containers
+
+
+def collectors(context: contextvars.Context) -> list[tuple[contextvars.ContextVar[Any], Any]]:
+    """Return the variables of a context that have a container, and the container."""
+    return [(variable, value) for variable, value in context.items() if type(value) in (dict, list)]
+
+
+def run_over_copies(
+    forward: Callable[..., Any],
+    arguments: Arguments,
+    tensors: Sequence[torch.Tensor],
+    others: Sequence[Any],
+    undo: Undo,
+) -> Arguments:
+    """Call a unit's forward over copies of all containers that it may change, so that the caller's change by `deliver`
+    alone. Return its result, and what it has changed, as (result, changes).
+    """
+    containers: list[Any] = []
+    args, kwargs = arguments.fill(tensors, others, containers)
+    found = collectors(contextvars.copy_context())
+
+    def restore() -> None:
+        for variable, value in found:
+            variable.set(value)
+
+    with undo.afterwards(restore):
+        if found:
+            tree, around = Arguments([value for _, value in found]), list[Any]()
+            for (variable, _), own in zip(found, tree.fill(tree.tensors, containers=around), strict=True):
+                variable.set(own)
+            containers += around
+        before = list(map(_content, containers))
+        result = forward(*args, **kwargs)
+        return Arguments((result, _changes(containers, before)), containers)
+
+
+def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:
+    """Return which containers have other content by now, each with the items that are new in it."""
+    now = list(map(_content, containers))
+    pairs = enumerate(zip(before, now, strict=True))
+    changed = [number for number, (a, b) in pairs if len(a) != len(b) or not all(map(is_, a, b))]
+    places = {}
+    if changed:
+        places = {id(item): (number, at) for number, items in enumerate(before) for at, item in enumerate(items)}
+    found = []
+    for number in changed:
+        old = [None if type(item) in _PLAIN else places.get(id(item)) for item in now[number]]
+        found.append((_Change(number, old), [item for item, at in zip(now[number], old, strict=True) if at is None]))
+    return found
+
+
+def deliver(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
+    """Return a unit's result for the caller, whose own `containers` get what the unit has put into its copies."""
+    value, found = result.fill(tensors, containers=containers)
+    before = list(map(_content, containers)) if found else []
+    for change, items in found:
+        new = iter(items)
+        content = [next(new) if at is None else before[at[0]][at[1]] for at in change.places]
+        _refill(containers[change.container], content)
+    return value

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from offload.engine.units.arguments import Arguments
+from offload.engine.units.arguments import Arguments, collectors
 from offload.engine.units.condition import Moment
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
@@ -64,22 +64,14 @@ def _function_modes() -> list[TorchFunctionMode]:
 
 
 def _own_copy(context: contextvars.Context) -> contextvars.Context:
-    """Return a copy whose containers are its own. transformers collects the outputs of layers in one: a use that held
-    it would be held by what is in there, and a recompute would put its graph beside them.
+    """Return a copy whose containers are its own, and have no graphs. transformers collects the outputs of layers in
+    one: a use that held it would be held by what is in there.
     """
     copy = context.copy()
-    for variable, value in context.items():
-        if type(value) in (dict, list):
-            copy.run(variable.set, _without_graphs(value))
+    for variable, value in collectors(context):
+        tree = Arguments(value)
+        copy.run(variable.set, tree.fill([t if t.grad_fn is None else None for t in tree.tensors]))
     return copy
-
-
-def _without_graphs(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _without_graphs(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_graphs, value))
-    return None if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 @dataclass
@@ -98,7 +90,7 @@ class Call:
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self._needs = [t.requires_grad for t in arguments.tensors]
+        self._needs, self._frozen = [t.requires_grad for t in arguments.tensors], unit.frozen
         self._surroundings = Surroundings(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -179,11 +171,16 @@ class Call:
 
     # -- backward --------------------------------------------------------------------------------------------
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> list[torch.Tensor | None]:
         """Fetch, run the backward of every micro-batch, and return the gradients of the inputs; the parameters'
-        go to the runner.
+        go to the runner, if the backward `trains`.
         """
         unit, runner = self.unit, self._runner
+        if torch.is_grad_enabled():
+            raise OffloadError(
+                f"unit {unit.name}: a backward with create_graph=True asks for a graph of the gradients, which a unit "
+                "whose weights come and go does not have. Leave it out, or make the penalty of finite differences."
+            )
         if not self._is_open:
             raise OffloadError(
                 f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
@@ -202,23 +199,14 @@ class Call:
         before, runner.undo.where = runner.undo.where, Where.ENGINE
         found: list[list[torch.Tensor | None]] = []
         ambient = runner.device.random_state()
-        runner.enter(unit, backward=True)
+        runner.enter(unit, backward=trains)
         unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
-            for number, micro_batch in enumerate(self._micro_batches):
-                graph = micro_batch.graph
-                with (
-                    micro_batch.before.condition.values_again(self.traits.buffers, runner.undo)
-                    if graph is None
-                    else nullcontext()
-                ):
-                    leaves, results = self._recompute(number) if graph is None else graph.take()
-                    pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
-                    pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
-                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-                found.append([leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)])
-                del leaves, results, pairs
-            runner.gradients.close(unit.regions)
+            with unit.frozen_with(self._frozen, runner.undo):
+                for number, micro_batch in enumerate(self._micro_batches):
+                    found.append(self._backward_of(number, micro_batch, gradients, trains))
+            if trains:
+                runner.gradients.close(unit.regions)
         finally:
             unit.install(unit.resting)
             runner.device.set_random_state(ambient)
@@ -227,6 +215,19 @@ class Call:
         joined = self.traits.join_gradients(found, self._shapes)
         runner.undo.where = before
         return joined
+
+    def _backward_of(
+        self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
+    ) -> list[torch.Tensor | None]:
+        """Run the backward of one micro-batch; return the gradients of its inputs."""
+        graph, condition = micro_batch.graph, micro_batch.before.condition
+        with nullcontext() if graph else condition.values_again(self.traits.buffers, self._runner.undo):
+            leaves, results = graph.take() if graph else self._recompute(number)
+            pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
+            pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
+            inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=inputs)
+        return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
 
     def fail(self) -> None:
         """The backward was ended by an exception, or an interrupt. Unless it was refused before it began, it is half
@@ -307,14 +308,16 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        # torch.autograd.grad, and a backward to chosen inputs, leave the weights' gradients alone.
+        trains = not ctx.needs_input_grad[1] or torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         try:
-            return None, None, *ctx.call.backward(gradients)
+            return None, None, *ctx.call.backward(gradients, trains)
         except BaseException:
             ctx.call.fail()
             raise
 
 
-def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run one differentiable use of a unit; the anchor makes its outputs require a gradient even where no input
     does.
     """
@@ -324,10 +327,12 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
     # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
     result, call.result, call.dirty, arguments.tensors = call.result, None, [], []
     assert result is not None
-    return result.fill(outputs)
+    return result, outputs
 
 
-def call_unit_without_graph(unit: Unit, runner: UnitRunner, arguments: Arguments) -> Any:
+def call_unit_without_graph(
+    unit: Unit, runner: UnitRunner, arguments: Arguments
+) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run a unit whose result needs no gradient."""
     rows, results = runner.rows_of(unit), []
     runner.enter(unit)
@@ -340,7 +345,7 @@ def call_unit_without_graph(unit: Unit, runner: UnitRunner, arguments: Arguments
                 results.append(result)
     finally:
         runner.leave()
-    return results[0].fill(unit.traits.join_outputs(results))
+    return results[0], unit.traits.join_outputs(results)
 
 
 def run_without_graph(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.engine.gradients.flow import Witness
-from offload.engine.units.arguments import Arguments, deliver, without_caches
+from offload.engine.units.arguments import deliver, received
 from offload.engine.units.call import call_unit, call_unit_without_graph
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.undo import Where
@@ -54,12 +54,12 @@ class Router:
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runner = self._runner
         is_step = torch.is_grad_enabled() or runner.has_micro_batches
-        arguments = Arguments(without_caches(args, kwargs) if is_step else (args, kwargs))
+        arguments, containers = received(args, kwargs, opens_caches=is_step)
         runner.count(unit, arguments)
         if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
             runner.expect_backward(unit)
-            return deliver(call_unit(unit, runner, arguments), args, kwargs)
-        return deliver(call_unit_without_graph(unit, runner, arguments), args, kwargs)
+            return deliver(*call_unit(unit, runner, arguments), containers)
+        return deliver(*call_unit_without_graph(unit, runner, arguments), containers)
 
     @contextmanager
     def tried(self, calls: Calls, witness: Witness = lambda *_: None) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import nn
 from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import Layout
-from offload.engine.units.arguments import Arguments, mappings
+from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
 from offload.engine.units.resting import Elsewhere
@@ -133,27 +133,20 @@ class UnitRunner:
     def run(
         self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]
     ) -> Arguments:
-        """Run a unit's module; return its result, and what it put into mappings among its arguments, as (result,
-        additions).
-        """
-        args, kwargs = arguments.fill(tensors, others)
-        found = mappings(args, kwargs)
-        before = [dict(mapping) for mapping in found]
-        hung = unit.hang()
-        try:
+        """Run a unit's module; return its result, and what has changed in containers, as (result, changes)."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
             where, self.undo.where = self.undo.where, Where.MODEL
             result = unit.forward(*args, **kwargs)
             self.undo.where = where  # before the weights go: what an interrupt leaves there has to be given up
+            return result
+
+        hung = unit.hang()
+        try:
+            return run_over_copies(forward, arguments, tensors, others, self.undo)
         finally:
             if hung:
                 unit.install(unit.resting)
-        additions = [
-            (number, key, value)
-            for number, mapping in enumerate(found)
-            for key, value in mapping.items()
-            if key not in before[number] or before[number][key] is not value
-        ]
-        return Arguments((result, additions or None))
 
     def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""

@@ -8,15 +8,17 @@ the gradients on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.engine.units.find import Candidate, Place
-from offload.engine.units.resting import Elsewhere
+from offload.engine.units.resting import Elsewhere, past_subclasses
 from offload.engine.units.traits import UnitTraits
+from offload.engine.units.undo import Undo
 from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
@@ -39,7 +41,7 @@ class Unit:
         self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
-        self._frozen: frozenset[int] = frozenset()
+        self.frozen: frozenset[int] = frozenset()
         self.traits = UnitTraits()
         self.known: dict[Hashable, UnitTraits] = {}
         self.resting: dict[int, nn.Parameter] = {}
@@ -87,17 +89,36 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """True where a parameter of the unit takes gradients."""
-        return any(index not in self._frozen for index in self._trainable)
+        return any(index not in self.frozen for index in self._trainable)
 
     def freeze(self, frozen: frozenset[int]) -> None:
         """Take no gradients for these parameters from now on, and for all others that were to be trained."""
-        self._frozen = frozen
+        self.frozen = frozen
         for parameters in (self.resting, *self._live.values()):
             self._mark(parameters)
 
+    @contextmanager
+    def frozen_with(self, then: frozenset[int], undo: Undo) -> Iterator[None]:
+        """Within, a backward: what was frozen `then`, in its forward, takes no gradients, nor does what is by now."""
+        resting, before = self.resting, self.frozen
+
+        def look() -> list[int]:
+            return [index for index in self._trainable if not resting[index].requires_grad]
+
+        def mark(frozen: frozenset[int]) -> None:
+            self.frozen = frozen
+            for parameters in self._live.values():
+                self._mark(parameters)
+
+        frozen = then.union(past_subclasses(look))  # else each look at a parameter is a call
+        with undo.afterwards(lambda: mark(before)) if frozen != before else nullcontext():
+            if frozen != before:
+                mark(frozen)
+            yield
+
     def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
         for index in self._trainable:
-            parameters[index].requires_grad_(index not in self._frozen)
+            parameters[index].requires_grad_(index not in self.frozen)
 
     def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """True where a Parameter views weights on the device, as those of a unit that stays there do."""
