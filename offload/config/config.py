@@ -448,12 +448,15 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for section, content in values.items():
         if content is None and section in Config.SECTIONS:
             continue  # a section with nothing under it
-        if isinstance(content, Mapping) and "." not in str(section):
-            flat.update({f"{section}.{field}": value for field, value in content.items()})
-            if not content:
-                flat[str(section)] = {}
-        else:
-            flat[str(section)] = content
+        is_section = isinstance(content, Mapping) and content and "." not in str(section)
+        own = (
+            {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
+        )
+        if twice := flat.keys() & own.keys():
+            raise ConfigError(
+                f"{twice.pop()} is set twice, in its section and by its whole name; leave one of them out."
+            )
+        flat.update(own)
     return flat
 
 

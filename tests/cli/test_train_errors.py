@@ -101,6 +101,9 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("[" * 3000, ["nested too deeply"]),
         ("train: {steps: &a [*a]}", ["train.steps", "integer"]),
         ("!!int x", ["not YAML that can be read"]),
+        ("train: {steps: 2}\n\ntrain: {batch_size: 4}", ["train stands twice", "line 1", "line 3"]),
+        ("train: {steps: 2, steps: 4}", ["steps stands twice"]),
+        ("train: {steps: 2}\ntrain.steps: 4", ["train.steps is set twice"]),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
