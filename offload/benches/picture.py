@@ -1,4 +1,4 @@
-"""Lines over a logarithmic axis as SVG, in a light and in a dark version. Needs leather, of the extra `report`."""
+"""Lines over a logarithmic axis as SVG, in a light and in a dark version. Needs leather."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def check_leather() -> None:
         import leather  # noqa: F401
     except ImportError:
         raise MissingLibraryError(
-            "a picture is drawn by leather, which is not installed: pip install 'offload[report]', or leave out "
-            "--picture."
+            "a picture is drawn by leather, which is not installed: pip install leather, or leave out --picture."
         ) from None
 
 

@@ -1,5 +1,5 @@
-"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS go
-over attributes, and so one drawing serves light and dark.
+"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS
+override attributes, and so one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from offload.errors import MissingLibraryError
 from offload.reporting.words import count_text
 
-EXTRA = "pip install 'offload[report]'"
+EXTRA = "pip install leather"
 Point = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there
 _TOP, _BOTTOM = 8, 26

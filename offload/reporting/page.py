@@ -84,7 +84,7 @@ class RunView:
 
     @property
     def binds(self) -> str:
-        """Which resource binds, and how far the run is from it."""
+        """Which lane is the bottleneck, and how far the run is from its limit."""
         return "" if self.figures.binding is None else _binds(self.figures.binding)
 
 
@@ -233,7 +233,7 @@ def _binds(binding: Binding) -> str:
     if binding.is_serial:
         return f"One thread does everything in turn; of a step of {step}, {binding.lane} takes {limit}."
     return (
-        f"What binds is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
+        f"The bottleneck is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
         f"{binding.times_limit:.2f} times what it alone needs."
     )
 

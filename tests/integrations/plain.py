@@ -166,4 +166,4 @@ def assert_same_weights(found: Mapping[str, torch.Tensor], wanted: Mapping[str, 
 def needs(*libraries: str) -> None:
     """Skip the module where a library is not installed."""
     for library in libraries:
-        pytest.importorskip(library, reason=f"{library} is not installed: pip install 'offload[hf]'")
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[hf]'")
