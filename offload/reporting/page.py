@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from offload.errors import ConfigError, format_bytes
 from offload.reporting.advice import Advice, advise
-from offload.reporting.charts import curves, need_leather
+from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
 from offload.reporting.recorded import Recorded, number
 from offload.reporting.timeline import Row, rows
@@ -104,8 +104,7 @@ def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunVie
 
 
 def render(views: Sequence[RunView]) -> str:
-    """Return the page. Raises MissingLibraryError without leather."""
-    need_leather()
+    """Return the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

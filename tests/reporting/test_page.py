@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.errors import ConfigError, DiskError, MissingLibraryError
+from offload.errors import ConfigError, DiskError
 from offload.reporting import charts, written
 from offload.reporting.page import read_views, render
 from tests.matrix import matrix
@@ -278,19 +278,6 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for place in (tmp_path / "missing" / "x.html", tmp_path / ("x" * 300 + ".html")):
         with pytest.raises(DiskError, match="cannot be written: .*--out"):
             report.main([str(one), "--out", str(place)])
-
-
-def test_without_leather_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_run(tmp_path, usual(5))
-    monkeypatch.setattr(charts, "has_leather", lambda: False)
-    monkeypatch.setattr(written, "has_leather", lambda: False)
-    with pytest.raises(MissingLibraryError, match="pip install leather"):
-        render(read_views([path]))
-    said: list[str] = []
-    written.report_run(path, said.append)
-    assert len(said) == 1
-    assert "pip install leather" in said[0]
-    assert not (path / "report.html").exists()
 
 
 def test_a_run_never_fails_for_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
