@@ -5,6 +5,8 @@ CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# For what takes minutes: pip says what it collects, and how far a download is.
+LOUD_PIP := $(PIP:--quiet=)
 READY := $(VENV)/ready
 PINS := $(VENV)/constraints.txt
 KERNELS := $(wildcard csrc/*)
@@ -64,10 +66,10 @@ $(PINS): constraints.txt
 # Without build isolation, so that C++ edits rebuild in seconds; the build tools are therefore installed by hand.
 $(READY): pyproject.toml CMakeLists.txt $(PINS)
 	@echo "installing the dependencies ..."
-	@$(PIP) install -c $(PINS) torch scikit-build-core nanobind $(QUIETLY)
+	@$(LOUD_PIP) install -c $(PINS) torch scikit-build-core nanobind $(QUIETLY)
 	@command -v cmake >/dev/null || { $(PIP) install cmake $(QUIETLY); }
 	@command -v ninja >/dev/null || { $(PIP) install ninja $(QUIETLY); }
-	@$(PIP) $(EDITABLE) -e '.[dev]' 2> $(VENV)/build.log || { \
+	@$(LOUD_PIP) $(EDITABLE) -e '.[dev]' 2> $(VENV)/build.log || { \
 	  rm -rf build; : "cmake would remember that there was no compiler"; \
 	  $(PIP) $(EDITABLE) -Cwheel.cmake=false -e '.[dev]' 2> $(VENV)/pip.log || { cat $(VENV)/build.log $(VENV)/pip.log; exit 1; }; \
 	  echo "WARNING: the C++ kernels could not be built, so slower torch kernels with the same results run instead."; \

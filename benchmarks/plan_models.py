@@ -90,7 +90,7 @@ def cell(found: Forecast) -> str:
     held = {tier: found.memory.total(tier) for tier in _NAMES}
     sizes = ", ".join(f"{name} {format_bytes(held[tier])}" for tier, name in _NAMES.items() if held[tier])
     timing = found.timing
-    return f"{timing.tokens_per_second:,.0f} tokens/s ({100 * timing.mfu:.0f}%), {timing.bound_by} binds; {sizes}"
+    return f"{timing.tokens_per_second:,.0f} tokens/s ({100 * timing.mfu:.0f}%), {timing.bound_by}-bound; {sizes}"
 
 
 def fitting(teller: Teller, config: Config, hardware: Hardware) -> str:

@@ -82,13 +82,13 @@ def times(found: Forecast) -> Iterator[str]:
     busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
     yield (
         f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
-        f"{100 * timing.mfu:.0f}% of the device's products; {timing.bound_by} binds"
+        f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
     )
     yield f"busy, in seconds: {busy}"
     if found.written_bytes:
         told = found.to_dict()
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]
-        lasts = f"; what its maker lets be written to it lasts {days:,.0f} days" if days else ""
+        lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
         yield f"disk: {format_bytes(found.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
     for each in found.alternatives:
         if each.is_found:

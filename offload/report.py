@@ -14,9 +14,9 @@ from offload.errors import ConfigError
 
 DESCRIPTION = (
     "Write an HTML file about a run, from its folder: curves, the lanes of a median and of the slowest step, memory, "
-    "what binds and what to change. The file asks for nothing else and opens offline. Several runs share one page. "
-    "A run may still go on, or have been killed. Exit codes: 0 written, 1 failed, 2 bad arguments, no folder of a run, "
-    "or leather is not installed."
+    "the bottleneck and what to change. The file asks for nothing else and opens offline. Several runs share one page. "
+    "A run may still go on, or have been killed. Exit codes: 0 written, 1 failed, 2 bad arguments, or no folder "
+    "of a run."
 )
 
 

@@ -1,4 +1,4 @@
-"""Lines over a logarithmic axis as SVG, in a light and in a dark version. Needs leather, of the extra `report`."""
+"""Lines over a logarithmic axis as SVG, in a light and in a dark version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.errors import DiskError, MissingLibraryError, errno_text
+from offload.errors import DiskError, errno_text
 
 WIDTH, HEIGHT = 900, 500
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
@@ -26,17 +26,6 @@ _LIGHT = {"background_color": "#ffffff", "label_color": "#666666"}
 Line = Sequence[tuple[float, float]]
 
 
-def check_leather() -> None:
-    """Raise MissingLibraryError where no picture can be drawn."""
-    try:
-        import leather  # noqa: F401
-    except ImportError:
-        raise MissingLibraryError(
-            "a picture is drawn by leather, which is not installed: pip install 'offload[report]', or leave out "
-            "--picture."
-        ) from None
-
-
 def make_folder(path: Path) -> None:
     """Make the folder of a picture, where it is missing. Raises DiskError."""
     try:
@@ -47,9 +36,8 @@ def make_folder(path: Path) -> None:
 
 def draw(path: Path, title: str, lines: Mapping[str, Line], x_name: str, y_name: str) -> list[Path]:
     """Write lines of points (x above 0, y), by name, to PATH.svg and PATH-dark.svg; return both. x doubles from tick to
-    tick. Raises MissingLibraryError, DiskError.
+    tick. Raises DiskError.
     """
-    check_leather()
     stem = path.with_suffix("") if path.suffix == ".svg" else path
     make_folder(stem)
     written = []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.benches.blocks import turned
-from offload.benches.picture import check_leather, draw, make_folder
+from offload.benches.picture import draw, make_folder
 from offload.benches.report import Measured, Result, spread
 from offload.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
@@ -122,7 +122,6 @@ def points(arguments: argparse.Namespace) -> list[Point]:
 def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) -> Measured:
     """Measure points by `train`, in turns, and draw them."""
     if arguments.picture:
-        check_leather()
         make_folder(Path(arguments.picture))
     runs: dict[Point, list[Steps]] = {point: [] for point in wanted}
     left_out: dict[Point, str] = {}

@@ -9,24 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
-from pydantic.fields import FieldInfo
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from offload import __version__
-from offload.config.config import Config, all_keys, unknown_key
-from offload.config.familiar import familiar
-from offload.config.sections import kinds_in
 from offload.errors import (
     ConfigError,
     InterruptedRun,
@@ -37,21 +28,13 @@ from offload.errors import (
     shorten,
 )
 
+if TYPE_CHECKING:
+    from offload.config.config import Config
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
-_MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
 _Options = typing.TypeVar("_Options")
-_ABOUT_GPUS = (
-    "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The same as "
-    "torchrun --standalone --nproc-per-node N, which several machines need."
-)
-_BESIDE_SECTIONS = {
-    "config": ("FILE.yaml", "", "Read settings from this file; the command line goes over it."),
-    "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
-    "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
-}
-"""Options by name: the value and the default as the help shows them, and the help."""
-_UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
+_MAX_WORD = 1000  # a path may be long, but no longer than anybody reads
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> typing.NoReturn:
@@ -117,6 +100,8 @@ def importing() -> Iterator[None]:
 
 def versions() -> str:
     """Return the version of offload and of what decides its results, without importing them."""
+    import importlib.metadata
+
     found = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
     for name in ("torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -171,6 +156,8 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
     """Return the options of a command as a `kind`, a dataclass that tyro reads. Raises ConfigError for an unknown
     option; a missing or impossible value ends the process with 2, --help with 0.
     """
+    import tyro
+
     options, unknown = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
     if unknown:
         names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
@@ -235,7 +222,9 @@ def parse_command(
     Raises ConfigError, which one rank of a machine prints; --help exits 0.
     """
     try:
-        return _parse_command(words, prog, description, own or {}, may_go_on)
+        from offload.config.options import read_command
+
+        return read_command(words, prog, description, own or {}, may_go_on)
     except ConfigError as error:
         _leave_to_first_here(error)
         raise
@@ -247,121 +236,3 @@ def is_on(own: Mapping[str, str | None], name: str) -> bool:
     if text not in (None, "true", "false"):
         raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")
     return text == "true"
-
-
-def _parse_command(
-    words: Sequence[str], prog: str, description: str, own: Mapping[str, OwnOption], may_go_on: bool
-) -> tuple[Config, dict[str, str | None]]:
-    words = _normalise(words, own)
-    parsed: Any
-    parsed, unknown = tyro.cli(
-        _command_line(own),
-        args=words,
-        prog=prog,
-        description=description,
-        return_unknown_args=True,
-        use_underscores=True,
-    )
-    if unknown:
-        raise ConfigError(_unknown_word(unknown, own))
-    overrides = {}
-    for key in all_keys():
-        value = attrgetter(key)(parsed)
-        if value not in (_UNSET, (_UNSET,)):
-            overrides[key] = list(value) if isinstance(value, tuple) else value
-    if parsed.debug != _UNSET:
-        overrides["run.debug"] = parsed.debug
-    path = None if parsed.config == _UNSET else Path(parsed.config)
-    given = {name: getattr(parsed, name.replace("-", "_")) for name in own}
-    config = Config.load(path, overrides, origin="command line", may_go_on=may_go_on)
-    return config, {name: None if text == _UNSET else text for name, text in given.items()}
-
-
-def _normalise(words: Sequence[str], own: Mapping[str, OwnOption]) -> list[str]:
-    """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
-    own_flags = {name.replace("-", "_") for name, option in own.items() if option.metavar.startswith("{true")}
-    flags = {"debug"} | own_flags | {key for key in all_keys() if _field(key).annotation is bool}
-    values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
-    result: list[str] = []
-    for index, word in enumerate(words):
-        if word == "--help" or word == "-h":
-            return ["--help"]
-        result.append(word)
-        name = word.removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or "=" in word:
-            continue
-        follows = words[index + 1] if index + 1 < len(words) else "--"
-        if follows.startswith("--"):
-            if name in flags:
-                result.append("true")
-            elif name in values:
-                raise ConfigError(f"{word} is given without a value; write {word} VALUE.")
-    return result
-
-
-def _unknown_word(unknown: Sequence[str], own: Iterable[str]) -> str:
-    for word in unknown:
-        if word.startswith("--"):
-            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = (
-                nearest(key, ["config", "debug", "gpus", "help", *own]) if "." not in key and not familiar(key) else ""
-            )
-            return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
-    return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
-
-
-def _field(key: str) -> FieldInfo:
-    section, field = key.split(".")
-    return Config.SECTIONS[section].model_fields[field]
-
-
-def _metavar(field: FieldInfo) -> str:
-    """Return what the help shows as the value: the choices, or the kind."""
-    choices = [
-        str(word)
-        for part in kinds_in(field.annotation)
-        if typing.get_origin(part) is typing.Literal
-        for word in typing.get_args(part)
-    ]
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    kinds = {typing.get_origin(part) or part for part in kinds_in(field.annotation)}
-    for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
-        if kind in kinds:
-            return "{auto,N}" if kinds >= {int, str} else name
-    return "VALUE"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    metavar = _metavar(field)
-    size = "none" in str(field.description) and name.endswith(("_memory", "_bytes"))
-    shown = tyro.conf.arg(
-        metavar="SIZE" if size else metavar,
-        help=field.description,
-        help_behavior_hint=f"(default: {_shown(field.get_default())})",
-    )
-    many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
-    kind: Any = tuple[str, ...] if many else str
-    return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
-
-
-def _command_line(own: Mapping[str, OwnOption]) -> type:
-    """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
-    options: list[tuple[str, Any, Any]] = []
-    for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
-        aliases = [f"--{name}"] if "-" in name else None
-        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
-        options.append((name.replace("-", "_"), Annotated[str, shown], dataclasses.field(default=_UNSET)))
-    for name, section in Config.SECTIONS.items():
-        mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
-        mirror.__doc__ = section.__doc__
-        options.append((name, mirror, dataclasses.field(default_factory=mirror)))
-    return dataclasses.make_dataclass("CommandLine", options)

@@ -69,7 +69,7 @@ _NAMES_OF_FILES = (
 _OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
 """What may change where the states of the update rule begin anew."""
 _OF_ANY_RULE = ("optimizer.decay_1d", "optimizer.groups", "optimizer.schedule", "optimizer.warmup_steps")
-"""What another rule takes over of a run that is gone on with."""
+"""What another rule takes over of a run that is resumed."""
 _OF_THE_MACHINE = (
     *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations")),
     "offload.prefetch",
@@ -168,7 +168,7 @@ class Config(BaseModel):
         return {key: (value, self.origin(key)) for key, value in self.items()}
 
     def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
-        """Return a copy in which everything that nobody set is as in the run that is gone on with.
+        """Return a copy in which everything that nobody set is as in the run that is resumed.
 
         saved: its `to_dict`, out of the checkpoint at `where`. What that run decided by itself, such as the learning
         rate or how it clips, stays decided; how far it fetched ahead is found anew. Raises ConfigError, which names the
@@ -448,12 +448,15 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for section, content in values.items():
         if content is None and section in Config.SECTIONS:
             continue  # a section with nothing under it
-        if isinstance(content, Mapping) and "." not in str(section):
-            flat.update({f"{section}.{field}": value for field, value in content.items()})
-            if not content:
-                flat[str(section)] = {}
-        else:
-            flat[str(section)] = content
+        is_section = isinstance(content, Mapping) and content and "." not in str(section)
+        own = (
+            {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
+        )
+        if twice := flat.keys() & own.keys():
+            raise ConfigError(
+                f"{twice.pop()} is set twice, in its section and by its whole name; leave one of them out."
+            )
+        flat.update(own)
     return flat
 
 
@@ -491,7 +494,9 @@ def _explain(error: ValidationError) -> str:
             continue
         reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
         inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
-        sentences.append(f"{key}{inner} is {_show(item['input'])}; {reason}.")
+        meant = familiar(str(item["input"]))
+        close = f" (did you mean {meant}?)" if meant else ""
+        sentences.append(f"{key}{inner} is {_show(item['input'])}{close}; {reason}.")
     if len(found) > 3:
         sentences.append(f"{len(found) - 3} more like these.")
     return " ".join(sentences)

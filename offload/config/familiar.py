@@ -26,6 +26,8 @@ _NAMES: dict[str, str] = {
     "train.max_grad_norm": "gradient_clipping clip_grad clip_grad_norm grad_clip gradient_clip_val",
     "train.eval_every": "eval_steps eval_strategy evaluation_strategy eval_interval evals_per_epoch do_eval",
     "train.log_every": "logging_steps logging_strategy log_interval",
+    "optimizer.states int8": "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw8bit adam8bit lion_8bit paged_lion_8bit",
+    "optimizer.name adamw": "adamw_torch adamw_torch_fused adamw_hf",
     "optimizer.name": "optim optimizer_type optimizer_name",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
@@ -47,6 +49,8 @@ _NAMES: dict[str, str] = {
     "run.seed": "data_seed random_seed",
     "--gpus": "num_gpus n_gpus nproc_per_node num_processes world_size",
     "train.batch_size, in parts of train.micro_batch_size": "gradient_accumulation_steps gradient_accumulation",
+    "an adapter of PEFT, which OffloadTrainer trains": "lora lora_r lora_rank lora_alpha lora_dropout lora_target "
+    "lora_target_modules target_modules use_lora use_peft peft adapter finetuning_type load_in_4bit load_in_8bit",
 }  # fmt: skip
 FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 

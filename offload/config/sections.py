@@ -63,10 +63,25 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key of a mapping may stand twice: the first would be dropped."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(
+                    f"{name} stands twice, in line {lines[name]} and in line {line}; leave one of them out"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(text: str) -> Any:
     """Return what a text in YAML says. Raises ValueError."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
     except RecursionError:
@@ -227,7 +242,7 @@ class DataSection(Section):
     tokenizer: str | None = Field(
         default=None,
         description="Tokenizer folder, file or hub name. none: the model folder's; none there: a BPE trained on the "
-        "data.",
+        "data, for a model with random weights.",
     )
     sequence_length: Count | None = Field(
         default=None,

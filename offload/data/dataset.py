@@ -131,6 +131,7 @@ def build_dataset(
     format: str = "auto",  # noqa: A002 - the key is data.format
     tokenizer: str | None = None,
     model_path: str | None = None,
+    is_pretrained: bool = False,
     vocab_size: int,
     sequence_length: int,
     packing: bool = True,
@@ -144,7 +145,8 @@ def build_dataset(
     """Prepare the data (once; later calls find it in the cache) and return its batches.
 
     `tokenizer` is a folder or the name of a model in the local hub cache; None takes the one in `model_path`, and where
-    there is none trains one on the data of at most `vocab_size`, the model's, tokens. `progress` is called with (stage,
+    there is none trains one on the data of at most `vocab_size`, the model's, tokens; unless the model `is_pretrained`,
+    whose embeddings mean other tokens. `progress` is called with (stage,
     fraction done) while there is something to prepare. Raises ConfigError for every setting or file that cannot be
     used.
     """
@@ -158,7 +160,7 @@ def build_dataset(
         )
     where = cache_dir if cache_dir is not None else default_cache_dir()
     preparation = Preparation(source, format, vocab_size, eval_fraction, where, progress or (lambda *_: None))
-    loaded = preparation.tokenizer(tokenizer, model_path)
+    loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
     prepared = preparation.tokens(loaded, train_on_prompt)
     if prepared.streams and not packing:
         raise ConfigError(

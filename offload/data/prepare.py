@@ -76,9 +76,11 @@ class Preparation:
         """Whether any file holds prompts and answers instead of plain text."""
         return bool(self._formats & CHAT_FORMATS)
 
-    def tokenizer(self, tokenizer: str | None, model_path: str | None) -> Any:
-        """Load `tokenizer`, or the model's, or train one on the data. None when the data is token ids and none was
-        given. Where it has to render conversations and has no chat template, it gets one."""
+    def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
+        """Load `tokenizer`, or the model's, or train one on the data where the model's weights are not pretrained. None
+        when the data is token ids and none was given. Where it has to render conversations and has no chat template,
+        it gets one.
+        """
         path = tokenizer or tokenizer_folder(model_path)
         if path is not None:
             loaded = load_tokenizer(path)
@@ -95,6 +97,12 @@ class Preparation:
         if "tokens" in self._formats:
             raise ConfigError(
                 "data.source mixes token ids with text: name the tokenizer that made the ids, as data.tokenizer."
+            )
+        if is_pretrained:
+            raise ConfigError(
+                f"{model_path} has pretrained weights and no tokenizer (tokenizer.json or the like), and one that is "
+                "trained on the data would make noise of its embeddings: set --data.tokenizer to a folder or hub name, "
+                "that of the one that the model was trained with, or --model.init random to train from nothing."
             )
         return trained_tokenizer(self._texts, self._vocab_size, self._files_hash, self._cache_dir, self._progress)
 

@@ -16,6 +16,7 @@ import xxhash
 from torch import nn
 
 from offload.checkpoint.reader import Reader
+from offload.config.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one
@@ -72,6 +73,7 @@ class Engine:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
+        check_types(Engine.__init__, {"model": model, "fill": fill, "comm": comm, "settings": settings})
         given = {"optimizer": optimizer, "placement": placement}
         options |= {key: value for key, value in given.items() if value is not None}
         settings = replace(settings or Settings(), **options)

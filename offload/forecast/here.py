@@ -69,5 +69,5 @@ def summary(found: Forecast) -> str:
         of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
         parts.append(f"{tier} {format_bytes(held['bytes'])}{of}")
     if found.timing is not None:
-        parts.append(f"{found.timing.step_seconds:.3g} s a step, which {found.timing.bound_by} binds")
+        parts.append(f"{found.timing.step_seconds:.3g} s a step, {found.timing.bound_by}-bound")
     return ", ".join(parts)

@@ -80,6 +80,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
         shape = dict(PRESETS[section.preset or "tiny"])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
     file = path / "config.json" if path.is_dir() else path
+    if (path / "adapter_config.json").is_file() and not file.is_file():
+        raise ConfigError(
+            f"model.path is {section.path}, which holds an adapter of PEFT and no model: merge it into its base model "
+            "(merge_and_unload, then save_pretrained) and set --model.path to that folder, or train it by "
+            "OffloadTrainer, as examples/peft_lora.py does."
+        )
     if not file.is_file():
         raise ConfigError(
             f"model.path is {section.path}, a folder without config.json; set --model.path to a Hugging Face model "

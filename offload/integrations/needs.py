@@ -13,5 +13,5 @@ def need(*libraries: str) -> None:
     if missing:
         raise MissingLibraryError(
             f"this integration needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            "installed: pip install 'offload[hf]'."
+            f"installed: pip install {' '.join(missing)}."
         )

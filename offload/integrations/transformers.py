@@ -65,7 +65,7 @@ class OffloadMixin(_Base):
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """`offload`: settings of the engine: `placement` (a Placement, or its fields), and any keyword of `Engine` that
-        the Trainer's arguments do not decide. `optimizer`, a rule, goes over `optim`, learning rate and decay.
+        the Trainer's arguments do not decide. `optimizer`, a rule, overrides `optim`, learning rate and decay.
 
         Raises ConfigError.
         """

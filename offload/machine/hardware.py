@@ -61,7 +61,7 @@ class Hardware:
     device_bytes: free memory of one device; None for a CPU, where only a budget bounds it.
     host_bytes: memory of the host that runs may take, all ranks together.
     disk_bytes: free bytes of the disk; None without one.
-    endurance_bytes: what the disk's maker lets be written to it in its life; None where that is not known.
+    endurance_bytes: the rated endurance of the disk, in bytes written; None where that is not known.
     shares_memory: the device computes in the host's memory, so that offloading to it is a loss.
     rates: how fast it is.
     sources: where each figure is from, by its name.

@@ -19,8 +19,8 @@ class AdamW(StoredMoments):
     it; `groups` and `decay_1d` as `UpdateRule` says, `states` as `StoredMoments`: with others than fp32 an update
     cannot be corrected.
 
-    The defaults are torch's. Those of the command line are others: `optimizer.betas` is (0.9, 0.95) there, and the
-    learning rate goes by the kind of weights.
+    The defaults are torch's, but for `decay_1d`: torch decays biases and norms as well. Those of the command line are
+    others: `optimizer.betas` is (0.9, 0.95) there, and the learning rate goes by the kind of weights.
     """
 
     lr: float = 1e-3
@@ -36,6 +36,10 @@ class AdamW(StoredMoments):
     @property
     def names(self) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
+
+    @property
+    def by_parameter(self) -> bool:
+        return super().by_parameter or not self.eps  # between parameters lie zeros, whose update would be 0 / 0
 
     @property
     def can_correct(self) -> bool:

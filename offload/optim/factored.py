@@ -13,7 +13,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.layout.planes import Factor
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, count_of, master_piece, put_piece
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, count_of, master_piece, put_piece
 
 _ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
     Factor("row_var", "rows"),
@@ -52,17 +52,10 @@ class Factored(UpdateRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.beta2_decay, int | float) or not -math.inf < self.beta2_decay <= 0.0:
+        if not -math.inf < self.beta2_decay <= 0.0:
             raise ConfigError(f"optimizer.beta2_decay is {self.beta2_decay!r}; it must be a number, at most 0.")
-        if not isinstance(self.d, int | float) or not 1.0 <= self.d < math.inf:
-            raise ConfigError(f"optimizer.d is {self.d!r}; it must be a number, at least 1.")
-        try:
-            first, second = self.eps
-            numbers = [second if first is None else first, second]
-            right = all(0.0 <= float(number) < math.inf for number in numbers)
-        except (TypeError, ValueError):
-            right = False
-        if not right:
+        check_number("d", self.d, 1.0)
+        if not all(0.0 <= number < math.inf for number in self.eps if number is not None):
             raise ConfigError(
                 f"optimizer.eps is {self.eps!r}; it must be two numbers, finite and not negative, of which the first "
                 "may be none."

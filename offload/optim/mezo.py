@@ -60,11 +60,11 @@ class MeZO(UpdateRule):
         super().__post_init__()
         check_number("eps", self.eps, _LEAST_EPS)
         count = self.num_perturbations
-        if type(count) is not int or not 1 <= count < 1 << 15:
+        if not 1 <= count < 1 << 15:
             raise ConfigError(f"optimizer.num_perturbations is {count!r}; it must be a whole number, at least 1.")
         for key in ("layer_fraction", "magnitude_quantile"):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+            if not 0.0 < value <= 1.0:
                 raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number above 0, at most 1 (for all).")
         if self.master not in MASTERS:
             raise ConfigError(f"optimizer.master is {self.master!r}; it must be one of {', '.join(MASTERS)}.")

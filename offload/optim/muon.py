@@ -59,16 +59,14 @@ class Muon(UpdateRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("momentum", self.momentum)
-        if not isinstance(self.rest, UpdateRule) or isinstance(self.rest, Muon) or not self.rest.has_gradients:
+        if isinstance(self.rest, Muon) or not self.rest.has_gradients:
             raise ConfigError(f"Muon's rest is {self.rest!r}; it must be a rule for what is no matrix, such as AdamW.")
-        if type(self.ns_steps) is not int or not 0 <= self.ns_steps < _MOST_STEPS:
+        if not 0 <= self.ns_steps < _MOST_STEPS:
             raise ConfigError(f"optimizer.ns_steps is {self.ns_steps!r}; a whole number below {_MOST_STEPS}.")
         if self.adjust_lr_fn not in _ADJUSTMENTS:
             raise ConfigError(
                 f"optimizer.adjust_lr_fn is {self.adjust_lr_fn!r}; it must be original, match_rms_adamw or none."
             )
-        if len(self.ns_coefficients) != 3:
-            raise ConfigError(f"Muon's ns_coefficients are {self.ns_coefficients!r}; there are three.")
 
     @classmethod
     def configured(cls, settings: Mapping[str, Any]) -> UpdateRule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from xxhash import xxh3_64_intdigest
 
+from offload.config.arguments import check_types
 from offload.errors import ConfigError, nearest
 from offload.layout.planes import Factor, Plane
 from offload.native import kernels
@@ -77,10 +78,11 @@ class UpdateStep:
 class UpdateRule(ABC):
     """A rule is a frozen dataclass with at least the settings below.
 
-    `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y, "rule": another rule}); the first
-    expression that `re.search` finds in a parameter's name decides, and a key that it leaves out keeps its default.
-    Parameters with fewer than two dimensions (biases, norms) are not decayed unless `decay_1d`, or unless their group
-    sets `weight_decay`. Another rule goes by its own settings; its learning rate keeps its ratio to that of this one.
+    `groups` is a sequence of (regular expression, {"lr_scale": x, "weight_decay": y, "rule": another rule}), or a
+    mapping of the same; the first expression that `re.search` finds in a parameter's name decides, and a key that it
+    leaves out keeps its default. Parameters with fewer than two dimensions (biases, norms) are not decayed unless
+    `decay_1d`, or unless their group sets `weight_decay`. Another rule goes by its own settings; its learning rate
+    keeps its ratio to that of this one.
     """
 
     by_matrix: ClassVar[bool] = False
@@ -166,9 +168,14 @@ class UpdateRule(ABC):
         return (self, *self.others, *(part for rule in rules for part in rule.parts))
 
     def __post_init__(self) -> None:
+        if isinstance(self.groups, Mapping):  # as a configuration has them
+            object.__setattr__(self, "groups", tuple(self.groups.items()))
+        check_types(type(self), vars(self))
         object.__setattr__(self, "groups", tuple((pattern, dict(values)) for pattern, values in self.groups))
         if hasattr(self, "betas"):
-            object.__setattr__(self, "betas", _checked_betas(self.betas))
+            object.__setattr__(self, "betas", tuple(self.betas))
+            if not all(0.0 <= beta < 1.0 for beta in self.betas):
+                raise ConfigError(f"optimizer.betas is {self.betas}; it must be two numbers, each in [0, 1).")
         for key in ("lr", "eps", "weight_decay"):
             value = getattr(self, key, 0.0)
             if not isinstance(value, tuple):  # which a rule checks that has several
@@ -242,22 +249,11 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
 
-def check_number(key: str, value: Any, least: float = 0.0) -> None:
-    """Raise ConfigError unless a setting is a finite number of at least that."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+def check_number(key: str, value: float, least: float = 0.0) -> None:
+    """Raise ConfigError unless a number is finite and at least that."""
+    if not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
         raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
-
-
-def _checked_betas(betas: Sequence[float]) -> tuple[float, float]:
-    """Return both decay rates of moments as a pair. Raises ConfigError."""
-    try:
-        first, second = (float(beta) for beta in betas)
-    except (TypeError, ValueError):
-        first = second = math.nan
-    if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
-        raise ConfigError(f"optimizer.betas is {betas}; it must be two numbers, each in [0, 1).")
-    return first, second
 
 
 def parameter_key(name: str, seed: int) -> int:

@@ -33,7 +33,7 @@ class SGD(UpdateRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.momentum, int | float) or not 0.0 <= self.momentum < 1.0:
+        if not 0.0 <= self.momentum < 1.0:
             raise ConfigError(f"optimizer.momentum is {self.momentum!r}; it must be a number in [0, 1).")
 
     @property

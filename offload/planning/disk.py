@@ -115,7 +115,7 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
         if layout.of(region):
             update = max(update, layout.record_bytes(region, numel))
         if "weights" in layout.of(region):
-            fetch = max(fetch, region.plane("weights").num_bytes(numel))
+            fetch = max(fetch, region.plane("weights").disk_bytes(numel))
     sizes = {FETCH_RING: RING_TILES * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from offload.accelerators import parse_device
+from offload.config.arguments import check_types
 from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.lanes.throttle import Throttle, parse_throttle
@@ -63,7 +64,7 @@ class Settings:
     throttle: Mapping[str, Any] | None = None
     seed: int = 0
     debug: bool | int = False
-    head_chunk_bytes: int | str | None = "256MiB"
+    head_chunk_bytes: float | str | None = "256MiB"
     delay: int = 0
     delay_after: int = 0
     update: str = "auto"
@@ -77,9 +78,7 @@ class Settings:
             )
         if not isinstance(self.placement, Placement):
             raise ConfigError(f"the placement is {self.placement!r}; it must be a Placement, such as Placement().")
-        for key in ("seed", "debug"):
-            if not isinstance(getattr(self, key), int):
-                raise ConfigError(f"run.{key} is {getattr(self, key)!r}; it must be a whole number.")
+        check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         if self.precision == "fp32" and not self.optimizer.has_low:
             raise ConfigError(
@@ -95,12 +94,12 @@ class Settings:
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
+        if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
         _check(self.update, ("auto", "cpu", "device"), "offload.update")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
         _check(self.delay, (0, 1), "train.delay")
-        if type(self.delay_after) is not int or self.delay_after < 0:
+        if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")
         if self.delay_after and not self.delay:
             raise ConfigError(
@@ -126,7 +125,7 @@ class Settings:
         if self.update == "device" and self.host_bound:
             raise ConfigError(f"offload.update is device, and {self.host_bound}: set --offload.update cpu or auto.")
         size, norm = self.micro_batch_size, self.max_grad_norm
-        if size is not None and (type(size) is not int or size < 1):
+        if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
         check_max_grad_norm(norm)
         clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None

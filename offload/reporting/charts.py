@@ -1,34 +1,20 @@
-"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS go
-over attributes, and so one drawing serves light and dark.
+"""Curves as inline SVG, by leather: its scales, axes and lines. Colours and fonts are the page's own: rules of CSS
+override attributes, and so one drawing serves light and dark.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-from offload.errors import MissingLibraryError
 from offload.reporting.words import count_text
 
-EXTRA = "pip install 'offload[report]'"
 Point = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there
 _TOP, _BOTTOM = 8, 26
 _CHAR = 7.7  # units that a digit of the labels is wide
 _MOST_POINTS = 360  # of a curve: one a unit of width
 _BEYOND = 1e20  # what lies there is left out: leather's decimals end at 28 digits
-
-
-def has_leather() -> bool:
-    """Tell whether charts can be drawn."""
-    return importlib.util.find_spec("leather") is not None
-
-
-def need_leather() -> None:
-    """Raise MissingLibraryError where charts cannot be drawn."""
-    if not has_leather():
-        raise MissingLibraryError(f"the charts of a report need leather, which is not installed: {EXTRA}.")
 
 
 def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str | None:

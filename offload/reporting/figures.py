@@ -1,4 +1,4 @@
-"""The figures of a run: its curves, its median and its slowest step by lane, its memory, and what binds it."""
+"""The figures of a run: its curves, its median and its slowest step by lane, its memory, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TierFigure:
 
 @dataclass(frozen=True)
 class Binding:
-    """Which lane binds, over the medians of the steps: a step takes no less than its busiest lane."""
+    """Which lane is the bottleneck, over the medians of the steps: a step takes no less than its busiest lane."""
 
     lane: str
     limit_s: float

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from offload.errors import ConfigError, format_bytes
 from offload.reporting.advice import Advice, advise
-from offload.reporting.charts import curves, need_leather
+from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
 from offload.reporting.recorded import Recorded, number
 from offload.reporting.timeline import Row, rows
@@ -84,7 +84,7 @@ class RunView:
 
     @property
     def binds(self) -> str:
-        """Which resource binds, and how far the run is from it."""
+        """Which lane is the bottleneck, and how far the run is from its limit."""
         return "" if self.figures.binding is None else _binds(self.figures.binding)
 
 
@@ -104,8 +104,7 @@ def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunVie
 
 
 def render(views: Sequence[RunView]) -> str:
-    """Return the page. Raises MissingLibraryError without leather."""
-    need_leather()
+    """Return the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -233,7 +232,7 @@ def _binds(binding: Binding) -> str:
     if binding.is_serial:
         return f"One thread does everything in turn; of a step of {step}, {binding.lane} takes {limit}."
     return (
-        f"What binds is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
+        f"The bottleneck is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
         f"{binding.times_limit:.2f} times what it alone needs."
     )
 

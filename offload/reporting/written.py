@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload.errors import ConfigError, DiskError, errno_text
-from offload.reporting.charts import EXTRA, has_leather
 from offload.reporting.page import MOST_RUNS, RunView, read_views, render
 
 REPORT = "report.html"
@@ -16,7 +15,7 @@ COMPARED = "compare.html"
 
 def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     """Write the page, whole or not at all, and return where: `out`, or in the folder of the first run. Raises
-    ConfigError, MissingLibraryError, DiskError.
+    ConfigError, DiskError.
     """
     if len(views) > MOST_RUNS:
         raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
@@ -41,9 +40,6 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
 
 def report_run(folder: Path, say: Callable[[str], None]) -> None:
     """Write the report of a run that has ended, and say where; a run never fails for it."""
-    if not has_leather():
-        say(f"no report is written, as leather is not installed: {EXTRA}.")
-        return
     try:
         say(f"report: {write_page(read_views([folder], is_over=True))}")
     except Exception as error:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from offload.config.arguments import check_types
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
 
@@ -26,12 +27,13 @@ class Placement:
     optimizer: str = "cpu"
     gradients: str = "auto"
     activations: str = "device"
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
-    nvme_dir: str | Sequence[str] | None = None
-    nvme_memory: int | str | None = None
+    device_memory: float | str | None = None
+    host_memory: float | str | None = None
+    nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    nvme_memory: float | str | None = None
 
     def __post_init__(self) -> None:
+        check_types(Placement, vars(self))
         for key in ("device_memory", "host_memory", "nvme_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:
@@ -71,4 +73,5 @@ class Placement:
     @property
     def dirs(self) -> Sequence[str]:
         """The folders of the nvme tier."""
-        return (self.nvme_dir,) if isinstance(self.nvme_dir, str) else self.nvme_dir or ()
+        assert self.nvme_dir is None or isinstance(self.nvme_dir, tuple), "__post_init__ has seen to it"
+        return self.nvme_dir or ()

@@ -122,7 +122,8 @@ class Slots(Cargoes):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
-        return self.streams(tensor.data_ptr()) or tensor.untyped_storage().data_ptr() in self._storages
+        address = tensor.untyped_storage().data_ptr()  # that of a tensor without elements is 0
+        return self.streams(address) or address in self._storages
 
     def streams(self, address: int) -> bool:
         """True where an address lies in memory through which weights of several units pass."""

@@ -96,6 +96,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if first:
         with as_one(comm, "comparison of the data"):
             data.check_state(start.data)
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps and epochs and config.origin("train.steps") != "resolved":
+        say(f"note: train.steps is {steps}, which overrides train.epochs, {epochs:g}: leave one of them out.")
     config = config.resolve_steps(data.num_steps)
 
     def rebuild() -> BuiltModel:

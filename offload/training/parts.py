@@ -44,6 +44,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         format=data.format,
         tokenizer=data.tokenizer,
         model_path=None if folder is None else str(folder),
+        is_pretrained=config.model.init == "pretrained",
         vocab_size=vocabulary - spare,
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,

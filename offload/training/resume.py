@@ -17,7 +17,7 @@ from offload.training.run_folder import CHECKPOINTS, RunFolder
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """config: what was asked for, and for the rest what the run had that is gone on with. folders: the checkpoints to
+    """config: what was asked for, and for the rest what the run had that is resumed. folders: the checkpoints to
     begin at, the first that proves whole as it is read; none to begin with nothing. data: what its data were, by
     `Dataset.state_dict`. skipped: what is passed over, and why.
     """

@@ -32,7 +32,7 @@ _OF_A_RUN = (
 
 class RunFolder:
     """A folder that belongs to one run, and to one process at a time. What an earlier run left is not overwritten,
-    unless it is gone on with.
+    unless it is resumed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from offload.config.sections import TrainSection
 
 
 class Standing:
-    """Counts from where the run was begun or gone on with, which is now.
+    """Counts from where the run was begun or resumed, which is now.
 
     `num_done`, `num_coarse`: steps of the run, in this process and before. `loss` is of the last step, `eval_loss` of
     the last evaluation, None without one.

@@ -80,6 +80,22 @@ def test_what_needs_no_torch_is_answered_without(
     assert code == 0 or not done.stdout
 
 
+@pytest.mark.parametrize("module", ["offload.train", "offload.plan", "offload.parity"])
+def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback(module: str, tmp_path: Path) -> None:
+    for name in ("tyro", "pydantic", "yaml"):
+        (tmp_path / f"{name}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        env={"PYTHONPATH": f"{tmp_path}:{forks.ROOT}", "PATH": "/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=forks.PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "offload: interrupted; nothing was saved.\n")
+
+
 def test_torch_is_imported_without_the_collector_which_works_again_afterwards() -> None:
     """In a process without torch; one that has it is left alone."""
     program = (

@@ -38,6 +38,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.steps"], ["--train.steps", "VALUE"]),
         (["--offload.device_memory", "6 gigs"], ["offload.device_memory", "'6 gigs'", "6GiB"]),
         (["--optimizer.betas", "0.9", "1.5"], ["optimizer.betas", "'1.5'", "less than 1"]),
+        (["--optimizer.name", "adamw_8bit"], ["'adamw_8bit' (did you mean optimizer.states int8?)"]),
         (["--optimizer.name", "lino"], ["optimizer.name", "'lino'", "'muon' or 'mezo'"]),
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (
@@ -101,6 +102,9 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("[" * 3000, ["nested too deeply"]),
         ("train: {steps: &a [*a]}", ["train.steps", "integer"]),
         ("!!int x", ["not YAML that can be read"]),
+        ("train: {steps: 2}\n\ntrain: {batch_size: 4}", ["train stands twice", "line 1", "line 3"]),
+        ("train: {steps: 2, steps: 4}", ["steps stands twice"]),
+        ("train: {steps: 2}\ntrain.steps: 4", ["train.steps is set twice"]),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -137,6 +141,7 @@ def test_long_values_and_names_are_shown_in_part(key: str) -> None:
             *[
                 ("max_seq_length", "data.sequence_length"),
                 ("cutoff_len", "data.sequence_length"),
+                ("lora_r", "an adapter of PEFT, which OffloadTrainer trains?"),
                 ("bf16", "train.precision"),
             ],
             *[("model_name_or_path", "model.path"), ("base_model", "model.path"), ("output_dir", "run.dir")],

@@ -86,7 +86,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert json.loads((run / "env.json").read_text())["versions"]["torch"] == torch.__version__
 
     text = (run / "config.yaml").read_text()
-    assert "steps: 4  # command line" in text  # the command line goes over the file
+    assert "steps: 4  # command line" in text  # the command line overrides the file
     assert "schedule: linear  # file" in text
     assert "precision: fp32  # resolved" in text or torch.cuda.is_available()
     assert "seed: 0  # default" in text

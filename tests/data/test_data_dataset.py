@@ -258,6 +258,8 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
     (Path(model) / "tokenizer_config.json").unlink()
     trained = build(tokenizer=None, model_path=model, vocab_size=300)
     assert len(trained.tokenizer) == 300
+    with pytest.raises(ConfigError, match=r"pretrained weights and no tokenizer.*--data\.tokenizer"):
+        build(tokenizer=None, model_path=model, is_pretrained=True)
     assert int(trained.batch(0)["input_ids"].max()) < 300
     assert not any("<|unknown|>" in note for note in trained.notes)
     assert any("<|unknown|>" in note for note in build(tokenizer=None, vocab_size=64).notes)

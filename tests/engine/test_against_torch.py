@@ -1,4 +1,4 @@
-"""One step from equal states beside `torch.optim.AdamW`: within 2 ulp of max(|p|, |update|)."""
+"""One step from equal states beside `torch.optim.AdamW`: the same bits, or within 4 ulp of max(|p|, |update|)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def torch_optimizer(model: nn.Module, rule: AdamW) -> torch.optim.AdamW:
 
 
 @pytest.mark.parametrize("make", [llama, gemma2, gpt_neox, mixtral])
-def test_each_step_is_torchs_to_two_ulp(make: Callable[[], nn.Module]) -> None:
+def test_each_step_is_torchs(make: Callable[[], nn.Module]) -> None:
     """torch is put back to the engine's weights before every step, so that only one step lies between them. Its
     moments are its own: they are the same function of the same gradients.
 

@@ -25,7 +25,7 @@ from tests.disks import nameless
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
-from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import disk_files, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, SLOW, deep
@@ -443,11 +443,22 @@ def test_an_export_is_the_same_file(make: Maker, precision: str, folder: Path, t
     assert files[0] == files[1]
 
 
+class HasEmptyToo(Block):
+    """The same at the end of a unit that streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) + self.empty.sum()
+
+
 class HasEmpty(Stack):
     """A parameter without elements, which gets a gradient without elements."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(HasEmptyToo)
         self.empty = nn.Parameter(torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:

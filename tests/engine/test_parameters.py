@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine
+from offload import AdamW, Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.device import twin
@@ -333,6 +333,11 @@ class Packed(nn.Module):
 def test_integer_weights_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"1\.packed.*int8.*unquantized"):
         Engine(nn.Sequential(nn.Linear(4, 4), Packed()))
+
+
+def test_a_group_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.groups has 'nrom'.*such as blocks\."):
+        Engine(build(Stack), AdamW(groups={"norm": {"lr_scale": 0.5}, "nrom": {"lr_scale": 0.5}}))
 
 
 def test_nothing_to_train_is_refused() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload import AdamW, Engine, Placement
+from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.imagined import ImaginedRanks
 from offload.engine.assemble import prepare
-from offload.errors import DoesNotFitError
+from offload.errors import ConfigError, DoesNotFitError
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import DescribedMachine
 from offload.planning.settings import Settings
@@ -22,6 +23,23 @@ GPU = Hardware(
     "a GPU", "cuda", 1, 1 << 24, 1 << 26, None, None, False, Rates(20e9, 20e9, 40e9, {"bf16": 1e14}, 1e12, 1e11, 1e-5)
 )
 CPU = replace(GPU, name="a CPU", device="cpu", device_bytes=None)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Lion, SGD, Adafactor, AdaLomo, LOMO, Muon, MeZO, Placement, Settings])
+def test_an_argument_of_another_type_is_refused_by_name(kind: Any) -> None:
+    for field in fields(kind):
+        with pytest.raises(ConfigError, match=rf"{field.name} is <object"):
+            kind(**{field.name: object()})
+
+
+def test_so_are_those_of_an_engine() -> None:
+    for name in ("model", "fill", "comm", "settings"):
+        with pytest.raises(ConfigError, match=rf"Engine\.{name} is 'x'"):
+            Engine(**{"model": torch.nn.Linear(2, 2)} | {name: "x"})
+
+
+def test_groups_may_be_a_mapping_as_in_a_configuration() -> None:
+    assert AdamW(groups={"a": {"lr_scale": 2.0}}) == AdamW(groups=(("a", {"lr_scale": 2.0}),))
 
 
 def config() -> LlamaConfig:

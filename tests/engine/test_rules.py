@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from offload import SGD, AdamW, Engine, Lion, Placement
+from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
@@ -18,7 +20,7 @@ from offload.optim import states
 from offload.optim.rule import Trained, UpdateRule, master
 from offload.planning import disk
 from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
-from tests.engine.device import twin
+from tests.engine.device import own_device, twin
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import stored_plane
@@ -111,6 +113,50 @@ def test_planes_of_bytes_and_of_blocks_are_those_of_the_reference(place: str, pr
     compare(other)
 
 
+class Wide(nn.Module):
+    """Blocks of any width, whose parameters end anywhere in a page."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def mean_square(outputs: torch.Tensor, _batch: Any) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [AdamW(), AdamW(states="bf16"), Lion(), SGD(), Adafactor(), AdaLomo(), LOMO(), Muon(), MeZO()],
+    ids=lambda rule: rule.title,
+)
+def test_widths_that_are_multiples_of_nothing(rule: UpdateRule, tmp_path: Path, monkeypatch: Any) -> None:
+    for width, largest in itertools.product((5, 37, 100, 132), (2048, 1 << 22)):
+        monkeypatch.setattr(disk, "_LARGEST_TILE", largest)
+        found = []
+        for place in ("cpu", "nvme"):
+            batch = {"x": torch.ones(2, width, device=own_device())}
+            with Engine(build(lambda: Wide(width)), rule, placed(place, tmp_path)) as engine:  # noqa: B023
+                engine.step(batch, mean_square)
+                found.append((weights(engine), float(engine.step(batch, mean_square).loss)))
+        assert found[0][1] == found[1][1]
+        assert_same(found[1][0], found[0][0])
+
+
+def test_eps_may_be_zero() -> None:
+    """Where gradients are not: between parameters lie zeros that no gradient has."""
+    batch = {"x": torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).to(own_device())}
+    rule = AdamW(eps=0.0, weight_decay=0.0)
+    train_both(build(lambda: Wide(12)), [batch] * 3, loss_fn=mean_square, optimizer=rule, clip="deferred")
+    engine = Engine(build(lambda: Wide(12)), rule, max_grad_norm=1e-3, clip="speculative")
+    assert [engine.step(batch, mean_square).corrected > 0 for _ in range(2)] == [True, True]
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
     groups = (
@@ -181,6 +227,8 @@ def test_a_plane_that_cannot_be_is_refused(plane: Plane) -> None:
         {"betas": (0.9, 1.0)},
         {"weight_decay": -1.0},
         {"groups": (("a", {"lr_scale": "x"}),)},
+        {"groups": (("a",),)},
+        {"groups": None},
     ],
 )
 @pytest.mark.parametrize("kind", [AdamW, Lion])

@@ -311,6 +311,12 @@ def test_weights_of_torch_alone_are_refused_with_the_command_that_converts_them(
         build_model(ModelSection(path="some/one"), seed=0)
 
 
+def test_an_adapter_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"an adapter of PEFT and no model.*merge_and_unload.*OffloadTrainer"):
+        load_model_config(ModelSection(path=str(tmp_path)))
+
+
 def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
     config = load_model_config(ModelSection(path=str(folder_of(tmp_path / "a", "gpt2", n_positions=64)), init="random"))
     check_sequence_length(config, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
@@ -65,6 +66,20 @@ def test_close_to_torch_optim(weight_decay, lr, betas, step):
         assert (apart > 2).double().mean() < 2e-3
         hidden = state.p.abs() >= 4 * (theirs.p - state.p).abs()
         assert apart[hidden].max() <= 2
+
+
+@matrix(strength=1, lr=[1e-5, 1e-2], betas=[(0.9, 0.999), (0.9, 0.95), (0.4, 0.6)], step=[1, 2, 10, 1000])
+def test_within_five_ulp_of_the_formula(lr, betas, step):
+    """As torch's own step is: algorithm 2 of the paper in float64, by the moments that both have in every bit."""
+    settings = {"step": step, "lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
+    state = ordinary(50_001, seed=step)
+    state.p[::2] = 0.0  # nothing to hide the update behind
+    for ours in (native_step(state, **settings), torch_step(state, **settings)):
+        denom = (ours.v.double() / (1 - betas[1] ** step)).sqrt() + 1e-8
+        update = lr / (1 - betas[0] ** step) * ours.m.double() / denom
+        wanted = state.p.double() * (1 - lr * 0.1) - update
+        unit = torch.from_numpy(numpy.spacing(torch.maximum(wanted.abs(), update.abs()).float().numpy()))
+        assert ((ours.p.double() - wanted).abs() / unit).max() <= 5
 
 
 def test_two_hundred_steps_stay_close_to_torch():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.errors import ConfigError, DiskError, MissingLibraryError
+from offload.errors import ConfigError, DiskError
 from offload.reporting import charts, written
 from offload.reporting.page import read_views, render
 from tests.matrix import matrix
@@ -154,11 +154,11 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
         "900 ms",
         "494 ms more than the median step, 494 ms of it in compute",
         "123 ms",
-        "What binds is compute",
+        "The bottleneck is compute",
         "waited for",
         "slot <b>",
         "32 GiB more host memory",
-        "By the plan h2d binds",
+        "By the plan the step is h2d-bound",
         "plan 250",
     ):
         assert said in text, said
@@ -184,6 +184,14 @@ def test_a_step_takes_no_more_longer_in_a_part_than_as_a_whole(tmp_path: Path) -
     (view,) = read_views([write_run(tmp_path, lines)])
     assert view.slowest is not None
     assert view.slowest.said[0] == "100 ms more than the median step, 100 ms of it in compute."
+
+
+def test_sentences_have_a_space_between_them(tmp_path: Path) -> None:
+    lines = [{**each, "step_seconds": 2 * each["step_seconds"]} for each in usual(12)]
+    page = render(read_views([write_run(tmp_path, lines, plan={**PLAN, "bound_by": "h2d"})]))
+    text = re.sub(r"<(style|script|svg).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL)
+    assert "(batches, records). By the plan the step is h2d-bound." in text
+    assert not re.findall(r"\w*[a-z)]\.[A-Z]\w*", text)
 
 
 def test_a_run_has_its_colour_where_another_has_no_curve(tmp_path: Path) -> None:
@@ -270,19 +278,6 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for place in (tmp_path / "missing" / "x.html", tmp_path / ("x" * 300 + ".html")):
         with pytest.raises(DiskError, match="cannot be written: .*--out"):
             report.main([str(one), "--out", str(place)])
-
-
-def test_without_leather_one_line_says_which_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_run(tmp_path, usual(5))
-    monkeypatch.setattr(charts, "has_leather", lambda: False)
-    monkeypatch.setattr(written, "has_leather", lambda: False)
-    with pytest.raises(MissingLibraryError, match=r"offload\[report\]"):
-        render(read_views([path]))
-    said: list[str] = []
-    written.report_run(path, said.append)
-    assert len(said) == 1
-    assert "offload[report]" in said[0]
-    assert not (path / "report.html").exists()
 
 
 def test_a_run_never_fails_for_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

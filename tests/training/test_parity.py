@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload import parity
+from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError, DoesNotFitError
 from offload.optim.sgd import SGD
 from offload.training import build, side_by_side
@@ -105,6 +106,7 @@ def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
 def test_weights_of_a_folder_are_read_on_both_sides(run: Run, folder: Path, precision: str) -> None:
     config = AutoConfig.for_model("mixtral", vocab_size=384, **SHAPES["mixtral"])
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "whole")
+    train_bpe(["a number, the next"] * 9, 384).save_pretrained(folder / "whole")
     code, found = run("--model.path", "whole", "--train.precision", precision, *HOST)
     assert (code, found["bit_equal"], found["weights"]["differing_elements"]) == (0, True, 0)
 

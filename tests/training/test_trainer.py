@@ -141,8 +141,10 @@ def test_embeddings_grow_for_tokens_that_were_added_to_the_tokenizer(run: Any, t
 
 
 def test_time_is_a_limit_and_epochs_are_steps(run: Any) -> None:
-    result, lines, said = run("timed", train__steps=10**6, train__max_seconds=1, optimizer__lr=1e-4)
+    both = {"train__steps": 10**6, "train__epochs": 9}
+    result, lines, said = run("timed", **both, train__max_seconds=1, optimizer__lr=1e-4)
     assert 1 <= result.steps == len(lines) < 10**6
+    assert "note: train.steps is 1000000, which overrides train.epochs, 9" in said
     assert "max_seconds" in said
     result, lines, _ = run("epochs", train__steps=None, train__epochs=0.5, train__batch_size=64)
     rows = result.steps * 64

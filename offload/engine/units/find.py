@@ -60,6 +60,12 @@ def describe_parameters(model: nn.Module, optimizer: UpdateRule, precision: str)
         raise ConfigError("the model has no parameters: there is nothing to train.")
     if not any(p.requires_grad for _, p in named):
         raise ConfigError("every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    for pattern in [pattern for rule in optimizer.parts for pattern, _ in rule.groups]:
+        if not any(re.search(pattern, name) for name, _ in named):
+            raise ConfigError(
+                f"optimizer.groups has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
+                f"as {named[len(named) // 2][0]}: mend the expression, or leave it out."
+            )
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
     kept = _kept_in_fp32(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

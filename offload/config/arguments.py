@@ -1,0 +1,48 @@
+"""The arguments of a call, compared with the types that they are annotated with."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from offload.config.config import all_keys
+from offload.errors import ConfigError, shorten
+
+
+def check_types(of: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where an argument of a function, or a field of a dataclass, is of another type than its
+    annotation says. The message names the key that it has in a configuration.
+    """
+    hints = _hints(of)
+    for name, value in given.items():
+        if name in hints and not _fits(value, hints[name]):
+            own = f"{of.__qualname__.removesuffix('.__init__')}.{name}"
+            key = next((key for key in all_keys() if key.endswith(f".{name}")), own)
+            kind = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
+            raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {kind}.")
+
+
+_hints = cache(typing.get_type_hints)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind in (int, float):  # a whole number is a number too, and a truth value is none
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if origin in (tuple, Sequence):  # a list is as good as a tuple, and a text is no list of letters
+        if not isinstance(value, tuple | list):
+            return False
+        kinds = parts if origin is tuple and ... not in parts else parts[:1] * len(value)
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if origin is Mapping and isinstance(value, Mapping):
+        return all(_fits(pair, types.GenericAlias(tuple, parts)) for pair in value.items())
+    return isinstance(value, origin)

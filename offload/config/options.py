@@ -1,0 +1,154 @@
+"""The options of a command: the words that tyro reads, and the help that it prints of them.
+
+Apart from `command_line`, so that an interrupt while tyro and pydantic are loaded finds a command that can end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic.fields import FieldInfo
+
+from offload.config.config import Config, all_keys, unknown_key
+from offload.config.familiar import familiar
+from offload.config.sections import kinds_in
+from offload.errors import ConfigError, nearest, shorten
+
+_ABOUT_GPUS = (
+    "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The same as "
+    "torchrun --standalone --nproc-per-node N, which several machines need."
+)
+_Own = Mapping[str, tuple[str, str, str]]
+"""Options of the command's own, by name: each a `command_line.OwnOption`."""
+_BESIDE_SECTIONS = {
+    "config": ("FILE.yaml", "", "Read settings from this file; the command line overrides it."),
+    "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
+    "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
+}
+"""Options by name: the value and the default as the help shows them, and the help."""
+_UNSET = "\0"  # tyro would read the word None as None, so absence needs a value that nobody can type
+
+
+def read_command(
+    words: Sequence[str], prog: str, description: str, own: _Own, may_go_on: bool
+) -> tuple[Config, dict[str, str | None]]:
+    """Do what `command_line.parse_command` says."""
+    words = _normalise(words, own)
+    parsed: Any
+    parsed, unknown = tyro.cli(
+        _command_line(own),
+        args=words,
+        prog=prog,
+        description=description,
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+    if unknown:
+        raise ConfigError(_unknown_word(unknown, own))
+    overrides = {}
+    for key in all_keys():
+        value = attrgetter(key)(parsed)
+        if value not in (_UNSET, (_UNSET,)):
+            overrides[key] = list(value) if isinstance(value, tuple) else value
+    if parsed.debug != _UNSET:
+        overrides["run.debug"] = parsed.debug
+    path = None if parsed.config == _UNSET else Path(parsed.config)
+    given = {name: getattr(parsed, name.replace("-", "_")) for name in own}
+    config = Config.load(path, overrides, origin="command line", may_go_on=may_go_on)
+    return config, {name: None if text == _UNSET else text for name, text in given.items()}
+
+
+def _normalise(words: Sequence[str], own: _Own) -> list[str]:
+    """Give flags their value (`--run.debug` means true), and refuse an option whose value is missing."""
+    own_flags = {name.replace("-", "_") for name, option in own.items() if option[0].startswith("{true")}
+    flags = {"debug"} | own_flags | {key for key in all_keys() if _field(key).annotation is bool}
+    values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
+    result: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--help" or word == "-h":
+            return ["--help"]
+        result.append(word)
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or "=" in word:
+            continue
+        follows = words[index + 1] if index + 1 < len(words) else "--"
+        if follows.startswith("--"):
+            if name in flags:
+                result.append("true")
+            elif name in values:
+                raise ConfigError(f"{word} is given without a value; write {word} VALUE.")
+    return result
+
+
+def _unknown_word(unknown: Sequence[str], own: Iterable[str]) -> str:
+    for word in unknown:
+        if word.startswith("--"):
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            close = (
+                nearest(key, ["config", "debug", "gpus", "help", *own]) if "." not in key and not familiar(key) else ""
+            )
+            return f"unknown option {shorten(word)}{close}; see --help." if close else unknown_key(key)
+    return f"{shorten(unknown[0])!r} is not an option; settings are given as --section.field VALUE, see --help."
+
+
+def _field(key: str) -> FieldInfo:
+    section, field = key.split(".")
+    return Config.SECTIONS[section].model_fields[field]
+
+
+def _metavar(field: FieldInfo) -> str:
+    """Return what the help shows as the value: the choices, or the kind."""
+    choices = [
+        str(word)
+        for part in kinds_in(field.annotation)
+        if typing.get_origin(part) is typing.Literal
+        for word in typing.get_args(part)
+    ]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    kinds = {typing.get_origin(part) or part for part in kinds_in(field.annotation)}
+    for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
+        if kind in kinds:
+            return "{auto,N}" if kinds >= {int, str} else name
+    return "VALUE"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
+    metavar = _metavar(field)
+    size = "none" in str(field.description) and name.endswith(("_memory", "_bytes"))
+    shown = tyro.conf.arg(
+        metavar="SIZE" if size else metavar,
+        help=field.description,
+        help_behavior_hint=f"(default: {_shown(field.get_default())})",
+    )
+    many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
+    kind: Any = tuple[str, ...] if many else str
+    return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
+
+
+def _command_line(own: _Own) -> type:
+    """Build the class that tyro reads: a few options, and the configuration's sections with every value as text."""
+    options: list[tuple[str, Any, Any]] = []
+    for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
+        aliases = [f"--{name}"] if "-" in name else None
+        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
+        options.append((name.replace("-", "_"), Annotated[str, shown], dataclasses.field(default=_UNSET)))
+    for name, section in Config.SECTIONS.items():
+        mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
+        mirror.__doc__ = section.__doc__
+        options.append((name, mirror, dataclasses.field(default_factory=mirror)))
+    return dataclasses.make_dataclass("CommandLine", options)
