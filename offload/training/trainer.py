@@ -164,15 +164,15 @@ class Trainer:
             end = time.perf_counter()
             if step == stands.first_step:
                 self._open_records(result)
-            fields = step_fields(step, result, end - begin, self._engine, self.config.train.clip)
+            fields = step_fields(step, result, end - begin, self._engine, self.config)
             if self._saves.stalled_s:
                 fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
             fields |= mark
             stands.num_done, stands.loss = step + 1, fields["loss"]
             stands.num_coarse += result.coarse
             self._records.step(fields, begin, end, self._engine)
-            if train.eval_every and (step + 1) % train.eval_every == 0 and not self._stop.is_agreed(self._comm):
-                fields["eval_loss"] = self._evaluate()
+            if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first
+                fields |= self._evaluate()
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
@@ -268,17 +268,32 @@ class Trainer:
                 "these steps are less exact than others. --train.clip deferred needs no corrections."
             )
 
-    def _evaluate(self) -> float | None:
+    @property
+    def _is_eval_step(self) -> bool:
+        """True where an evaluation is due after the last step that was made."""
+        every = self.config.train.eval_every
+        return every > 0 and self._stands.num_done % every == 0
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the evaluation's field of metrics.jsonl, if there are eval rows. Collective."""
         assert self._engine is not None
-        begin = time.perf_counter()
-        stands = self._stands
+        begin, stands = time.perf_counter(), self._stands
+        stands.eval_step = stands.num_done
         found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
         if found is None:
-            return None
+            return {}
         stands.eval_loss, what = found
         self._records.mark("evaluation", begin, time.perf_counter())
         self._say(f"step {stands.num_done}  eval loss {stands.eval_loss:.4f} over {what}")
-        return stands.eval_loss
+        return {"eval_loss": stands.eval_loss}
+
+    def _evaluate_last(self) -> None:
+        """Evaluate the weights after the last step, unless that is done. Collective."""
+        assert self._engine is not None
+        if not self._is_eval_step:  # the evaluation of the end of a run, which sees the newest weights
+            self._engine.catch_up()
+        if self._stands.eval_step != self._stands.num_done:
+            self._records.amend(self._evaluate())
 
     # -- after the last step -----------------------------------------------------------------------------------------
 
@@ -287,18 +302,16 @@ class Trainer:
         assert self._engine is not None
         self._progress.close()
         stands = self._stands
-        comm, every = self._comm, self.config.train.eval_every
+        comm = self._comm
         self._saves.settle()
         self._leave_if_told(folder)
         has_some = self.config.checkpoint.every or self._saves.last_step is not None
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
+        self._evaluate_last()
+        self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
-        if not every or stands.num_done % every:
-            if (loss := self._evaluate()) is not None:
-                self._records.amend({"eval_loss": loss})
-            self._leave_if_told(folder)
         export, is_new = None, stands.num_done > stands.first_step
         if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
             export = Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
@@ -314,7 +327,9 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
     def _leave_if_told(self, folder: RunFolder) -> None:
-        """Save and raise InterruptedRun, on all ranks, where one of them was told to stop."""
+        """Save, make the evaluation that is due, and raise InterruptedRun, on all ranks, where one of them was told to
+        stop.
+        """
         if not self._stop.is_agreed(self._comm):
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
@@ -323,6 +338,8 @@ class Trainer:
             raise common(InterruptedRun(f"{told}: there was nothing to save."))
         if self._saves.last_step != self._stands.num_done:
             self._save(is_last=True)
+        if self._is_eval_step or self._stands.num_done == self.config.train.steps:
+            self._evaluate_last()
         raise common(
             InterruptedRun(
                 f"{told}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.reader import verify
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, DiskError
+from offload.errors import CheckpointError, ConfigError, DiskError, InterruptedRun
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
 from tests.matrix import quick
@@ -94,7 +95,7 @@ def make_folder(family: str, folder: Path) -> None:
 
 
 def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -102,6 +103,27 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(("every", "number"), [(2, 2), (0, 3)], ids=["between", "at the end"])
+def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
+    run: Any, monkeypatch: pytest.MonkeyPatch, every: int, number: int
+) -> None:
+    step, settings = Engine.step, {"train.eval_every": every, "checkpoint.export": False}
+    _, wanted, _ = run("whole", **settings)
+
+    def told(self: Engine, *args: Any, **more: Any) -> Any:
+        if self.num_steps == number - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", told)
+        with pytest.raises(InterruptedRun):
+            run("parts", **settings)
+    _, found, _ = run("parts", **settings)
+    assert [line.get("eval_loss") for line in found] == [line.get("eval_loss") for line in wanted]
+    assert found[number - 1]["eval_loss"] is not None
 
 
 @pytest.mark.parametrize(
