@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, find_fix, flags
+from offload.forecast.alternatives import changed, find_fix, flags, place
 from offload.forecast.forecast import Forecast, Teller
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
@@ -95,11 +95,11 @@ def cell(found: Forecast) -> str:
 
 def fitting(teller: Teller, config: Config, hardware: Hardware) -> str:
     """Return what is said of a plan, or of the nearest that fits."""
-    found = teller.tell(config, hardware)
+    found = place(teller, teller.tell(config, hardware))
     change = {} if found.fits else find_fix(teller, found)
     if not change:
         return cell(found)
-    return f"`{flags(change)}`: {cell(teller.tell(changed(config, change), hardware))}"
+    return f"`{flags(change)}`: {cell(place(teller, teller.tell(changed(config, change), hardware)))}"
 
 
 def main() -> None:

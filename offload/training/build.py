@@ -25,7 +25,7 @@ from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.here import foretell, summary
+from offload.forecast.here import foretell, shortage, summary
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -129,7 +129,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         built.model.train()
     config, foretold = _foretell(config, architecture, comm, say, note)
     if foretold is not None:
-        say(f"plan: {summary(foretold)}")
+        say(f"plan: at most {summary(foretold)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
     if accelerator is not None and config.offload.device_memory is not None:
@@ -176,8 +176,8 @@ def _foretell(
             )
     decided = comm.gather_objects(decided, "placement")[0]
     if found is not None and not found.fits:
-        short = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in found.memory.shortfalls.items())
-        note(f"by the plan this does not fit: {short or 'as the engine says'} too few.")
+        fix = f" The smallest change that fits: {found.fix}" if found.fix else ""
+        note(f"by the plan {shortage(found)}{fix}")
     return decided, found
 
 

@@ -253,7 +253,7 @@ class Trainer:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         held = tiers(self._engine, self.config)
         where = "; updates on the device" if self.config.offload.update == "device" else ""
-        self._say(f"tiers: {shown_tiers(held)}{where}; run folder: {self._folder.path}")
+        self._say(f"tiers: between steps {shown_tiers(held)}{where}; run folder: {self._folder.path}")
         if self.config.offload.nvme_dir and "nvme" not in held:
             self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
 
