@@ -75,9 +75,9 @@ _HEAD = """# Plans
 
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
-or with the smallest change that fits, where that does not. A host has 4 GiB less, which are the system's. GPUs, links,
-hosts' memory and disks are those of `offload/machine/described/`, where each figure has its source; times are foretold,
-not measured. The share is of the products that the GPU could make. Made by
+as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
+the system's. GPUs, links, hosts' memory and disks are those of `offload/machine/described/`, where each figure has its
+source; times are foretold, not measured. The share is of the products that the GPU could make. Made by
 `python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
 """
 _NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}

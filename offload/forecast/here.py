@@ -55,11 +55,11 @@ def placed(found: Forecast) -> Iterator[str]:
 
 def slow_precision(teller: Teller, found: Forecast) -> Iterator[str]:
     """Yield what a step takes in bf16, and what in fp32, where that is far less."""
-    for change in wider(found) if found.timing is not None else ():
-        other = teller.tell(changed(found.config, change), found.hardware)
-        if other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * found.timing.step_seconds:
+    for change in wider(found):
+        now, other = found.timing, teller.tell(changed(found.config, change), found.hardware)
+        if now and other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * now.step_seconds:
             yield (
-                f"note: this machine computes bf16 slowly: by the plan {found.timing.step_seconds:.3g} s a step, and "
+                f"note: this machine computes bf16 slowly: by the plan {now.step_seconds:.3g} s a step, and "
                 f"{other.timing.step_seconds:.3g} with {flags(change)}."
             )
 

@@ -39,6 +39,7 @@ from offload.hf.models import (
 )
 from offload.machine.limits import integrated_note
 from offload.planning.machines import ThisMachine
+from offload.training.disk_needs import DiskNeeds
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
@@ -53,7 +54,7 @@ class Run:
     """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
     where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
     model of a run that begins with nothing once more, as the engine was given it. forecast: what it will hold and take;
-    None where that is not known, and on ranks other than 0.
+    None where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class Run:
     meta: Mapping[str, Any] | None
     rebuild: Callable[[], BuiltModel]
     forecast: Forecast | None
+    disk_needs: DiskNeeds
 
 
 def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
@@ -146,7 +148,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
-    return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild, foretold)
+    meta, needs = begin_at(start, made, say), DiskNeeds.of(config, num_parameters)
+    return Run(config, kind, data, objective, made, files, meta, rebuild, foretold, needs)
 
 
 def _foretell(

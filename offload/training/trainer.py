@@ -18,7 +18,7 @@ from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.gradients.updates import COARSE_RATIO
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
+from offload.errors import ConfigError, DiskError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.optim.lr import learning_rate
@@ -34,6 +34,9 @@ from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
 from offload.training.standing import Standing
+
+_AGAIN_S, _LOOK_S = 60.0, 0.5
+"""After which an export that failed is tried again, and how often a signal is looked for until then."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ class Trainer:
         self._notes.exchange()
         self._stands = Standing(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
-        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
+        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs)
+        with as_one(comm, "look at the disk"):
+            if self._is_first and self._stands.num_done != self.config.train.steps:
+                for text in run.disk_needs.check(self._folder.path, self.config, self._stands.num_done):
+                    self._say(text)
         self._stop.begin()
         try:
             try:
@@ -177,7 +184,8 @@ class Trainer:
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
             self._progress.step(fields, num_steps=train.steps, eta_s=stands.eta_s)
-            if self.config.checkpoint.every and stands.num_done % self.config.checkpoint.every == 0:
+            every = self.config.checkpoint.every
+            if isinstance(every, int) and stands.num_done % every == 0:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
@@ -214,7 +222,7 @@ class Trainer:
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
-            save=wants_save,
+            save=wants_save or (self._is_first and self._saves.is_time),
             late=self._is_first and self._stands.is_late,
             saved=self._saves.is_due,
             without=batch is None,
@@ -305,7 +313,7 @@ class Trainer:
         comm = self._comm
         self._saves.settle()
         self._leave_if_told(folder)
-        has_some = self.config.checkpoint.every or self._saves.last_step is not None
+        has_some = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
@@ -314,7 +322,7 @@ class Trainer:
         self._engine.catch_up()  # what is exported is the newest weights
         export, is_new = None, stands.num_done > stands.first_step
         if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
-            export = Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
+            export = self._export(folder)
         self._close_engine()
         with as_one(comm, "check of the export"):
             if self._is_first and export is not None:
@@ -325,6 +333,40 @@ class Trainer:
             raise common(self._saves.unsaved(stands.num_done, exported))
         self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
+
+    def _export(self, folder: RunFolder) -> Export:
+        """Export. Where that fails the states are saved, for an export of them; where there is no room for these
+        either, wait for it: nothing else has them. Collective. Raises DiskError.
+        """
+        assert self._engine is not None
+        while True:
+            try:
+                return Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
+            except DiskError as error:
+                failure = error
+            try:
+                if self._saves.last_step != self._stands.num_done:
+                    self._save(is_last=True)
+            except DiskError as unsaved:
+                if self.config.checkpoint.on_error == "stop":
+                    raise failure from unsaved
+                self._say(
+                    f"the export failed: {failure} The states could not be saved either: {unsaved} Make room for one "
+                    f"of them; both are tried again every {_AGAIN_S:g} s. Ctrl-C or SIGTERM ends the run without them."
+                )
+            else:
+                raise common(
+                    DiskError(
+                        f"{failure} All {self._stands.num_done} steps are done, and their states are saved: `python "
+                        f"-m offload.export {folder.path} OUT` exports them to a folder OUT, also on another disk.",
+                        failure.errno or 0,
+                        failure.path,
+                    )
+                )
+            until = time.monotonic() + _AGAIN_S
+            while time.monotonic() < until:
+                self._leave_if_told(folder)
+                time.sleep(_LOOK_S)
 
     def _leave_if_told(self, folder: RunFolder) -> None:
         """Save, make the evaluation that is due, and raise InterruptedRun, on all ranks, where one of them was told to
