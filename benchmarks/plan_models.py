@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, find_fix, flags
+from offload.forecast.alternatives import changed, find_fix, flags, place
 from offload.forecast.forecast import Forecast, Teller
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
@@ -75,9 +75,9 @@ _HEAD = """# Plans
 
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
-or with the smallest change that fits, where that does not. A host has 4 GiB less, which are the system's. GPUs, links,
-hosts' memory and disks are those of `offload/machine/described/`, where each figure has its source; times are foretold,
-not measured. The share is of the products that the GPU could make. Made by
+as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
+the system's. GPUs, links, hosts' memory and disks are those of `offload/machine/described/`, where each figure has its
+source; times are foretold, not measured. The share is of the products that the GPU could make. Made by
 `python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
 """
 _NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}
@@ -95,11 +95,11 @@ def cell(found: Forecast) -> str:
 
 def fitting(teller: Teller, config: Config, hardware: Hardware) -> str:
     """Return what is said of a plan, or of the nearest that fits."""
-    found = teller.tell(config, hardware)
+    found = place(teller, teller.tell(config, hardware))
     change = {} if found.fits else find_fix(teller, found)
     if not change:
         return cell(found)
-    return f"`{flags(change)}`: {cell(teller.tell(changed(config, change), hardware))}"
+    return f"`{flags(change)}`: {cell(place(teller, teller.tell(changed(config, change), hardware)))}"
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ OPTIONS = {
     ),
     "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
-_TIERS = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
 
 
 def main(words: list[str]) -> int:
@@ -49,6 +48,8 @@ def _show(found: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from offload.forecast.here import NAMES
+
     console = Console(highlight=False, markup=False)
     # Lines are not broken: a flag is copied with its value.
     console.print("\n".join(heading(found)), soft_wrap=True)
@@ -57,21 +58,27 @@ def _show(found: Forecast) -> None:
     table.add_column(justify="right", no_wrap=True)
     for tier, held in found.tiers.items():
         of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
-        table.add_row(_TIERS[tier], f"{format_bytes(held['bytes'])}{of}", style="bold")
+        table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of}", style="bold")
         for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
             table.add_row(f"  {each['name']}", format_bytes(each["bytes"]))
-    table.add_row(f"while loading, {_TIERS['cpu']}", format_bytes(found.memory.loading_bytes))
+    beside = {"while loading": found.memory.loading_bytes, "while operations run": found.memory.operations_bytes}
+    for when, num_bytes in beside.items():
+        if num_bytes:
+            table.add_row(f"{when}, {NAMES['cpu']}", format_bytes(num_bytes))
     console.print(table)
     console.print("\n".join((*times(found), *verdict(found))), soft_wrap=True)
 
 
 def heading(found: Forecast) -> Iterator[str]:
-    """Yield what is planned for what."""
+    """Yield what is planned for what, and where that is to be as `train` would choose it."""
+    from offload.forecast.here import placed
+
     ranks = f", {found.num_ranks} ranks; of one of them:" if found.num_ranks > 1 else ""
     rows = f"{found.config.train.batch_size} rows of {found.config.data.sequence_length} tokens a step"
     precision = found.config.train.precision
     yield f"{found.name}, {found.num_parameters:,} parameters, {precision}, {rows}, on {found.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in found.notes)
+    yield from placed(found)
 
 
 def times(found: Forecast) -> Iterator[str]:
@@ -90,10 +97,7 @@ def times(found: Forecast) -> Iterator[str]:
         day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]
         lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
         yield f"disk: {format_bytes(found.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
-    for each in found.alternatives:
-        if each.is_found:
-            yield f"the fastest placement, by search: {_alternative(found, each)}, {each.step_seconds:.3g} s a step"
-    yield from (f"instead: {_alternative(found, each)}" for each in found.alternatives if not each.is_found)
+    yield from (f"instead: {_alternative(found, each)}" for each in found.alternatives)
 
 
 def _alternative(found: Forecast, other: Alternative) -> str:
@@ -107,14 +111,12 @@ def _alternative(found: Forecast, other: Alternative) -> str:
 
 def verdict(found: Forecast) -> Iterator[str]:
     """Yield whether it fits, and if not, what to change."""
+    from offload.forecast.here import shortage
+
     if found.fits:
         yield "it fits."
         return
-    short = " and ".join(
-        f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {_TIERS[tier]} memory"
-        for tier, num_bytes in found.memory.shortfalls.items()
-    )
-    yield f"it does not fit: {short} too few." if short else f"it does not fit: {found.refusal}"
+    yield shortage(found)
     yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting changes that: see --help."
 
 

@@ -479,10 +479,14 @@ class OffloadSection(Section):
 class CheckpointSection(Section):
     """What is saved, and what a run begins from."""
 
-    every: Count | None = Field(
-        default=None, description="Save all states after this many steps, and at the end. none: only when told to stop."
+    every: Count | Literal["auto"] | None = Field(
+        default="auto",
+        description="Save all states after this many steps, and at the end. auto: every hour, where the disk has room "
+        "for it beside the export; the next one takes its place. none: only when told to stop.",
     )
-    keep: Count | None = Field(default=None, description="How many checkpoints stay. none: all.")
+    keep: Count | None = Field(
+        default=None, description="How many checkpoints stay. none: all, but of hourly ones the newest alone."
+    )
     resume: str = Field(
         default="auto",
         description="auto: from the newest checkpoint of the run folder that is whole, if there is one; never; or the "

@@ -13,7 +13,6 @@ from offload.forecast.forecast import Alternative, Forecast, Teller
 from offload.machine.hardware import Hardware
 from offload.machine.probe import probe
 from offload.planning.from_config import placement
-from offload.planning.machines import Machine
 from offload.planning.memory import BUDGETS
 
 _MORE_HOST_BYTES = 32 << 30
@@ -34,29 +33,32 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     if hardware is None:
         hardware = probe(config.offload.device, placement(config).dirs)
     teller = Teller(config, num_ranks)
-    found = teller.tell(config, hardware)
+    given = teller.tell(config, hardware)
+    found = with_fix(teller, place(teller, given))
+    return replace(found, alternatives=tuple(alternatives(teller, given, found)))
+
+
+def with_fix(teller: Teller, found: Forecast) -> Forecast:
+    """Return a forecast with the smallest change that fits, where it does not."""
     fix = {} if found.fits else find_fix(teller, found) or _larger_budgets(teller, found)
     notes = found.notes
     if "train.batch_size" in fix:
         notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
-    others = tuple(alternatives(teller, found, fix))
-    return replace(found, fix=flags(fix), notes=notes, alternatives=others)
+    return replace(found, fix=flags(fix), notes=notes)
 
 
-def alternatives(teller: Teller, found: Forecast, fix: Mapping[str, Any]) -> Iterator[Alternative]:
-    """Yield what else than a fix is worth a look: first the placement that the search finds, where that is faster, then
-    each of a few changes that alters whether it fits, or, of what fits, how fast it is.
+def alternatives(teller: Teller, given: Forecast, found: Forecast) -> Iterator[Alternative]:
+    """Yield what else than a fix is worth a look: each of a few changes of the settings of `given` that alters whether
+    it fits, or, of what fits, how fast it is beside `found`, which is what the search makes of these settings.
     """
-    change, best = place(teller, found) if is_open(found) else ({}, found)
-    if change:
-        yield replace(_alternative(best, flags(change)), is_found=True)
     if found.memory.total("nvme") or "cpu" in found.memory.shortfalls or found.refusal:
-        larger = found.hardware.with_(host_bytes=found.hardware.host_bytes + _MORE_HOST_BYTES)
-        more = teller.tell(_more_host_memory(found.config), larger)
+        more_bytes, more = _more_host_memory(teller, given)
         if _is_different(found, more):
-            yield _alternative(more, f"{format_bytes(_MORE_HOST_BYTES)} more host memory")
+            yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
     for change in _changes(found):
-        other = None if change == fix else _told(teller, found, change)
+        other = None if flags(change) == found.fix else _told(teller, found, change)
+        if other is not None and not other.fits:  # where the states are now; elsewhere there may be room
+            other = place(teller, _told(teller, given, change) or other)
         if other is not None and _is_different(found, other):
             yield _alternative(other, flags(change))
 
@@ -77,25 +79,24 @@ def _is_different(found: Forecast, other: Forecast) -> bool:
     return abs(other.timing.tokens_per_second / found.timing.tokens_per_second - 1) > _WORTH
 
 
-def place(teller: Teller, found: Forecast, machine: Machine | None = None) -> tuple[dict[str, Any], Forecast]:
-    """Return what the search makes of what is left open, by key, and its forecast, for a machine that is asked as in
-    `Teller.tell`; nothing, and the one that is given, where that does not pay.
+def place(teller: Teller, found: Forecast, *, times: bool = True) -> Forecast:
+    """Return the forecast of what `train` makes of settings: with what the search finds for what they leave open; the
+    one that is given, where that does not pay. Without the `times`, the first placement that fits.
     """
-    change = teller.choose(found, machine)
-    other = _told(teller, found, change, machine=machine) if change else None
-    if other is None or not other.fits or other.timing is None:
-        return {}, found
-    if found.fits and found.timing and other.timing.step_seconds > (1 - _WORTH) * found.timing.step_seconds:
-        return {}, found
-    return change, other
+    change = teller.choose(found, times=times) if is_open(found) else {}
+    other = _told(teller, found, change, times=times) if change else None
+    if other is None or not other.fits or (times and other.timing is None):
+        return found
+    before = found.timing.step_seconds if found.fits and found.timing else None
+    if before is not None and other.timing and other.timing.step_seconds > (1 - _WORTH) * before:
+        return found
+    return replace(other, placed=flags(change), unplaced_seconds=before)
 
 
-def _told(
-    teller: Teller, found: Forecast, change: Mapping[str, Any], *, times: bool = True, machine: Machine | None = None
-) -> Forecast | None:
+def _told(teller: Teller, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
     """Return what a change comes to; None for settings that do not go together."""
     try:
-        return teller.tell(changed(found.config, change), found.hardware, times=times, machine=machine)
+        return teller.tell(changed(found.config, change), found.hardware, times=times)
     except ConfigError:
         return None
 
@@ -111,26 +112,32 @@ def _alternative(other: Forecast, change: str) -> Alternative:
 
 
 def find_fix(teller: Teller, found: Forecast) -> dict[str, Any]:
-    """Return the smallest change that fits: one key where one is enough, else several; empty without any."""
-    changes = list(_fixes(found))
-    for change in changes:
-        if _fits(teller, found, change):
-            return change
-    together: dict[str, Any] = {}
+    """Return the smallest change with which `train` fits, of which no key can be left out: one of those that cost least
+    where one is enough, else several; empty without any.
+    """
+    changes, together = list(_fixes(found)), dict[str, Any]()
+    fitting = (change for change in changes if _fits(teller, found, change))
+    if (one := next(fitting, None)) is not None:
+        return _fewest(teller, found, one)
     for change in changes:
         together |= change
         if _fits(teller, found, together):
-            for key in list(together):  # what the others make needless
-                fewer = {name: value for name, value in together.items() if name != key}
-                if _fits(teller, found, fewer):
-                    together = fewer
-            return together
+            return _fewest(teller, found, together)
     return {}
+
+
+def _fewest(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a change that fits without what the rest of it makes needless."""
+    for key in change:
+        fewer = {name: value for name, value in change.items() if name != key}
+        if fewer and _fits(teller, found, fewer):
+            return _fewest(teller, found, fewer)
+    return dict(change)
 
 
 def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
     other = _told(teller, found, change, times=False)
-    return other is not None and other.fits
+    return other is not None and (other.fits or place(teller, other, times=False).fits)
 
 
 def _larger_budgets(teller: Teller, found: Forecast) -> dict[str, Any]:
@@ -165,9 +172,19 @@ def flags(change: Mapping[str, Any]) -> str:
     return " ".join(f"--{key} {'none' if value is None else value}" for key, value in shown.items())
 
 
-def _more_host_memory(config: Config) -> Config:
-    budget = config.offload.host_memory
-    return config if budget is None else config.with_resolved(offload__host_memory=budget + _MORE_HOST_BYTES)
+def _more_host_memory(teller: Teller, given: Forecast) -> tuple[int, Forecast]:
+    """Return how much more host memory is worth a look, and what that comes to: what is missing, in whole GiB."""
+    more_bytes, found = 0, given
+    for _ in range(_ENLARGED):
+        too_few = found.memory.shortfalls.get("cpu", 0) * given.num_ranks
+        if more_bytes and not too_few:
+            break
+        more_bytes += (-(-too_few >> 30) << 30) or _MORE_HOST_BYTES
+        config, hardware = given.config, given.hardware
+        if (budget := config.offload.host_memory) is not None:
+            config = config.with_resolved(offload__host_memory=budget + more_bytes)
+        found = place(teller, teller.tell(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes)))
+    return more_bytes, found
 
 
 def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
@@ -176,6 +193,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     if "states" in OFFERS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
     yield from _shorter_masters(config)
+    yield from wider(found)
     if found.hardware.device != "cpu" and found.prepared.plan.tiers[1] != "device":
         yield {"offload.update": "cpu" if found.prepared.plan.update == "device" else "device"}
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
@@ -226,3 +244,10 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
 def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
     if config.optimizer.name == "mezo" and config.optimizer.master == "fp32":
         yield {"optimizer.master": "bf16"}
+
+
+def wider(found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield the precision that a machine computes faster than bf16, as a CPU does without instructions for that."""
+    flops = found.hardware.rates.flops_per_s
+    if found.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
+        yield {"train.precision": "fp32"}

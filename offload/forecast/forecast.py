@@ -15,7 +15,7 @@ from offload.distributed.imagined import ImaginedRanks
 from offload.engine.assemble import Prepared, prepare
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
-from offload.forecast.memory import Footprint, footprint
+from offload.forecast.memory import OPERATIONS, Footprint, footprint
 from offload.forecast.search import Placer
 from offload.forecast.timing import Timing, step_time
 from offload.forecast.workload import Workload
@@ -39,15 +39,12 @@ _SEARCHED = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown.
-    is_found: it is what the search for a placement finds fastest.
-    """
+    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown."""
 
     change: str
     fits: bool
     step_seconds: float | None = None
     tokens_per_second: float | None = None
-    is_found: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,8 @@ class Forecast:
     timing: what a step takes; None where it is not known.
     prepared: what the engine would run on.
     refusal: what the engine would say, where it would refuse; empty where it would not.
+    placed: what the search chose of what the settings leave open, as flags; empty where that is as it was.
+    unplaced_seconds: what a step would take without that; None where it would not fit.
     notes: what else should be known, a line each.
     written_bytes: to the disk, by a step of all ranks.
     fix: the smallest change that fits, as flags, where it does not; empty where none is known.
@@ -74,6 +73,8 @@ class Forecast:
     timing: Timing | None
     prepared: Prepared
     refusal: str = ""
+    placed: str = ""
+    unplaced_seconds: float | None = None
     notes: tuple[str, ...] = ()
     fix: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -90,9 +91,13 @@ class Forecast:
 
     @property
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Return what plan.json says of each tier: bytes, budget and allocations by name, of one rank."""
+        """Return what plan.json says of each tier: bytes, budget and allocations by name, of one rank. What operations
+        hold of the host's memory is no budget's.
+        """
         found: dict[str, dict[str, Any]] = {}
         for each in self.memory.allocations:
+            if (each.tier, each.name) == ("cpu", OPERATIONS):
+                continue
             budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
             if each.tier in ("cpu", "pinned") and budget is None:
                 budget = self.memory.host_bytes
@@ -115,6 +120,7 @@ class Forecast:
             "ranks": self.num_ranks,
             "tiers": self.tiers,
             "loading_bytes": self.memory.loading_bytes,
+            "operations_bytes": self.memory.operations_bytes,
             "shortfalls": self.memory.shortfalls,
             "step_seconds": None if timing is None else timing.step_seconds,
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
@@ -126,6 +132,7 @@ class Forecast:
             "nvme_written_bytes_per_day": day,
             "nvme_endurance_days": endurance / day if endurance and day else None,
             "update": self.prepared.plan.update,
+            "placement": self.placed or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,
             "notes": list(self.notes),
@@ -135,7 +142,6 @@ class Forecast:
                     "step_seconds": a.step_seconds,
                     "tokens_per_second": a.tokens_per_second,
                     "fits": a.fits,
-                    "found_by_search": a.is_found,
                 }
                 for a in self.alternatives
             ],
@@ -149,11 +155,13 @@ class Teller:
     config: which model.
     num_ranks: of a machine.
     architecture: of the model, where it was read already.
+    machine: what plans ask; None for machines by their figures.
     """
 
     config: Config
     num_ranks: int
     architecture: PreTrainedConfig | None = None
+    machine: Machine | None = None
     _works: dict[Any, Workload | str] = field(default_factory=dict)
 
     @cached_property
@@ -164,16 +172,12 @@ class Teller:
     def _model(self) -> nn.Module:
         return empty_model(self.config.model, self._architecture)
 
-    def tell(
-        self, config: Config, hardware: Hardware, *, times: bool = True, machine: Machine | None = None
-    ) -> Forecast:
-        """Return what a configuration comes to on a machine, which a plan asks as it is described, or as `machine`;
-        without the `times` if told so. Raises ConfigError.
-        """
+    def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
+        """Return what a configuration comes to on a machine; without the `times` if told so. Raises ConfigError."""
         config.check_ranks(self.num_ranks)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
-        told, machine = settings(config), machine or DescribedMachine(hardware, self.num_ranks)
+        told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
         ranks, refusal = ImaginedRanks(self.num_ranks), ""
         try:
             prepared = prepare(self._model, told, ranks, machine)
@@ -203,18 +207,18 @@ class Teller:
             timing,
             prepared,
             refusal,
-            tuple(notes),
+            notes=tuple(notes),
         )
 
-    def choose(self, found: Forecast, machine: Machine | None = None) -> dict[str, Any]:
-        """Return what the search finds fastest where a forecast's configuration leaves it open, by key, for a machine
-        that is asked as in `tell`; nothing where that is what was told, nothing fits, or a step is not known.
+    def choose(self, found: Forecast, *, times: bool = True) -> dict[str, Any]:
+        """Return what the search finds fastest (or, without the `times`, the first that fits) where a forecast's
+        configuration leaves it open, by key; nothing where that is what was told, nothing fits, or a step is not known.
         """
         prepared, work = found.prepared, self._work(found.config, found.prepared)
         told, ranks = prepared.settings, ImaginedRanks(self.num_ranks)
         if isinstance(work, str):
             return {}
-        asked = machine or DescribedMachine(found.hardware, self.num_ranks)
+        asked = self.machine or DescribedMachine(found.hardware, self.num_ranks)
 
         def plan_with(settings: Settings) -> Plan:
             return make_plan(settings, prepared.units, prepared.regions, ranks, asked)
@@ -229,7 +233,7 @@ class Teller:
         )
         is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
         is_open = found.config.origin("offload.zero_stage") == "resolved"
-        chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1)
+        chosen = placer.choose(told, limited=is_limited, num_ranks=self.num_ranks if is_open else 1, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 

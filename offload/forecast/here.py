@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, flags, is_open, place
+from offload.forecast.alternatives import changed, flags, is_open, place, wider, with_fix
 from offload.forecast.forecast import Forecast, Teller
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
@@ -17,6 +17,10 @@ from offload.planning.from_config import placement
 from offload.planning.machines import ThisMachine
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
+_MUCH_FASTER = 0.5
+"""Of a step's seconds: so few have to be left in another precision for a word of it."""
+NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+"""Of tiers, for people."""
 
 
 def foretell(
@@ -27,23 +31,37 @@ def foretell(
     The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
     the device stays there. Raises ConfigError.
     """
-    teller, folders = Teller(config, num_ranks, architecture), placement(config).dirs
+    teller, folders = Teller(config, num_ranks, architecture, machine), placement(config).dirs
     try:
         hardware, is_measured = probe(config.offload.device, folders, measures=False), True
     except LookupError:
         hardware, is_measured = _unmeasured(machine), False
-    found = teller.tell(config, hardware, times=is_measured, machine=machine)
-    if not is_open(found):
-        return config, found
-    if not is_measured:
+    found = teller.tell(config, hardware, times=is_measured)
+    if is_open(found) and not is_measured:
         say("measuring this machine, once, to choose where the states are to be ...")
-        found = teller.tell(config, probe(config.offload.device, folders), machine=machine)
-    change, chosen = place(teller, found, machine)
-    if not change or chosen.timing is None:
-        return config, found
-    instead = f" instead of {found.timing.step_seconds:.3g}" if found.timing and found.fits else ""
-    say(f"placement, by search: {flags(change)}, {chosen.timing.step_seconds:.3g} s a step{instead}")
-    return changed(config, change), chosen
+        found = teller.tell(config, probe(config.offload.device, folders))
+    found = with_fix(teller, place(teller, found))
+    for text in (*placed(found), *slow_precision(teller, found)):
+        say(text)
+    return (found.config if found.placed else config), found
+
+
+def placed(found: Forecast) -> Iterator[str]:
+    """Yield what the search has placed, if anything."""
+    if found.placed and found.timing is not None:
+        instead = f" instead of {found.unplaced_seconds:.3g}" if found.unplaced_seconds else ""
+        yield f"placement, by search: {found.placed}, {found.timing.step_seconds:.3g} s a step{instead}"
+
+
+def slow_precision(teller: Teller, found: Forecast) -> Iterator[str]:
+    """Yield what a step takes in bf16, and what in fp32, where that is far less."""
+    for change in wider(found):
+        now, other = found.timing, teller.tell(changed(found.config, change), found.hardware)
+        if now and other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * now.step_seconds:
+            yield (
+                f"note: this machine computes bf16 slowly: by the plan {now.step_seconds:.3g} s a step, and "
+                f"{other.timing.step_seconds:.3g} with {flags(change)}."
+            )
 
 
 def _unmeasured(machine: ThisMachine) -> Hardware:
@@ -62,8 +80,17 @@ def _unmeasured(machine: ThisMachine) -> Hardware:
     )
 
 
+def shortage(found: Forecast) -> str:
+    """Return what is missing where a run does not fit."""
+    short = " and ".join(
+        f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {NAMES[tier]} memory"
+        for tier, num_bytes in found.memory.shortfalls.items()
+    )
+    return f"it does not fit: {short} too few." if short else f"it does not fit: {found.refusal}"
+
+
 def summary(found: Forecast) -> str:
-    """Return a forecast in a line."""
+    """Return a forecast in a line: of each tier the most that a step holds."""
     parts = []
     for tier, held in found.tiers.items():
         of = f" of {format_bytes(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""

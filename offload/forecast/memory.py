@@ -48,9 +48,14 @@ class Footprint:
         return sum(a.num_bytes for a in self.allocations if a.tier in tiers)
 
     @property
+    def operations_bytes(self) -> int:
+        """Return what operations take of the host's memory, where that is what computes: no budget is of that."""
+        return sum(a.num_bytes for a in self.allocations if (a.tier, a.name) == ("cpu", OPERATIONS))
+
+    @property
     def shortfalls(self) -> dict[str, int]:
         """Return by how many bytes a budget is passed, by tier; the host's, of pinned and pageable memory, as cpu."""
-        operations = sum(a.num_bytes for a in self.allocations if a.tier == "cpu" and a.name == OPERATIONS)
+        operations = self.operations_bytes
         entered = self.total("cpu", "pinned") - operations
         taken = entered + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
         needs = {"device": self.total("device"), "cpu": entered, "nvme": self.total("nvme")}

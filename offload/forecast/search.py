@@ -344,15 +344,18 @@ class Placer:
             )
         return self._placed(settings, compute_s=self._compute_s[precision])
 
-    def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1) -> Settings:
-        """Return settings without `auto`: what `search` finds among `placements`. As they were where none fits, so that
-        planning refuses them with all that is missing, and with a rule without gradients, for which no bounds are
-        known.
+    def choose(self, settings: Settings, *, limited: bool, num_ranks: int = 1, times: bool = True) -> Settings:
+        """Return settings without `auto`: what `search` finds among `placements`, or without the `times` the first of
+        them that fits. As they were where none fits, so that planning refuses them with all that is missing, and with a
+        rule without gradients, for which no bounds are known.
         """
         if not settings.optimizer.has_gradients:
             return settings
+        candidates = placements(settings, limited=limited, num_ranks=num_ranks)
         with without_collector():
-            found = search(placements(settings, limited=limited, num_ranks=num_ranks), self.evaluate)
+            if not times:
+                return next((each for each in candidates if self.evaluate(each).fits), settings)
+            found = search(candidates, self.evaluate)
         return settings if found is None else found.settings
 
     def _plan(self, settings: Settings) -> Plan | None:

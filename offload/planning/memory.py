@@ -210,11 +210,12 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         ranks = num_sharing if tier != "device" else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         key = BUDGETS[tier]
+        step = " and what a step adds, which `python -m offload.plan` tells" if tier == "device" else ""
         raise DoesNotFitError(
             f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
             f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to {total * ranks}"
-            f"{_fix(tier, plan)}."
+            f"{step}{_fix(tier, plan)}."
         )
 
 

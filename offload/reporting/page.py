@@ -155,18 +155,17 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     for name, title in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if text := _last(figures.series[name]):
             found.append((title, text, ""))
-    planned = figures.planned
-    if figures.tokens_per_second is not None:
-        of = number(planned, "tokens_per_second")
-        plan = "" if of is None else f"plan {count_text(of)}"
-        found.append(("tokens a second", count_text(figures.tokens_per_second), plan))
+    planned, rate = figures.planned, figures.tokens_per_second
+    of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
+    if rate is not None:
+        found.append(("tokens a second", count_text(rate), "" if of is None else f"plan {count_text(of)}"))
+    if rate is not None and of and mfu is not None:  # the FLOPs of a token are the same
+        found.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")
         found.append(
             ("median step", seconds_text(figures.median.seconds), "" if of is None else f"plan {seconds_text(of)}")
         )
-    if (mfu := number(planned, "mfu")) is not None:
-        found.append(("model FLOPs used, by the plan", f"{mfu:.1%}", ""))
     for tier in figures.tiers:
         if tier.name in ("device", "cpu") and tier.peak_bytes is not None:
             budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"

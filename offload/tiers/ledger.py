@@ -74,5 +74,6 @@ class Ledger:
         return (
             f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and {name} "
             f"needs {format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too "
-            f"little. {fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'}"
+            f"little. {fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'} What a step "
+            "holds in all `python -m offload.plan` tells."
         )

@@ -6,6 +6,7 @@ each holds what its sharding says of a plane.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,6 +216,7 @@ class Store:
         self._infos, self._layout, self._nvme = infos, layout or DiskLayout(), nvme
         self.comm, self.sharding = comm or Comm(), self._layout.sharding
         self._counters = counters or Counters()
+        self._spoilt: dict[str, int] = {}  # by parameter: how many of its weights were not finite as they were given
         here = (lanes.here,) * 3  # of what is on the device: nothing but compute would have to wait for it there
         lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
         self.down, self.updating, self.exchanges = lanes_of_states
@@ -362,9 +364,22 @@ class Store:
             else:
                 flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(end - begin, dtype=dtype)
                 self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
+            if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
+                self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong
             for tiles in (state.tiles, *state.others.values()):
                 for planes, mine, its in self._opened(state, position, tiles, MASTER, begin, end, changes=True):
                     self._put(planes, mine, flat[its], state.region.has_low)
+
+    def why_not_finite(self, otherwise: str) -> str:
+        """Say what makes numbers not finite: weights that were not when they were given, else what `otherwise` says."""
+        if not self._spoilt:
+            return otherwise
+        name, others = next(iter(self._spoilt)), len(self._spoilt) - 1
+        more = f" (and of {others} other parameters)" if others else ""
+        return (
+            f"The cause: {self._spoilt[name]} weights of {name}{more} were not finite when they were loaded, before "
+            "any update. Load the model from files that are whole."
+        )
 
     @staticmethod
     def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
@@ -474,6 +489,7 @@ class Store:
 
     def forgive(self) -> None:
         """All states are about to be written anew: updates that failed or were given up are nobody's concern."""
+        self._spoilt.clear()
         for state in self.states:
             for tile in state.held:
                 tile.fence.forgive()

@@ -25,7 +25,7 @@ from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.here import foretell, summary
+from offload.forecast.here import foretell, shortage, summary
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -39,6 +39,7 @@ from offload.hf.models import (
 )
 from offload.machine.limits import integrated_note
 from offload.planning.machines import ThisMachine
+from offload.training.disk_needs import DiskNeeds
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data, engine, grow_vocabulary, stages, trains_tokenizer
 from offload.training.ranks import rank_0_first
@@ -53,7 +54,7 @@ class Run:
     """config: with all decided that need not wait for the first step. files: the tokenizer's, by name, on rank 0. meta:
     where the run stands, out of the checkpoint that it begins at; None where it begins with nothing. rebuild: makes the
     model of a run that begins with nothing once more, as the engine was given it. forecast: what it will hold and take;
-    None where that is not known, and on ranks other than 0.
+    None where that is not known, and on ranks other than 0. disk_needs: of the run folder's disk.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class Run:
     meta: Mapping[str, Any] | None
     rebuild: Callable[[], BuiltModel]
     forecast: Forecast | None
+    disk_needs: DiskNeeds
 
 
 def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
@@ -132,7 +134,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         built.model.train()
     config, foretold = _foretell(config, architecture, comm, say, note)
     if foretold is not None:
-        say(f"plan: {summary(foretold)}")
+        say(f"plan: at most {summary(foretold)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
     if accelerator is not None and config.offload.device_memory is not None:
@@ -149,7 +151,8 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
-    return Run(config, kind, data, objective, made, files, begin_at(start, made, say), rebuild, foretold)
+    meta, needs = begin_at(start, made, say), DiskNeeds.of(config, num_parameters)
+    return Run(config, kind, data, objective, made, files, meta, rebuild, foretold, needs)
 
 
 def _foretell(
@@ -179,8 +182,8 @@ def _foretell(
             )
     decided = comm.gather_objects(decided, "placement")[0]
     if found is not None and not found.fits:
-        short = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in found.memory.shortfalls.items())
-        note(f"by the plan this does not fit: {short or 'as the engine says'} too few.")
+        fix = f" The smallest change that fits: {found.fix}" if found.fix else ""
+        note(f"by the plan {shortage(found)}{fix}")
     return decided, found
 
 

@@ -16,17 +16,26 @@ from offload.distributed.outcome import as_one
 from offload.engine.checkpoints import Saving
 from offload.engine.engine import Engine
 from offload.errors import DiskError, format_bytes
+from offload.files.atomic_folder import remove
+from offload.files.directories import free_bytes
+from offload.training.disk_needs import DiskNeeds
 from offload.training.run_folder import LONG_BYTES
+
+_AUTO_S = 3600.0
+"""Between checkpoints that no number of steps asks for: so much is lost at most, and a disk is written once for it."""
 
 
 @dataclass
 class _UnderWay:
-    """A checkpoint on its way to the disk: since when, and for how long training stood still for it."""
+    """A checkpoint on its way to the disk: since when, and for how long training stood still for it. is_hourly: the
+    next one takes its place.
+    """
 
     saving: Saving
     step: int
     path: Path
     begin: float
+    is_hourly: bool
     stalled_s: float = 0.0
 
 
@@ -34,11 +43,18 @@ class Saves:
     """Saves into RUN/checkpoints, over all ranks. `last_step`: of the newest one that was saved or begun with."""
 
     def __init__(
-        self, comm: Comm, path: Path, section: CheckpointSection, say: Callable[[str], None], last_step: int | None
+        self,
+        comm: Comm,
+        path: Path,
+        section: CheckpointSection,
+        say: Callable[[str], None],
+        last_step: int | None,
+        needs: DiskNeeds,
     ) -> None:
-        """`say` prints a line; `last_step`: of the checkpoint that the run begins at."""
+        """`say` prints a line; `last_step`: of the checkpoint that the run begins at; `needs`: of the run's disk."""
         self._comm, self._section, self._say = comm, section, say
-        self._checkpoints = Checkpoints(path)
+        self._checkpoints, self._needs, self._next_s = Checkpoints(path), needs, time.monotonic() + _AUTO_S
+        self._hourly: Path | None = None
         self.last_step = last_step
         self.failure: DiskError | None = None  # of the last save
         self._under_way: _UnderWay | None = None
@@ -48,6 +64,14 @@ class Saves:
         """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""
         for path in self._checkpoints.move_aside(self.last_step or 0):
             self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
+
+    @property
+    def is_time(self) -> bool:
+        """True where `checkpoint.every` is auto, and it is time for a checkpoint that there is room for."""
+        is_late = self._section.every == "auto" and time.monotonic() >= self._next_s
+        return (
+            is_late and free_bytes(self._checkpoints.path.parent) >= self._needs.export_bytes + self._needs.states_bytes
+        )
 
     @property
     def newest_step(self) -> int | None:
@@ -91,6 +115,7 @@ class Saves:
             under_way.saving.abort()
 
     def _begin(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        is_hourly, self._next_s = self.is_time and self._section.keep is None, time.monotonic() + _AUTO_S
         with self._standing_still():
             begin = time.perf_counter()
             if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
@@ -100,7 +125,7 @@ class Saves:
                 if self._comm.rank == 0:
                     path = self._checkpoints.target(step)
             saving = engine.begin_checkpoint(path, meta, files)
-            self._under_way = _UnderWay(saving, step, path, begin)
+            self._under_way = _UnderWay(saving, step, path, begin, is_hourly)
         self._under_way.stalled_s = time.perf_counter() - begin
 
     def _end(self) -> None:
@@ -112,6 +137,10 @@ class Saves:
                 with as_one(self._comm, "keeping of checkpoints"):
                     if self._comm.rank == 0:
                         self._checkpoints.saved(under_way.path, self._section.keep)
+                        if self._hourly is not None:
+                            with suppress(DiskError):
+                                remove(self._hourly)
+                        self._hourly = under_way.path if under_way.is_hourly else None
         finally:
             self._under_way = None
         self.last_step, self.failure, end = under_way.step, None, time.perf_counter()

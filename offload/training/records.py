@@ -101,7 +101,7 @@ class Records(NoRecords):
         self._metrics.write(fields)
 
     def amend(self, fields: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
+        if self._metrics is not None and fields:
             self._metrics.amend(fields)
 
     def sync(self) -> None:
@@ -152,16 +152,17 @@ def shown_tiers(held: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(shown)
 
 
-def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, clip: str) -> dict[str, Any]:
+def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:
     """Return the line of metrics.jsonl of a step, counted from 0.
 
     seconds: all that the step took, which is more than `result.seconds`: also the making of its batch, and the passes
-    before the first step. Its updates may run on into the next step. clip: how the run clips.
+    before the first step. Its updates may run on into the next step. Tokens are positions of its rows, as in a plan.
     """
-    counters, tokens = engine.counters, result.tokens or 0
+    counters, tokens = engine.counters, config.train.batch_size * int(config.data.sequence_length or 0)
     fields: dict[str, Any] = {
         "step": step + 1,
         "tokens": tokens,
+        "targets": result.tokens or 0,
         "loss": float(result.loss),
         "lr": engine.lr,
         "grad_norm": float(result.grad_norm),
@@ -183,6 +184,6 @@ def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, c
         }
     if result.measured is not None:
         fields |= result.measured.fields()
-    if clip == "speculative":
+    if config.train.clip == "speculative":
         fields |= {"corrected": result.corrected, "coarse": result.coarse}
     return fields

@@ -94,7 +94,7 @@ class RunFolder:
         """Tell whether the earlier run was to save checkpoints and has none, nor an export: it may begin again."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
             was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-            return was["checkpoint"]["every"] is not None and "hf" not in found
+            return isinstance(was["checkpoint"]["every"], int) and "hf" not in found
         return False
 
     @classmethod

@@ -14,7 +14,7 @@ class Standing:
     """Counts from where the run was begun or resumed, which is now.
 
     `num_done`, `num_coarse`: steps of the run, in this process and before. `loss` is of the last step, `eval_loss` of
-    the last evaluation, None without one.
+    the last evaluation, which was made after `eval_step`; both are None without one.
     """
 
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
@@ -22,6 +22,7 @@ class Standing:
         known = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
         self.num_done = self.first_step = int(known["step"])
         self.loss, self.eval_loss, self.num_coarse = known["loss"], known["eval_loss"], known["num_coarse"]
+        self.eval_step: int | None = known.get("eval_step")
         self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,6 +32,7 @@ class Standing:
             "seconds": self.elapsed_s,
             "loss": self.loss,
             "eval_loss": self.eval_loss,
+            "eval_step": self.eval_step,
             "num_coarse": self.num_coarse,
         }
 

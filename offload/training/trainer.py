@@ -18,7 +18,7 @@ from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.gradients.updates import COARSE_RATIO
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
+from offload.errors import ConfigError, DiskError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.optim.lr import learning_rate
@@ -34,6 +34,9 @@ from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
 from offload.training.standing import Standing
+
+_AGAIN_S, _LOOK_S = 60.0, 0.5
+"""After which an export that failed is tried again, and how often a signal is looked for until then."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ class Trainer:
         self._notes.exchange()
         self._stands = Standing(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
-        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last)
+        self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs)
+        with as_one(comm, "look at the disk"):
+            if self._is_first and self._stands.num_done != self.config.train.steps:
+                for text in run.disk_needs.check(self._folder.path, self.config, self._stands.num_done):
+                    self._say(text)
         self._stop.begin()
         try:
             try:
@@ -164,20 +171,21 @@ class Trainer:
             end = time.perf_counter()
             if step == stands.first_step:
                 self._open_records(result)
-            fields = step_fields(step, result, end - begin, self._engine, self.config.train.clip)
+            fields = step_fields(step, result, end - begin, self._engine, self.config)
             if self._saves.stalled_s:
                 fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
             fields |= mark
             stands.num_done, stands.loss = step + 1, fields["loss"]
             stands.num_coarse += result.coarse
             self._records.step(fields, begin, end, self._engine)
-            if train.eval_every and (step + 1) % train.eval_every == 0 and not self._stop.is_agreed(self._comm):
-                fields["eval_loss"] = self._evaluate()
+            if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first
+                fields |= self._evaluate()
             self._records.write(fields)
             if result.skipped:
                 self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
             self._progress.step(fields, num_steps=train.steps, eta_s=stands.eta_s)
-            if self.config.checkpoint.every and stands.num_done % self.config.checkpoint.every == 0:
+            every = self.config.checkpoint.every
+            if isinstance(every, int) and stands.num_done % every == 0:
                 self._save()
 
     def _save(self, *, is_last: bool = False) -> None:
@@ -214,7 +222,7 @@ class Trainer:
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
-            save=wants_save,
+            save=wants_save or (self._is_first and self._saves.is_time),
             late=self._is_first and self._stands.is_late,
             saved=self._saves.is_due,
             without=batch is None,
@@ -253,7 +261,7 @@ class Trainer:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
         held = tiers(self._engine, self.config)
         where = "; updates on the device" if self.config.offload.update == "device" else ""
-        self._say(f"tiers: {shown_tiers(held)}{where}; run folder: {self._folder.path}")
+        self._say(f"tiers: between steps {shown_tiers(held)}{where}; run folder: {self._folder.path}")
         if self.config.offload.nvme_dir and "nvme" not in held:
             self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
 
@@ -268,17 +276,32 @@ class Trainer:
                 "these steps are less exact than others. --train.clip deferred needs no corrections."
             )
 
-    def _evaluate(self) -> float | None:
+    @property
+    def _is_eval_step(self) -> bool:
+        """True where an evaluation is due after the last step that was made."""
+        every = self.config.train.eval_every
+        return every > 0 and self._stands.num_done % every == 0
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the evaluation's field of metrics.jsonl, if there are eval rows. Collective."""
         assert self._engine is not None
-        begin = time.perf_counter()
-        stands = self._stands
+        begin, stands = time.perf_counter(), self._stands
+        stands.eval_step = stands.num_done
         found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
         if found is None:
-            return None
+            return {}
         stands.eval_loss, what = found
         self._records.mark("evaluation", begin, time.perf_counter())
         self._say(f"step {stands.num_done}  eval loss {stands.eval_loss:.4f} over {what}")
-        return stands.eval_loss
+        return {"eval_loss": stands.eval_loss}
+
+    def _evaluate_last(self) -> None:
+        """Evaluate the weights after the last step, unless that is done. Collective."""
+        assert self._engine is not None
+        if not self._is_eval_step:  # the evaluation of the end of a run, which sees the newest weights
+            self._engine.catch_up()
+        if self._stands.eval_step != self._stands.num_done:
+            self._records.amend(self._evaluate())
 
     # -- after the last step -----------------------------------------------------------------------------------------
 
@@ -287,21 +310,19 @@ class Trainer:
         assert self._engine is not None
         self._progress.close()
         stands = self._stands
-        comm, every = self._comm, self.config.train.eval_every
+        comm = self._comm
         self._saves.settle()
         self._leave_if_told(folder)
-        has_some = self.config.checkpoint.every or self._saves.last_step is not None
+        has_some = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
         if has_some and self._saves.last_step != stands.num_done > 0:
             self._save()
             self._saves.settle()
+        self._evaluate_last()
+        self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
-        if not every or stands.num_done % every:
-            if (loss := self._evaluate()) is not None:
-                self._records.amend({"eval_loss": loss})
-            self._leave_if_told(folder)
         export, is_new = None, stands.num_done > stands.first_step
         if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
-            export = Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
+            export = self._export(folder)
         self._close_engine()
         with as_one(comm, "check of the export"):
             if self._is_first and export is not None:
@@ -313,8 +334,44 @@ class Trainer:
         self._say(f"done: {stands.num_done} steps, loss {stands.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
+    def _export(self, folder: RunFolder) -> Export:
+        """Export. Where that fails the states are saved, for an export of them; where there is no room for these
+        either, wait for it: nothing else has them. Collective. Raises DiskError.
+        """
+        assert self._engine is not None
+        while True:
+            try:
+                return Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
+            except DiskError as error:
+                failure = error
+            try:
+                if self._saves.last_step != self._stands.num_done:
+                    self._save(is_last=True)
+            except DiskError as unsaved:
+                if self.config.checkpoint.on_error == "stop":
+                    raise failure from unsaved
+                self._say(
+                    f"the export failed: {failure} The states could not be saved either: {unsaved} Make room for one "
+                    f"of them; both are tried again every {_AGAIN_S:g} s. Ctrl-C or SIGTERM ends the run without them."
+                )
+            else:
+                raise common(
+                    DiskError(
+                        f"{failure} All {self._stands.num_done} steps are done, and their states are saved: `python "
+                        f"-m offload.export {folder.path} OUT` exports them to a folder OUT, also on another disk.",
+                        failure.errno or 0,
+                        failure.path,
+                    )
+                )
+            until = time.monotonic() + _AGAIN_S
+            while time.monotonic() < until:
+                self._leave_if_told(folder)
+                time.sleep(_LOOK_S)
+
     def _leave_if_told(self, folder: RunFolder) -> None:
-        """Save and raise InterruptedRun, on all ranks, where one of them was told to stop."""
+        """Save, make the evaluation that is due, and raise InterruptedRun, on all ranks, where one of them was told to
+        stop.
+        """
         if not self._stop.is_agreed(self._comm):
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
@@ -323,6 +380,8 @@ class Trainer:
             raise common(InterruptedRun(f"{told}: there was nothing to save."))
         if self._saves.last_step != self._stands.num_done:
             self._save(is_last=True)
+        if self._is_eval_step or self._stands.num_done == self.config.train.steps:
+            self._evaluate_last()
         raise common(
             InterruptedRun(
                 f"{told}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "

@@ -138,7 +138,7 @@ def test_two_ranks_train_one_model(
     assert "logits bit-equal" in result.stdout
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
-    assert [line["tokens"] for line in metrics] == [3 * 31] * 4
+    assert [(line["tokens"], line["targets"]) for line in metrics] == [(3 * 32, 3 * 31)] * 4
     assert json.loads((run / "env.json").read_text())["world_size"] == 2
 
     monkeypatch.chdir(folder)

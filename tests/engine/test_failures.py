@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from offload import Engine
+from offload import Engine, MeZO
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from tests.engine.compare import assert_same, assert_weights, same_bits, weights
 from tests.engine.device import cpu_only, own_device
@@ -223,6 +226,24 @@ def test_an_update_that_overflows_is_reported() -> None:
         step(engine, 1)
     with pytest.raises(TornError):
         step(engine, 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": None}, {"optimizer": MeZO(lr=1e-3)}], ids=str)
+def test_weights_that_were_not_finite_are_not_blamed_on_the_learning_rate(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with Engine(engine_model(), **settings) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+    model = engine_model()
+    with torch.no_grad():
+        model.blocks[1].up.weight[0, :3] = math.nan
+    for does_load, words_of in ((False, r" 3 weights of blocks\.1\.up\.weight were not .* loaded"), (True, "Lower")):
+        with Engine(copy.deepcopy(model), **settings) as engine:
+            if does_load:
+                engine.load_checkpoint(tmp_path / "saved")
+                step(engine)
+            with pytest.raises(NonFiniteError, match=words_of):
+                engine.step(words(), loss_fn=lambda outputs, _: outputs.sum() * math.inf)
 
 
 def test_backward_twice_over_one_forward_is_refused() -> None:

@@ -11,6 +11,7 @@ from benchmarks.plan_memory import CASES, Case, compare
 from offload.config.config import Config
 from offload.forecast.alternatives import forecast
 from offload.forecast.forecast import Teller
+from offload.forecast.here import slow_precision
 from offload.forecast.memory import StepMemory
 from offload.forecast.timing import PlannedStep
 from offload.forecast.workload import Workload
@@ -128,6 +129,25 @@ def test_a_change_is_found_that_fits_and_none_smaller_is() -> None:
     found = forecast(where, small)
     assert not found.fits
     assert found.fix == "--optimizer.states int8", "bf16 moments do not do"
+
+
+def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:
+    where = config(**{"train.precision": "bf16"})
+    for flops, is_said in (({"fp32": 1e12, "bf16": 1e10}, True), ({"fp32": 1e12, "bf16": 8e11}, False)):
+        cpu = GPU.with_(device="cpu", device_bytes=None, rates=replace(GPU.rates, flops_per_s=flops))
+        teller = Teller(where, 1)
+        found = teller.tell(where, cpu)
+        assert found.timing is not None
+        said = " ".join(slow_precision(teller, found))
+        assert (f"{found.timing.step_seconds:.3g} s a step" in said and "--train.precision fp32" in said) == is_said
+
+
+def test_operations_stand_beside_the_budget_of_the_host() -> None:
+    where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
+    found = Teller(where, 1).tell(where, GPU.with_(device="cpu", device_bytes=None), times=False)
+    operations, held = found.memory.operations_bytes, found.tiers["cpu"]
+    assert operations > 0
+    assert held["bytes"] == found.memory.total("cpu") - operations == sum(each["bytes"] for each in held["allocations"])
 
 
 def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

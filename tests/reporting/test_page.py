@@ -160,6 +160,7 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
         "32 GiB more host memory",
         "By the plan the step is h2d-bound",
         "plan 250",
+        "plan 31.0%",
     ):
         assert said in text, said
     text = chromium.open(pages["broken"], LOOK, width=1280).found["text"]

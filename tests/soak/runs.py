@@ -205,7 +205,7 @@ class Run:
     def learnt(self) -> list[tuple[Any, ...]]:
         """Return of each line of metrics.jsonl what does not depend on time."""
         lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
-        return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+        return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
 
     def weights(self) -> Mapping[str, Any]:
         return load_file(self.path / "hf/model.safetensors")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.reader import verify
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, DiskError
+from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, InterruptedRun
+from offload.export import main as export_command
+from offload.training import checkpoints, disk_needs, trainer
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
 from tests.matrix import quick
@@ -94,7 +97,7 @@ def make_folder(family: str, folder: Path) -> None:
 
 
 def learnt(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr", "targets")) for line in lines]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -102,6 +105,27 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(("every", "number"), [(2, 2), (0, 3)], ids=["between", "at the end"])
+def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
+    run: Any, monkeypatch: pytest.MonkeyPatch, every: int, number: int
+) -> None:
+    step, settings = Engine.step, {"train.eval_every": every, "checkpoint.export": False}
+    _, wanted, _ = run("whole", **settings)
+
+    def told(self: Engine, *args: Any, **more: Any) -> Any:
+        if self.num_steps == number - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", told)
+        with pytest.raises(InterruptedRun):
+            run("parts", **settings)
+    _, found, _ = run("parts", **settings)
+    assert [line.get("eval_loss") for line in found] == [line.get("eval_loss") for line in wanted]
+    assert found[number - 1]["eval_loss"] is not None
 
 
 @pytest.mark.parametrize(
@@ -306,6 +330,66 @@ def test_a_full_disk_during_a_save(
     assert f"resumed at step {2 if on_error == 'stop' else 7}" in output
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
+
+
+def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _, said = run("run", **{"train.steps": 1, "checkpoint.every": 1})
+    assert "is on a disk with" not in said
+    export, states = (
+        max(file.stat().st_size for file in (result.dir / name).iterdir()) for name in ("hf", "checkpoints/step-1")
+    )
+    room = [0.8 * export, 1.01 * export + 1.5 * states]
+    monkeypatch.setattr(disk_needs, "free_bytes", lambda _path: int(room[0]))
+    with pytest.raises(DoesNotFitError, match=r"the export at the end takes .*--checkpoint\.export false"):
+        run("refused")
+    assert not (tmp_path / "refused").exists()
+    room.pop(0)
+    assert "wants" not in run("one", **{"checkpoint.every": None})[2]
+    assert "the export with up to 2 checkpoints" in run("some", **{"checkpoint.every": 1, "checkpoint.keep": 1})[2]
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["states saved", "no room at all"])
+def test_an_export_to_a_full_disk_loses_no_states(
+    run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool
+) -> None:
+    """They are saved, or waited with until there is room."""
+    export, tries = Engine.export, list[int]()
+
+    def filling(self: Engine, *args: Any, **more: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            fill(disk / "other")
+        else:
+            (disk / "other").unlink()
+        return export(self, *args, **more)
+
+    monkeypatch.setattr(Engine, "export", filling)
+    monkeypatch.setattr(trainer, "_AGAIN_S", 0.0)
+    settings = {"run.dir": str(disk / "run"), "checkpoint.every": 3 if is_saved else "auto"}
+    if not is_saved:
+        result, _, said = run("run", **settings)
+        assert "The states could not be saved either" in said
+        assert result.export is not None
+        assert len(tries) == 2
+        return
+    with pytest.raises(DiskError, match=r"`python -m offload\.export .* OUT`") as failure:
+        run("run", **settings)
+    command = re.search(r"python -m offload\.export (\S+) OUT", str(failure.value))
+    assert command is not None
+    assert export_command([command[1], str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_a_checkpoint_is_saved_every_hour(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not steps_of(run("short")[0].dir)
+    monkeypatch.setattr(checkpoints, "_AUTO_S", 0.0)
+    result, _, said = run("long")
+    assert steps_of(result.dir) == ["step-3"], "each takes the place of the last"
+    assert said.count(" saved ") == 3
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda _path: 1000)
+    assert not steps_of(run("tight")[0].dir), "there is no room"
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,7 +419,7 @@ class Updates:
                     planes,
                     landed.fence,
                     state.stays,
-                    partial(refuse_weights, region, self.lr),
+                    partial(self.refuse_weights, region, self.lr),
                     f"{verb} {region.name}",
                     region.update_bytes(tile.end - tile.begin),
                 )
@@ -430,29 +430,32 @@ class Updates:
     def _refuse_gradients(self, norm: float) -> None:
         order = [index for landed in self._updated for index in landed.region.parameters]  # what came first, explains
         bad = [self.infos[i] for i in (order or range(len(self.infos))) if not math.isfinite(self._measures.squares[i])]
+        advice = self._store.why_not_finite(
+            "Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such "
+            "steps."
+        )
         if not bad:
             largest = max(range(len(self.infos)), key=lambda i: self._measures.squares[i])
             raise NonFiniteError(
                 f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
-                f"{self.infos[largest].name}. Lower --optimizer.lr or look at the data of this step; "
-                "--train.on_nonfinite skip goes on without such steps."
+                f"{self.infos[largest].name}. {advice}"
             )
         units: Mapping[int, str] = {
             index: state.region.name for state in self._store.states for index in state.region.parameters
         }
         raise NonFiniteError(
             f"the gradient of {bad[0].name} in unit {units[bad[0].index]} is not finite ({len(bad)} of "
-            f"{len(self.infos)} parameters). Lower --optimizer.lr or look at the data of this step; "
-            "--train.on_nonfinite skip goes on without such steps."
+            f"{len(self.infos)} parameters). {advice}"
         )
 
-
-def refuse_weights(region: Region, lr: float, num_wrong: int) -> NoReturn:
-    """Raise NonFiniteError: an update has made weights that are no numbers."""
-    raise NonFiniteError(
-        f"{num_wrong} weights of unit {region.name} are no longer finite after the update with lr {lr:g}: the step is "
-        "too large. Lower --optimizer.lr, and go on from the last checkpoint."
-    )
+    def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
+        """Raise NonFiniteError: an update has made weights that are no numbers."""
+        advice = self._store.why_not_finite(
+            "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
+        )
+        raise NonFiniteError(
+            f"{num_wrong} weights of unit {region.name} are not finite after the update with lr {lr:g}. {advice}"
+        )
 
 
 def _as_float32(value: float) -> float:

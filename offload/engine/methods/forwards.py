@@ -50,10 +50,12 @@ class Forwards(Method):
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
+            advice = state.store.why_not_finite(
+                "Lower --optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip "
+                "goes on without such steps."
+            )
             raise NonFiniteError(
-                f"the losses of step {number + 1} on both sides of the weights are {_shown(losses)}. Lower "
-                "--optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip goes "
-                "on without such steps."
+                f"the losses of step {number + 1} on both sides of the weights are {_shown(losses)}. {advice}"
             )
         self.expected = known.kind, False
         rank = self._order()

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.updates import Work, refuse_weights
+from offload.engine.gradients.updates import Work
 from offload.engine.state import EngineState
 from offload.engine.units.unit import Unit
 from offload.layout.regions import Region
@@ -51,7 +51,7 @@ class Pending:
                 self._counts.append((region, num_wrong))
             elif num_wrong:
                 state.updates.is_updating = True  # the states are not to be used
-                refuse_weights(region, self._lr, num_wrong)
+                state.updates.refuse_weights(region, self._lr, num_wrong)
             state.updates.is_updating = True  # whoever is interrupted here does not know whether it is made
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
@@ -82,7 +82,7 @@ class Pending:
             for (region, _), num_wrong in zip(counts, told, strict=True):
                 if num_wrong:
                     self._state.updates.is_updating = True
-                    refuse_weights(region, self._lr, num_wrong)
+                    self._state.updates.refuse_weights(region, self._lr, num_wrong)
 
     def flush(self) -> None:
         """Make on the host what is put off still."""

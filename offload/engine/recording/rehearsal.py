@@ -368,7 +368,7 @@ class Rehearsal:
         sample = form.take(batch, order)
         if not whole and self._is_text(form, batch):
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
-        return sample
+        return _cut_off(sample)
 
     def _probe(self, form: BatchForm, sample: Batch) -> Batch:
         """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
@@ -407,8 +407,7 @@ class Rehearsal:
         """Return what to record on: the same on all ranks."""
         if form.is_whole:
             return [self._shared(teller, lambda: _cut_off(batch))] * len(_ROWS)
-        makes = [partial(self._sample, batch, form, rows, whole) for rows in _ROWS]
-        return [self._shared(teller, lambda make=make: _cut_off(make())) for make in makes]
+        return [self._shared(teller, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
 
     def _shared(self, teller: int, make: Callable[[], Batch]) -> Batch:
         """Return the batch that one rank makes."""

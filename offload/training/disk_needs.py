@@ -1,0 +1,59 @@
+"""What a run will need of the disk that its folder is on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.config.config import Config
+from offload.errors import DoesNotFitError, format_bytes
+from offload.files.directories import free_bytes
+from offload.planning.from_config import update_rule
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """export_bytes: of the weights of the Hugging Face folder; 0 without one. states_bytes: of a checkpoint."""
+
+    export_bytes: int
+    states_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of a checkpoint and the export."""
+        return self.export_bytes + self.states_bytes
+
+    @classmethod
+    def of(cls, config: Config, num_parameters: int) -> DiskNeeds:
+        """Return what a resolved configuration needs for a model of so many parameters."""
+        rule, weight_bytes = update_rule(config), 2 if config.train.precision == "bf16" else 4
+        moments = sum(plane.num_bytes(num_parameters) for plane in rule.parts[0].moments)
+        master_bytes = 4 if rule.has_low else weight_bytes
+        exports = config.checkpoint.export
+        return cls(weight_bytes * num_parameters if exports else 0, master_bytes * num_parameters + moments)
+
+    def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
+        """Yield what there will be no room for of a run that has done so many steps. Raises DoesNotFitError where that
+        is the export.
+        """
+        free, section = free_bytes(path), config.checkpoint
+        there = f"{path} is on a disk with {format_bytes(free)} ({free} bytes) free"
+        if free < self.export_bytes:
+            raise DoesNotFitError(
+                f"{there}, and the export at the end takes {format_bytes(self.export_bytes)} ({self.export_bytes} "
+                f"bytes), {self.export_bytes - free} bytes more. Make room, set --run.dir to a folder on another disk, "
+                "or leave the export out with --checkpoint.export false."
+            )
+        num = 1  # when the run is told to stop
+        if section.every is not None:  # the next one is there before the oldest goes
+            num += section.keep or 1
+        if section.keep is None and isinstance(section.every, int) and config.train.steps:
+            num = math.ceil((config.train.steps - num_done) / section.every)
+        if free < (wanted := self.export_bytes + num * self.states_bytes):
+            yield (
+                f"note: {there}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
+                f"wants {format_bytes(wanted)}: some may not be saved. Make room, set --run.dir to a folder on another "
+                "disk, or lower --checkpoint.keep."
+            )
