@@ -29,6 +29,6 @@ To read one step, from the call to the updated weights, in order:
     optim/update.py                   runs of parameters that are updated alike
     native/kernels.py                 the kernels
 
-What comes before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. What ends it otherwise:
-`recovery.py`. Own loops: `own_loop.py`.
+What comes before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. What ends
+it otherwise: `recovery.py`. Own loops: `own_loop.py`.
 """

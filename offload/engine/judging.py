@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import PassPlan, plan_alone
@@ -19,6 +19,7 @@ from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.judge import Case, Judge
 from offload.engine.state import EngineState
+from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
 
 _CHUNKS = 2
@@ -70,12 +71,11 @@ class Judging:
                 return
 
     def _case_of_call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Case:
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-        args, kwargs = tree_map_only(torch.Tensor, own, (args, dict(kwargs)))
+        arguments = Arguments((args, dict(kwargs)))
+        own = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
 
         def loss() -> torch.Tensor:
+            args, kwargs = arguments.fill([t.clone() if t.requires_grad else t for t in own])
             found = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
             terms = [(t.reshape(-1) * torch.arange(t.numel(), device=t.device).cos()).mean() for t in found]
             return sum(terms, torch.zeros((), device=self._state.device.torch_device))
@@ -83,10 +83,10 @@ class Judging:
         def way() -> list[torch.Tensor]:
             made = loss()
             if made.requires_grad:
-                made.backward()
+                self._state.backward(made, None, *own)
             return [made]
 
-        return Case({"": self._state.model, "arguments": (args, kwargs)}, loss, way, self._method.hang)
+        return Case({"": self._state.model, "arguments": own}, loss, way, self._method.hang, leaves=own)
 
     def _settle(self, differs: Callable[[], str], **uses: bool) -> None:
         """Find a way in which passes that use these things differ in nothing from the model's."""

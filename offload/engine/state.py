@@ -213,11 +213,11 @@ class EngineState:
             yield
 
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
-        """Go backward. A pass that is made for the norm alone gives gradients to nothing outside of the model, except
-        to `leaves`.
+        """Go backward. A pass that is made for the norm alone, or as a trial, gives gradients to nothing outside of the
+        model, whose hooks may do anything, except to `leaves`.
         """
         inputs = None
-        if self.gradients.landing.drops:
+        if self.gradients.lands_nowhere:
             live = [parameter for unit in self.units if unit.resident for parameter in unit.live().values()]
             inputs = [t for t in (self.runner.anchor, *leaves, *live) if t.requires_grad]
         torch.autograd.backward(tensor, gradient, inputs=inputs)

@@ -17,6 +17,18 @@ from tests.engine.device import own_device
 WIDTH, WORDS = 16, 32
 
 
+class Log:
+    """Of a class: a list for each of its modules, of what a test wants to know of it. The list is the test's: the
+    engine, which puts back what a recompute has changed in a module, does not reach it.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[Any]] = {}
+
+    def __get__(self, module: Any, _owner: type) -> list[Any]:
+        return self._lists.setdefault(id(module), [])
+
+
 class Block(nn.Module):
     """Residual, normalised, with a hidden layer."""
 

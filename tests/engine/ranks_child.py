@@ -51,7 +51,11 @@ JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 QUICK = Times(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
 
 SMOOTH = AdamW(
-    lr=0.05, betas=(0.9, 0.99), eps=1.0, weight_decay=0.1, groups=[("up|q_proj", {"lr_scale": 0.5}), ("norm", {})]
+    lr=0.05,
+    betas=(0.9, 0.99),
+    eps=1.0,
+    weight_decay=0.1,
+    groups=[("up|q_proj|0.norm.weight", {"lr_scale": 0.5}), ("norm", {})],
 )
 """An update that is as precise as its gradients, and still has a memory. AdamW proper divides by the gradient's own
 size, so that the rounding of a gradient near zero, which another order of a sum changes, becomes a full step. With eps

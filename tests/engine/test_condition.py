@@ -72,7 +72,7 @@ def assert_like(engine: Engine, reference: Reference) -> None:
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
     """The recording pass and skipped steps leave it alone; evaluations move it, as in plain PyTorch."""
     model = build(Assigned)
-    reference = Reference(model, micro_batch_size=rows)
+    reference = Reference(model)  # of a batch that goes by what its forward moves there are no parts
     engine = Engine(model, recompute=recompute, micro_batch_size=rows, on_nonfinite="skip")
     for seed in range(4):
         if seed == 2:

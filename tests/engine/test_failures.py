@@ -16,7 +16,7 @@ from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
 from tests.engine.compare import assert_same, assert_weights, same_bits, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.families import build, llama, tokens
-from tests.engine.handmade import Block, Shifting, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Log, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.reference import Reference, count_labels
 from tests.matrix import matrix
@@ -28,10 +28,7 @@ class Mined(Block):
 
     explodes = False
     raises_in: int | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[bool] = []  # not a number: what a recompute assigns is taken back
+    calls = Log()
 
     def forward(self, h: Tensor) -> Tensor:
         self.calls.append(True)

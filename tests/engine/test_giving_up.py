@@ -24,7 +24,7 @@ from offload.errors import TornError
 from offload.optim import adamw
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, tokens
-from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, num_threads
 from tests.engine.test_overlap import deep
 from tests.matrix import matrix
@@ -51,17 +51,15 @@ class Told(Exception):
 class Breaks(Block):
     """Raises in its forward, when told to: in the pass itself, or in the recompute of the backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = [-1]  # not a number: what a forward assigns is taken back where it fails
+    _left = Log()
 
     @property
     def left(self) -> int:
-        return self._left[0]
+        return self._left[0] if self._left else -1
 
     @left.setter
     def left(self, value: int) -> None:
-        self._left[0] = value
+        self._left[:] = [value]
 
     def forward(self, h: Tensor) -> Tensor:
         if self.left == 0:

@@ -17,7 +17,7 @@ from offload.errors import DoesNotFitError
 from tests.engine.compare import train_both
 from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mamba, mixtral, opt
-from tests.engine.handmade import WIDTH, Block, Normalised, ScalesItsInput, Stack, cross_entropy, words
+from tests.engine.handmade import WIDTH, Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.sizes import tier_bytes
 from tests.matrix import matrix, quick
 
@@ -67,9 +67,7 @@ def test_a_graph_that_is_kept_is_run_once(recompute: str) -> None:
 
 
 class CountingBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[bool] = []  # not a number: what a recompute assigns is taken back
+    runs = Log()
 
     def forward(self, h: Tensor) -> Tensor:
         self.runs.append(True)
@@ -203,9 +201,7 @@ def test_a_unit_that_saves_copies_of_its_weights_recomputes(precision: str, num_
 
 
 class CountsAndScales(ScalesItsInput):
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[bool] = []  # not a number: what a recompute assigns is taken back
+    runs = Log()
 
     def forward(self, h: Tensor) -> Tensor:
         self.runs.append(True)
@@ -213,9 +209,7 @@ class CountsAndScales(ScalesItsInput):
 
 
 class CountsAndNormalises(Normalised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[bool] = []  # not a number: what a recompute assigns is taken back
+    runs = Log()
 
     def forward(self, h: Tensor) -> Tensor:
         self.runs.append(True)

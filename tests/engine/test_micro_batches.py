@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import TWO_KERNELS
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
-from tests.engine.handmade import WIDTH, WORDS, Block, Stack, TreesOfTensors, cross_entropy, words
+from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
 from tests.matrix import matrix
 
@@ -291,15 +291,11 @@ def test_masks_follow_the_seed() -> None:
 class Dropping(nn.Module):
     """Drops half of its input, and shows its masks, also those of a recompute, which leaves no trace in the module."""
 
-    shown: ClassVar[dict[int, list[Tensor]]] = {}
+    masks = Log()
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    @property
-    def masks(self) -> list[Tensor]:
-        return self.shown.setdefault(id(self), [])
 
     def forward(self, h: Tensor) -> Tensor:
         mask = nn.functional.dropout(torch.ones_like(h), 0.5, self.training)

@@ -25,6 +25,7 @@ from tests.engine.handmade import (
     WIDTH,
     Block,
     InPlaceBlocks,
+    Log,
     Namespace,
     ReadFromOutside,
     ScalingBlocks,
@@ -340,9 +341,7 @@ SCALE = contextvars.ContextVar("SCALE", default=1.0)
 class Surrounded(Block):
     """Depends on what surrounds its forward: a context variable, and the device on which it makes a tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: list[torch.device] = []
+    devices = Log()
 
     def forward(self, h: Tensor) -> Tensor:
         self.devices.append(torch.empty(1).device)

@@ -631,15 +631,17 @@ def test_a_failed_backward_leaves_nothing_to_update_from(is_called: bool) -> Non
 def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() -> None:
     """Within the model's own code, of the second unit that the caller's loss.backward() computes again."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    class Interrupting(nn.Module):
+        def forward(self, _: Tensor) -> Tensor:
+            raise KeyboardInterrupt
 
     engine = Engine(build(tied), recompute="always")
     loss = engine.model(**tokens()).loss
-    hook = engine.model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+    mlp = engine.model.model.layers[0].mlp
+    activation, mlp.act_fn = mlp.act_fn, Interrupting()
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    hook.remove()
+    mlp.act_fn = activation
     with pytest.raises(ConfigError, match="nothing to update from"):
         engine.update()
     assert engine.step(tokens()).loss.isfinite()

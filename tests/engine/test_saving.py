@@ -338,7 +338,7 @@ def test_a_checkpoint_from_before_decisions_were_kept_is_loaded(tmp_path: Path) 
     whole.save_checkpoint(tmp_path / "saved")
     path = tmp_path / "saved" / "manifest.json"
     manifest = Manifest.decode(path.read_bytes(), path)
-    for key in ("plain", "losses"):
+    for key in ("way", "losses"):
         del manifest.meta["engine"][key]
     path.write_bytes(manifest.encode())
     resumed.load_checkpoint(tmp_path / "saved")

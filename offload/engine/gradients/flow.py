@@ -251,6 +251,11 @@ class GradientFlow:
                 self.landing.land(region, flat, stretch.fence)
             stretch.is_open = False
 
+    @property
+    def lands_nowhere(self) -> bool:
+        """True where gradients are of a trial, or nothing but their norm is wanted."""
+        return self._witness is not None or self.landing.drops
+
     def show(self, witness: Witness | None) -> None:
         """From now on show gradients to `witness` and land none of them: they are of trials, which an own loop may make
         in the middle of a step. None: land them again.

@@ -44,7 +44,7 @@ class Case:
     roots: by name, what the passes can reach: the model, a batch, a loss function. loss: runs the model on all rows at
     once, plainly, and returns the loss. way: makes the passes as steps make them, and returns their losses. hang: hangs
     the weights of a unit in its module as the plain pass of a number sees them. num_passes: how many there are, each
-    with the same random numbers. has_backward: a backward follows each.
+    with the same random numbers. has_backward: a backward follows each. leaves: what gets gradients beside weights.
     """
 
     roots: Mapping[str, Any]
@@ -53,6 +53,7 @@ class Case:
     hang: Callable[[Unit, int], None]
     num_passes: int = 1
     has_backward: bool = True
+    leaves: Sequence[torch.Tensor] = ()
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Judge:
                     hang(unit)
                 loss = case.loss()
                 if case.has_backward and loss.requires_grad:
-                    loss.backward()
+                    state.backward(loss, None, *plain.weights.values(), *case.leaves)
                 evidence.losses.append(float(loss.detach()))
                 del loss
         return self._concluded(evidence, start)
@@ -185,7 +186,7 @@ class Judge:
             return found
         unsteady = {path for path, *_ in _belongings(plain, again)} if again else ()
         for path, mine, theirs in _belongings(plain, way):
-            if path not in unsteady:
+            if path not in unsteady and not path.startswith("loss_fn"):  # a loss function may note what it likes
                 return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
         return ""
 

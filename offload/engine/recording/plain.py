@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.engine.state import EngineState
+from offload.engine.units.activation_offload import Layout
 from offload.engine.units.unit import Unit
 
 _Saved = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -26,6 +27,8 @@ class PlainPass:
     def __init__(self, state: EngineState, hang: Callable[[Unit], None]) -> None:
         """`hang`: hangs the weights of a unit, which are on the device, in its module."""
         self._runner, self._slots, self._undo, self._hang = state.runner, state.slots, state.undo, hang
+        self.weights: dict[int, torch.nn.Parameter] = {}
+        """What hung in the modules, by identity."""
         self._up: Unit | None = None
         self._is_running = False
 
@@ -54,7 +57,7 @@ class PlainPass:
         return result
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self._slots.streams(tensor.data_ptr()) else tensor
+        return Layout.of(tensor).copy(tensor) if self._slots.streams(tensor.data_ptr()) else tensor
 
     def _bring_up(self, unit: Unit) -> None:
         if self._up is not unit:
@@ -63,6 +66,8 @@ class PlainPass:
             self._runner.enter(unit)
             self._up = unit
             self._hang(unit)
+            hung = [place.module._parameters[place.key] for place in unit.places]
+            self.weights.update((id(weight), weight) for weight in hung if weight is not None)
 
     def _leave(self) -> None:
         if self._up is not None:

@@ -119,7 +119,7 @@ class Rehearsal:
         same on all ranks. Collective.
         """
         sample, self._sample_left = self._sample_left, None
-        return sample or self._samples(batch, form, self._choose_teller(batch, loss_fn, None), whole=False)[-1]
+        return sample or self._samples(batch, form, self._choose_teller(batch, loss_fn, None), whole=False)[0]
 
     def samples_of_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -150,7 +150,7 @@ class Rehearsal:
         form = form or self._told(teller, lambda: BatchForm.guess(batch, rows))
         if not form.is_whole:
             samples = self._samples(batch, form, teller, again)
-            self._sample_left = samples[-1]
+            self._sample_left = samples[0]
             (self._equal.add if form.rows_are_alike(samples[-1]) else self._equal.discard)(signature)
             try:
                 self._record_on(_ROWS, loss_fn, [samples] if again else self._variants(form, samples))
@@ -167,7 +167,7 @@ class Rehearsal:
             form = replace(form, is_whole=True, obstacle=obstacle)
         self._equal.discard(signature)
         samples = self._samples(batch, form, teller, again)
-        self._sample_left = samples[-1]
+        self._sample_left = samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
         except (OffloadError, torch.OutOfMemoryError):
