@@ -13,6 +13,7 @@ from typing import Any
 from offload.benches.report import print_table, shown, spread
 from offload.errors import ConfigError, shorten
 
+SUMMARY = "two files of results"
 LEAST_SPREAD = 0.02
 """Of numbers that say nothing of theirs, or were measured once."""
 _LARGER_IS_BETTER = ("/s",)

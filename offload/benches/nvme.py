@@ -33,6 +33,7 @@ from offload.native.io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
 if TYPE_CHECKING:
     import torch
 
+SUMMARY = "files read and written by the I/O engines, against fio"
 BLOCKS_PER_TILE = 8
 PATTERNS = {
     "read": "one file from begin to end",
