@@ -22,11 +22,11 @@ from typing import Any
 
 from benchmarks.alone import main_of
 from benchmarks.ideal import Ideal, Unit, Use, Work, ideal, serial_seconds
+from offload.benches import step
 from offload.benches.report import Result
-from offload.benches.step import begin, declare_steps, llama
 from offload.config.command_line import run_command
 
-SUMMARY = "a training step whose lanes are throttled, against an ideal schedule"
+SUMMARY = "a training step whose lanes are throttled, on one thread, against an ideal schedule"
 SIZES = {"hidden": 256, "layers": 16, "vocabulary": 512, "sequence": 128, "batch": 4}
 PAIRS = 3  # of a few steps of the baseline, and a block of the throttled engine
 RATIOS = (0.25, 0.5, 1.0, 2.0)
@@ -81,12 +81,9 @@ def cases(ratios: Iterable[float]) -> list[Case]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
-    declare_steps(parser, SIZES, PAIRS)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default %(default)s")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of torch and of the kernels (default %(default)s)"
-    )
+    """Declare the options of a step, of which the first of --precision counts, and those of this benchmark."""
+    step.add_arguments(parser)
+    parser.set_defaults(**SIZES, pairs=PAIRS, threads=1)
     parser.add_argument(
         "--ratios",
         type=float,
@@ -106,11 +103,12 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     from offload.optim.adamw import AdamW
     from offload.tiers.placement import Placement
 
-    precision, threads = arguments.precision, arguments.threads
+    precision = arguments.precision[0]
+    threads, batches = step.begin(arguments)
 
     def make(**settings: Any) -> Any:
         return Engine(
-            llama(arguments),
+            step.llama(arguments),
             optimizer=AdamW(lr=LEARNING_RATE),
             placement=Placement(parameters="cpu", optimizer="cpu"),
             precision=precision,
@@ -120,7 +118,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             **settings,
         )
 
-    steps = [{"input_ids": ids, "labels": ids} for ids in begin(arguments, threads)]
+    steps = [{"input_ids": ids, "labels": ids} for ids in batches]
     bench = Bench(make, steps, arguments.prefetch, precision, arguments.steps, arguments.pairs, arguments.update)
     try:
         return [_shown(bench.row(case, threads)) for case in cases(arguments.ratios)]

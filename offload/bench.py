@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from offload.benches.report import Measured
 from offload.config.command_line import run_command
 
 NAMES = ("step", "nvme", "sweep", "compare")
@@ -34,9 +35,6 @@ def measure(arguments: argparse.Namespace) -> int:
     """Run the benchmark of these arguments, and print what it finds."""
     with _only_results_on_stdout():
         found = arguments.module.run(arguments)
-
-    from offload.benches.report import Measured
-
     found = Measured(found) if isinstance(found, list) else found
     if arguments.json:
         print(found.document())

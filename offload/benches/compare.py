@@ -126,8 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what "
-            "python -m offload.bench NAME --json printed."
+            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what a "
+            "benchmark printed with --json."
         ) from None
     return dict(found)
 

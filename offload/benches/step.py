@@ -13,7 +13,7 @@ import argparse
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,36 +23,27 @@ from offload.errors import ConfigError
 
 SUMMARY = "a training step against plain PyTorch and DeepSpeed"
 SIZES = {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}
-PAIRS = 7
 LEARNING_RATE = 1e-3
 MOVED = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
-    declare_steps(parser, SIZES, PAIRS)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
+    parser.add_argument("--steps", type=int, default=8, help="in a block (default %(default)s)")
+    about = "rounds of one block each, after one to warm up (default %(default)s)"
+    parser.add_argument("--pairs", type=int, default=7, help=about)
     parser.add_argument("--nvme-dir", nargs="+", help="folders: let the engine also train with its states there")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
 
 
-def declare_steps(parser: argparse.ArgumentParser, sizes: Mapping[str, int], num_pairs: int) -> None:
-    """Declare the sizes of the Llama, and how many steps are measured."""
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help="in a block (default %(default)s)")
-    about = "rounds of one block each, after one to warm up (default %(default)s)"
-    parser.add_argument("--pairs", type=int, default=num_pairs, help=about)
-
-
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Measure, and return one result per precision, recompute mode and contender."""
-    from offload.native import kernels
-
-    threads = arguments.threads or kernels.num_threads()
-    batches = begin(arguments, threads)
+    threads, batches = begin(arguments)
     num_parameters = sum(parameter.numel() for parameter in llama(arguments).parameters())
     results: list[Result] = []
     for precision in arguments.precision:
@@ -60,32 +51,26 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             with ExitStack() as opened:
                 contenders = list(_contenders(arguments, precision, recompute, opened))
                 measure(contenders, batches, arguments.steps, arguments.pairs)
-                more = {
-                    "group": f"{precision}, recompute {recompute}",
-                    "threads": threads,
-                    "precision": precision,
-                    "parameters": num_parameters,
-                }
+                more = {"group": f"{precision}, recompute {recompute}", "threads": threads}
+                more |= {"precision": precision, "parameters": num_parameters}
                 results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
     return results
 
 
-def begin(arguments: argparse.Namespace, threads: int) -> list[Any]:
-    """Set the threads of torch and of the kernels, and return batches of token ids. Raises ConfigError."""
+def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
+    """Set the threads of torch and of the kernels; return how many, and batches of token ids. Raises ConfigError."""
     if arguments.steps < 1 or arguments.pairs < 1:
-        raise ConfigError(
-            f"--steps is {arguments.steps} and --pairs {arguments.pairs}: a block has at least one step, and there is "
-            "at least one round."
-        )
+        raise ConfigError(f"--steps is {arguments.steps} and --pairs {arguments.pairs}; each must be at least one.")
     import torch
 
     from offload.native import kernels
 
+    threads = arguments.threads or kernels.num_threads()
     torch.set_num_threads(threads)
     kernels.set_threads(threads)
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.batch, arguments.sequence)
-    return [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
+    return threads, [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
 
 
 def _contenders(
@@ -227,14 +212,9 @@ def deepspeed_zero3(
 
     accelerator = own_accelerator()
     device = device_of(accelerator)
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}
-    for key, value in {
-        "DS_ACCELERATOR": device.type,
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        **alone,
-    }.items():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    more = {"DS_ACCELERATOR": device.type, "MASTER_PORT": str(29500 + os.getpid() % 2000)}
+    for key, value in (alone | more).items():
         os.environ.setdefault(key, value)
     import deepspeed
 

@@ -306,7 +306,7 @@ def test_the_command(shop, monkeypatch):
         return shop.make(**settings)
 
     monkeypatch.setattr("offload.engine.engine.Engine", make)
-    monkeypatch.setattr(overlap, "llama", lambda given: (given.hidden, given.layers, given.vocabulary))
+    monkeypatch.setattr(overlap.step, "llama", lambda given: (given.hidden, given.layers, given.vocabulary))
     monkeypatch.setattr(overlap.Bench.__init__, "__defaults__", (shop.clock,))
     results = overlap.run(arguments)
     assert set(models) == {(256, 17, 512)}
