@@ -39,7 +39,7 @@ help:
 	@echo "make soak      training commands that are killed again and again, mostly while they save; ten minutes"
 	@echo "make fuzz      random models, settings and faults until the time is over (ARGS=\"--minutes 20 --seed 1\")"
 	@echo "make upstream  transformers', TRL's, PEFT's and accelerate's own tests over engines (SUITES=folder of checkouts)"
-	@echo "make bench     python -m offload.bench adam  (ARGS=...)"
+	@echo "make bench     python -m benchmarks.adam  (ARGS=...)"
 	@echo "make build     the C++ kernels again, after an edit"
 	@echo "make lint      ruff, import-linter"
 	@echo "make type      mypy"
@@ -137,7 +137,7 @@ upstream: $(READY)
 	  $(BIN)/python -m tests.upstream $(SUITES)/$$suite --suite $$suite $(ARGS) || failed=1; done; exit $${failed-0}
 
 bench: $(READY)
-	$(BIN)/python -m offload.bench adam $(ARGS)
+	$(BIN)/python -m benchmarks.adam $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
 """Steps of an engine on an accelerator, and the ideal schedule of what its own lanes were seen to take in them.
 
-The ideal (`offload/benches/ideal.py`) knows how long each use of a unit computed and how long each copy and update
+The ideal (`benchmarks/ideal.py`) knows how long each use of a unit computed and how long each copy and update
 took, what the device has room for, and nothing else of the engine. All are seen on the accelerator's own clock, each at
 its fastest over the steps, so that what the engine itself held up is no part of the ideal.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.benches.ideal import Ideal, Unit, Use, Work, ideal
+from benchmarks.ideal import Ideal, Unit, Use, Work, ideal
 
 NUM_GRADIENT_BUFFERS = 2
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.ideal import Use
+from benchmarks.overlap import compute_uses
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
-from offload.benches.ideal import Use
-from offload.benches.overlap import compute_uses
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.timing import Timing, step_time
 from offload.forecast.workload import UnitWork, Workload

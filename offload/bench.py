@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
-from offload.benches.catalogue import BENCHMARKS, module_of
+from offload.benches.report import Measured
 from offload.config.command_line import run_command
+
+NAMES = ("step", "nvme", "sweep", "compare")
+"""The modules of offload.benches, each with a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a
+list of Result, or a Measured.
+"""
 
 
 def main(words: list[str]) -> int:
-    arguments = _parser().parse_args(words)
-    benchmark = BENCHMARKS[arguments.name]
+    return measure(_parser().parse_args(words))
+
+
+def declare(parser: argparse.ArgumentParser, module: Any) -> None:
+    """Declare the options of a benchmark, and those that all benchmarks have."""
+    parser.add_argument("--json", action="store_true", help="print what is found as JSON")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(module=module)
+    module.add_arguments(parser)
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Run the benchmark of these arguments, and print what it finds."""
     with _only_results_on_stdout():
-        found = module_of(arguments.name).run(arguments)
-
-    from offload.benches.report import Measured
-
+        found = arguments.module.run(arguments)
     found = Measured(found) if isinstance(found, list) else found
     if arguments.json:
         print(found.document())
     else:
-        found.show(benchmark.summary)
+        found.show(arguments.module.SUMMARY)
     return 0
 
 
@@ -45,11 +60,9 @@ def _only_results_on_stdout() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offload.bench", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, benchmark in BENCHMARKS.items():
-        sub = names.add_parser(name, help=benchmark.summary, description=benchmark.summary + ".")
-        sub.add_argument("--json", action="store_true", help="print what is found as JSON")
-        sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        module_of(name).add_arguments(sub)
+    for name in NAMES:
+        module = importlib.import_module(f"offload.benches.{name}")
+        declare(names.add_parser(name, help=module.SUMMARY, description=module.SUMMARY + "."), module)
     return parser
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from offload.benches.report import print_table, shown, spread
 from offload.errors import ConfigError, shorten
 
+SUMMARY = "two files of results"
 LEAST_SPREAD = 0.02
 """Of numbers that say nothing of theirs, or were measured once."""
 _LARGER_IS_BETTER = ("/s",)
@@ -125,8 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what "
-            "python -m offload.bench NAME --json printed."
+            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what a "
+            "benchmark printed with --json."
         ) from None
     return dict(found)
 

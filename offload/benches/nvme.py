@@ -33,6 +33,7 @@ from offload.native.io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
 if TYPE_CHECKING:
     import torch
 
+SUMMARY = "files read and written by the I/O engines, against fio"
 BLOCKS_PER_TILE = 8
 PATTERNS = {
     "read": "one file from begin to end",
@@ -237,12 +238,8 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
     results = []
     for contender in contenders:
         rates, cpu = contender.rates(), contender.cpu_per_gib()
-        details: dict[str, Any] = {
-            "file_bytes": size,
-            "block_bytes": block,
-            "depth": arguments.depth,
-            "pairs": len(rates),
-        }
+        details: dict[str, Any] = {"file_bytes": size, "block_bytes": block}
+        details |= {"depth": arguments.depth, "pairs": len(rates)}
         rate_ratio = cpu_ratio = cpu_reference = None
         if contender.reference:
             other = by_name[contender.reference]
@@ -251,20 +248,17 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
             cpu_ratios = [its / own for own, its in zip(cpu, other.cpu_per_gib(), strict=True)]
             rate_ratio, cpu_ratio = (round(statistics.median(each), 4) for each in (ratios, cpu_ratios))
             cpu_reference = f"{contender.reference}, CPU"
-        details |= {
-            "spread": round(spread(rates), 4),
-            "best": round(max(rates), 3),
-            "all": [round(one, 3) for one in rates],
-        }
-        cpu_details = {
-            "spread": round(spread(cpu), 4),
-            "best": round(min(cpu), 4),
-            "all": [round(one, 4) for one in cpu],
-        }
+        details |= _of_rounds(rates, max(rates), 3)
+        cpu_details = _of_rounds(cpu, min(cpu), 4)
         rate, cpu_seconds = round(statistics.median(rates), 3), round(statistics.median(cpu), 4)
         results.append(Result(contender.name, rate, "GB/s", contender.reference, rate_ratio, details))
         results.append(Result(f"{contender.name}, CPU", cpu_seconds, "s/GiB", cpu_reference, cpu_ratio, cpu_details))
     return results
+
+
+def _of_rounds(values: list[float], best: float, digits: int) -> dict[str, Any]:
+    alike = round(spread(values), 4)
+    return {"spread": alike, "best": round(best, digits), "all": [round(one, digits) for one in values]}
 
 
 def _measure(contenders: list[Contender], pattern: str, num_pairs: int) -> None:

@@ -4,8 +4,7 @@ All are timed over blocks of steps that begin and end with nothing pending (`off
 clips as the engine does and uses the fused AdamW; in bf16 it keeps fp32 master weights beside bf16 ones. All compute
 where an engine does by itself: on the accelerator, where there is one. `recompute always` is compared with per-layer
 activation checkpointing, `never` with none. Where DeepSpeed can be imported, its ZeRO-3 takes part as well, with
-optimizer and parameters on the CPU and, where folders are given, on disk. `--overlap` compares throttled lanes with an
-ideal schedule instead.
+optimizer and parameters on the CPU and, where folders are given, on disk.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from offload.benches import overlap
 from offload.benches.blocks import Contender, measure, none_left, summarise
 from offload.benches.report import Result
 from offload.errors import ConfigError
 
+SUMMARY = "a training step against plain PyTorch and DeepSpeed"
 SIZES = {"hidden": 512, "layers": 8, "vocabulary": 8192, "sequence": 256, "batch": 4}
-PAIRS = 7
 LEARNING_RATE = 1e-3
 MOVED = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes")
 
@@ -32,60 +30,47 @@ MOVED = ("h2d_bytes", "d2h_bytes", "nvme_read_bytes", "nvme_write_bytes")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     for name, default in SIZES.items():
-        defaults = f"default {default}, with --overlap {overlap.SIZES[name]}"
-        parser.add_argument(f"--{name}", type=int, help=f"of the Llama ({defaults})")
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the Llama (default %(default)s)")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--recompute", nargs="+", choices=("always", "never"), default=("always", "never"))
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: physical cores)")
     parser.add_argument("--steps", type=int, default=8, help="in a block (default %(default)s)")
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        help=f"rounds of one block each, after one to warm up (default {PAIRS}, with --overlap {overlap.PAIRS})",
-    )
+    about = "rounds of one block each, after one to warm up (default %(default)s)"
+    parser.add_argument("--pairs", type=int, default=7, help=about)
     parser.add_argument("--nvme-dir", nargs="+", help="folders: let the engine also train with its states there")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave DeepSpeed out even where it is installed")
-    overlap.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Measure, and return one result per precision, recompute mode and contender; or what `overlap` returns."""
-    own = overlap if arguments.overlap else None
-    for name, default in {**(own.SIZES if own else SIZES), "pairs": own.PAIRS if own else PAIRS}.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-    if arguments.steps < 1 or arguments.pairs < 1:
-        raise ConfigError(
-            f"--steps is {arguments.steps} and --pairs {arguments.pairs}: a block has at least one step, and there is "
-            "at least one round."
-        )
-    import torch
-
-    from offload.native import kernels
-
-    threads = arguments.threads or (1 if arguments.overlap else kernels.num_threads())
-    torch.set_num_threads(threads)
-    kernels.set_threads(threads)
-    generator = torch.Generator().manual_seed(1)
-    shape = (arguments.batch, arguments.sequence)
-    batches = [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
-    if arguments.overlap:
-        return overlap.run(arguments, _model, batches, threads)
-    num_parameters = sum(parameter.numel() for parameter in _model(arguments).parameters())
+    """Measure, and return one result per precision, recompute mode and contender."""
+    threads, batches = begin(arguments)
+    num_parameters = sum(parameter.numel() for parameter in llama(arguments).parameters())
     results: list[Result] = []
     for precision in arguments.precision:
         for recompute in arguments.recompute:
             with ExitStack() as opened:
                 contenders = list(_contenders(arguments, precision, recompute, opened))
                 measure(contenders, batches, arguments.steps, arguments.pairs)
-                more = {
-                    "group": f"{precision}, recompute {recompute}",
-                    "threads": threads,
-                    "precision": precision,
-                    "parameters": num_parameters,
-                }
+                more = {"group": f"{precision}, recompute {recompute}", "threads": threads}
+                more |= {"precision": precision, "parameters": num_parameters}
                 results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
     return results
+
+
+def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
+    """Set the threads of torch and of the kernels; return how many, and batches of token ids. Raises ConfigError."""
+    if arguments.steps < 1 or arguments.pairs < 1:
+        raise ConfigError(f"--steps is {arguments.steps} and --pairs {arguments.pairs}; each must be at least one.")
+    import torch
+
+    from offload.native import kernels
+
+    threads = arguments.threads or kernels.num_threads()
+    torch.set_num_threads(threads)
+    kernels.set_threads(threads)
+    generator = torch.Generator().manual_seed(1)
+    shape = (arguments.batch, arguments.sequence)
+    return threads, [torch.randint(0, arguments.vocabulary, shape, generator=generator) for _ in range(4)]
 
 
 def _contenders(
@@ -94,7 +79,7 @@ def _contenders(
     """Yield what is compared; what has to be closed is put into `opened`."""
     checkpoints = recompute == "always"
     name = "plain PyTorch" + (" with checkpointing" if checkpoints else "")
-    plain = plain_pytorch(name, _model(arguments, checkpoints), precision)
+    plain = plain_pytorch(name, llama(arguments, checkpoints), precision)
     yield plain
 
     def ours(name: str, **placement: Any) -> Contender:
@@ -113,7 +98,8 @@ def _contenders(
             yield deepspeed_zero3(name, arguments, precision, checkpoints, plain.name, opened, folder)
 
 
-def _model(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
+def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
+    """Make the model that is trained."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -190,7 +176,7 @@ def engine(
     from offload.tiers.placement import Placement
 
     made = Engine(
-        _model(arguments),
+        llama(arguments),
         optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),
         placement=Placement(**placement),
         precision=precision,
@@ -226,14 +212,9 @@ def deepspeed_zero3(
 
     accelerator = own_accelerator()
     device = device_of(accelerator)
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000)}
-    for key, value in {
-        "DS_ACCELERATOR": device.type,
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        **alone,
-    }.items():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    more = {"DS_ACCELERATOR": device.type, "MASTER_PORT": str(29500 + os.getpid() % 2000)}
+    for key, value in (alone | more).items():
         os.environ.setdefault(key, value)
     import deepspeed
 
@@ -250,7 +231,7 @@ def deepspeed_zero3(
         },
         "steps_per_print": 10**9,
     }
-    model = _model(arguments, checkpointing)
+    model = llama(arguments, checkpointing)
     made, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     opened.callback(made.destroy)
 

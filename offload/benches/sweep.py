@@ -26,6 +26,7 @@ from offload.benches.report import Measured, Result, spread
 from offload.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 
+SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
 NUM_WARM_STEPS = 4  # an engine gives away the device memory that is left after the third step
 TIERS = ("device", "cpu", "nvme", "auto")
 MISFIT = "does not fit"

@@ -1,8 +1,9 @@
-"""`offload.bench all`: every benchmark in one document, and one that cannot run costs no other."""
+"""`benchmarks.all`: every benchmark in one document, and one that cannot run costs no other."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from offload import bench
-from offload.benches import limits
-from offload.benches.catalogue import BENCHMARKS, module_of
+from benchmarks import all as together
+from benchmarks import limits
+from benchmarks.alone import main_of
 from offload.benches.report import Result, spread
 from offload.errors import ConfigError
 
@@ -21,10 +22,10 @@ from offload.errors import ConfigError
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let a benchmark be played by a function from its arguments to results."""
-    module_of("all")  # with the names that it imports from another one
 
     def play(name: str, run: Callable[[Any], list[Result]], *options: str) -> None:
-        module = ModuleType(f"offload.benches.{name}")
+        module = ModuleType(together.PARTS[name][0])
+        module.SUMMARY = name  # type: ignore[attr-defined]
         module.run = run  # type: ignore[attr-defined]
         module.add_arguments = lambda parser: [parser.add_argument(option) for option in options]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -37,8 +38,11 @@ def step(name: str, precision: str, tokens_per_second: float) -> Result:
     return Result(name, 10.0, "ms", details=more)
 
 
+main = main_of(together)
+
+
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert bench.main(["all", "--json", *words]) == 0
+    assert main(["--json", *words]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
@@ -71,10 +75,10 @@ def test_some_with_words_of_ones_own(played: Callable[..., None], capsys: pytest
     played("adam", lambda given: [Result(given.n, 1.0, "ms")], "--n")
     found = document(capsys, "--only", "adam", "--words", "adam --n 'one Mi'")
     assert [each["name"] for each in found["results"]] == ["one Mi"]
-    assert bench.main(["all", "--only", "adam", "--words", "adam --n 7"]) == 0
+    assert main(["--only", "adam", "--words", "adam --n 7"]) == 0
     assert " 7 " in capsys.readouterr().out
     with pytest.raises(ConfigError, match="did you mean adam"):
-        bench.main(["all", "--only", "adma"])
+        main(["--only", "adma"])
 
 
 def test_the_limits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,22 +98,21 @@ def test_the_limits_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 )
 def test_wrong_words_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        bench.main(["all", *words])
+        main(words)
 
 
 def test_where_nothing_can_be_measured_it_fails(played: Callable[..., None]) -> None:
     played("adam", lambda _: 1 / 0, "--n")
     with pytest.raises(ConfigError, match="nothing could be measured: adam: division by zero"):
-        bench.main(["all", "--only", "adam", "--words", "adam"])
+        main(["--only", "adam", "--words", "adam"])
 
 
 def test_short_words_are_words_of_their_benchmarks() -> None:
     """Their own parsers take them: an option that is renamed is found here."""
-    for name, benchmark in BENCHMARKS.items():
-        if benchmark.short is not None:
-            parser = argparse.ArgumentParser()
-            module_of(name).add_arguments(parser)
-            parser.parse_args(list(benchmark.short))
+    for module, words in together.PARTS.values():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(module).add_arguments(parser)
+        parser.parse_args(words.split())
 
 
 def test_spread() -> None:

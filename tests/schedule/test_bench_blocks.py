@@ -175,6 +175,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nameless(tmp_path)
 
 
+@pytest.mark.usefixtures("_threads_kept")
+def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = bench._parser().parse_args(["step", "--batch", "3", "--precision", "fp32", "--recompute", "never"])
+    monkeypatch.setattr(step, "_contenders", lambda *given: iter(()))
+    assert step.run(arguments) == []
+    assert [getattr(arguments, name) for name in step.SIZES] == [512, 8, 8192, 256, 3]
+
+
 @pytest.mark.parametrize("word", ["--steps=0", "--pairs=-1"])
 def test_wrong_options(word: str) -> None:
     with pytest.raises(ConfigError, match="at least one"):

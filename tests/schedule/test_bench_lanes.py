@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import lanes
-from offload.benches.ideal import Unit, Use, ideal
+from benchmarks.ideal import Unit, Use, ideal
 from offload.telemetry.timeline import Span
 from tests import forks
 

@@ -1,7 +1,8 @@
-"""`offload.bench step --overlap`: what it computes from measurements, and that it asks an engine for the right ones."""
+"""`benchmarks.overlap`: what it computes from measurements, and that it asks an engine for the right ones."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload import bench
-from offload.benches import overlap, step
-from offload.benches.ideal import Unit, Use, Work, ideal, serial_seconds
+from benchmarks import overlap
+from benchmarks.ideal import Unit, Use, Work, ideal, serial_seconds
 from offload.native import kernels
 
 NUM_BLOCKS, FORWARD_S, BACKWARD_S, LOSS_S, OVERHEAD_S = 4, 0.010, 0.030, 0.004, 0.001
@@ -296,7 +296,9 @@ def threads_kept() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads_kept")
 def test_the_command(shop, monkeypatch):
-    arguments = bench._parser().parse_args(["step", "--overlap", "--ratios", "1", "--steps", "3", "--layers", "17"])
+    parser = argparse.ArgumentParser()
+    overlap.add_arguments(parser)
+    arguments = parser.parse_args(["--ratios", "1", "--steps", "3", "--layers", "17"])
     models = []
 
     def make(model: object, **settings: Any) -> FakeEngine:
@@ -304,9 +306,9 @@ def test_the_command(shop, monkeypatch):
         return shop.make(**settings)
 
     monkeypatch.setattr("offload.engine.engine.Engine", make)
-    monkeypatch.setattr(step, "_model", lambda given: (given.hidden, given.layers, given.vocabulary))
+    monkeypatch.setattr(overlap.step, "llama", lambda given: (given.hidden, given.layers, given.vocabulary))
     monkeypatch.setattr(overlap.Bench.__init__, "__defaults__", (shop.clock,))
-    results = step.run(arguments)
+    results = overlap.run(arguments)
     assert set(models) == {(256, 17, 512)}
     assert [result.name for result in results] == [f"ratio 1, {case.name}" for case in overlap.cases([1.0])]
     assert all(engine.closed for engine in shop.made)
@@ -314,12 +316,3 @@ def test_the_command(shop, monkeypatch):
     assert (settings["precision"], settings["recompute"], settings["head_chunk_bytes"]) == ("fp32", "always", None)
     assert (settings["placement"].parameters, settings["placement"].optimizer) == ("cpu", "cpu")
     assert torch.get_num_threads() == 1
-
-
-def test_sizes_without_overlap(monkeypatch):
-    arguments = bench._parser().parse_args(["step", "--batch", "3", "--precision", "fp32", "--recompute", "never"])
-    monkeypatch.setattr(step, "_contenders", lambda *given: iter(()))
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(kernels, "set_threads", lambda count: None)
-    assert step.run(arguments) == []
-    assert [getattr(arguments, name) for name in step.SIZES] == [512, 8, 8192, 256, 3]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.benches.ideal import (
+from benchmarks.ideal import (
     LANES,
     MODES,
     NUM_TILES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.benches.ideal import Unit, Use, Work, ideal
+from benchmarks.ideal import Unit, Use, Work, ideal
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
 from offload.schedule.play import Call, Engine

@@ -6,16 +6,30 @@ A benchmark that cannot run here is left out with its reason, and the others go 
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from offload.benches.catalogue import BENCHMARKS, module_of
-from offload.benches.limits import product_name
+from benchmarks.alone import main_of
+from benchmarks.limits import product_name
 from offload.benches.report import Measured, Result
-from offload.config.command_line import say
+from offload.config.command_line import run_command, say
 from offload.errors import ConfigError, nearest
 
+SUMMARY = "limits, adam, nvme and step, shorter, in one table"
+PARTS = {
+    "limits": ("benchmarks.limits", ""),
+    "adam": ("benchmarks.adam", "--n 8Mi --reps 5"),
+    "nvme": ("offload.benches.nvme", "--size 256MiB --pairs 5"),
+    "step": (
+        "offload.benches.step",
+        "--hidden 256 --layers 6 --vocabulary 4096 --sequence 128 --steps 4 --pairs 5",
+    ),
+}
+"""The module of each benchmark, and its words, so that it takes a minute at most."""
 _FLOPS_PER_PARAMETER = 6
 """Of a token that is trained on: a multiplication and an addition in the forward, twice as many in the backward. What a
 recomputed forward takes is no useful work, and attention's own products are left out.
@@ -24,17 +38,15 @@ recomputed forward takes is no useful work, and attention's own products are lef
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
-    names = [name for name, benchmark in BENCHMARKS.items() if benchmark.short is not None]
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", default=names, help=f"of {', '.join(names)} (default: all)"
-    )
+    about = f"of {', '.join(PARTS)} (default: all)"
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=list(PARTS), help=about)
     about = "a benchmark and its options, in place of the short ones: --words 'nvme --dir /data'"
     parser.add_argument("--words", action="append", default=[], metavar="'NAME ...'", help=about)
 
 
 def run(arguments: argparse.Namespace) -> Measured:
     """Measure one after the other; return all results, each of which says whose it is."""
-    words = {name: benchmark.short for name, benchmark in BENCHMARKS.items() if benchmark.short is not None}
+    words = {name: short.split() for name, (_, short) in PARTS.items()}
     own = dict(map(_own_words, arguments.words))
     for name in (*arguments.only, *own):
         if name not in words:
@@ -44,9 +56,10 @@ def run(arguments: argparse.Namespace) -> Measured:
     words.update(own)
     found = Measured([])
     for name in arguments.only:
-        say(f"{name}: {BENCHMARKS[name].summary} ...")
         try:
-            results = _measure(name, words[name])
+            module = importlib.import_module(PARTS[name][0])
+            say(f"{name}: {module.SUMMARY} ...")
+            results = _measure(name, module, words[name])
         except Exception as error:
             if arguments.debug:
                 traceback.print_exc()
@@ -63,21 +76,20 @@ def run(arguments: argparse.Namespace) -> Measured:
     return found
 
 
-def _own_words(text: str) -> tuple[str, tuple[str, ...]]:
+def _own_words(text: str) -> tuple[str, list[str]]:
     """Return the benchmark and the options that one --words gives. Raises ConfigError."""
     try:
         name, *rest = shlex.split(text)
     except ValueError as error:
         why = str(error) if text.strip() else "it names no benchmark"
         raise ConfigError(f"--words is {text!r}: {why}; write --words 'NAME --option VALUE ...'.") from None
-    return name, tuple(rest)
+    return name, rest
 
 
-def _measure(name: str, words: Sequence[str]) -> list[Result]:
-    module = module_of(name)
-    parser = argparse.ArgumentParser(prog=f"python -m offload.bench {name}", exit_on_error=False)
+def _measure(name: str, module: Any, words: Sequence[str]) -> list[Result]:
+    parser = argparse.ArgumentParser(prog=name, exit_on_error=False)
     module.add_arguments(parser)
-    results: list[Result] = module.run(parser.parse_args(list(words)))
+    results: list[Result] = module.run(parser.parse_args(words))
     return results
 
 
@@ -96,3 +108,7 @@ def _useful_work(results: Sequence[Result]) -> Iterator[Result]:
             yield Result(name, reached, "TFLOP/s", details=details)
         else:
             yield Result(name, reached, "TFLOP/s", limit.name, reached / limit.value, details)
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))

@@ -4,6 +4,8 @@ h2d, d2h and update are throttled so that each of them takes a given share of th
 engine without throttle and prefetch measures, in turns with the throttled one, so that a busy machine slows down both.
 The ideal knows the throttle, the sizes and the measured seconds of every use, and nothing of the engine. Both are
 those of a block of steps that begins and ends with nothing pending (`offload/benches/blocks.py`).
+
+    python -m benchmarks.overlap --json > benchmarks/results/overlap.json     # about twelve minutes
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.benches.ideal import Ideal, Unit, Use, Work, ideal, serial_seconds
+from benchmarks.alone import main_of
+from benchmarks.ideal import Ideal, Unit, Use, Work, ideal, serial_seconds
+from offload.benches import step
 from offload.benches.report import Result
+from offload.config.command_line import run_command
 
+SUMMARY = "a training step whose lanes are throttled, on one thread, against an ideal schedule"
 SIZES = {"hidden": 256, "layers": 16, "vocabulary": 512, "sequence": 128, "batch": 4}
 PAIRS = 3  # of a few steps of the baseline, and a block of the throttled engine
 RATIOS = (0.25, 0.5, 1.0, 2.0)
@@ -75,40 +81,34 @@ def cases(ratios: Iterable[float]) -> list[Case]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark, beside those of a step."""
-    group = parser.add_argument_group("overlap")
-    group.add_argument(
-        "--overlap",
-        action="store_true",
-        help="measure throttled lanes against an ideal schedule instead, in --pairs blocks of --steps steps a row, one "
-        "thread, the first of --precision, a model of its own sizes",
-    )
-    group.add_argument(
+    """Declare the options of a step, of which the first of --precision counts, and those of this benchmark."""
+    step.add_arguments(parser)
+    parser.set_defaults(**SIZES, pairs=PAIRS, threads=1)
+    parser.add_argument(
         "--ratios",
         type=float,
         nargs="+",
         default=RATIOS,
         help="seconds that each throttled lane takes in a step over those of its compute (default 0.25 0.5 1 2)",
     )
-    group.add_argument(
+    parser.add_argument(
         "--update", choices=("cpu", "device"), default="cpu", help="where states are updated (default %(default)s)"
     )
-    group.add_argument("--prefetch", type=int, default=3, help="units ahead; one slot more (default %(default)s)")
+    parser.add_argument("--prefetch", type=int, default=3, help="units ahead; one slot more (default %(default)s)")
 
 
-def run(
-    arguments: argparse.Namespace, make_model: Callable[[argparse.Namespace], Any], batches: Sequence[Any], threads: int
-) -> list[Result]:
-    """Measure on batches of token ids, and return one result per ratio and clip mode."""
+def run(arguments: argparse.Namespace) -> list[Result]:
+    """Measure, and return one result per ratio and clip mode."""
     from offload.engine.engine import Engine
     from offload.optim.adamw import AdamW
     from offload.tiers.placement import Placement
 
     precision = arguments.precision[0]
+    threads, batches = step.begin(arguments)
 
     def make(**settings: Any) -> Any:
         return Engine(
-            make_model(arguments),
+            step.llama(arguments),
             optimizer=AdamW(lr=LEARNING_RATE),
             placement=Placement(parameters="cpu", optimizer="cpu"),
             precision=precision,
@@ -369,3 +369,7 @@ def assemble(case: Case, measured: Steps, work: Work, serial_s: float | None, nu
 def _median_by_lane(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     lanes = dict.fromkeys(lane for step in steps for lane in step)
     return {lane: statistics.median(step.get(lane, 0.0) for step in steps) for lane in lanes}
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))

@@ -11,17 +11,21 @@ import argparse
 import importlib.util
 import operator
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from benchmarks.alone import main_of
 from offload.benches.report import Result, spread
+from offload.config.command_line import run_command
 from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.native import kernels
 
+SUMMARY = "updates on the CPU against the memory roofline, torch, DeepSpeed and 8-bit AdamW"
 STEP = 100
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -328,3 +332,7 @@ def _median(one: Contender, other: Contender, threads: int, ratio: bool = False)
     if len(rounds) < 3:
         rounds = list(range(len(one.seconds)))
     return statistics.median(other.seconds[i] / one.seconds[i] if ratio else one.seconds[i] for i in rounds)
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))

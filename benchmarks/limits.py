@@ -6,10 +6,14 @@ Each is the best of several short measurements, since a limit is what is reached
 from __future__ import annotations
 
 import argparse
+import sys
 
+from benchmarks.alone import main_of
 from offload.benches.report import Result
+from offload.config.command_line import run_command
 from offload.native import kernels
 
+SUMMARY = "what matrix products, memory and links of this machine reach at most"
 HOST_BYTES = 1 << 28
 """Of memory that is read and written, which caches should not hold."""
 
@@ -43,3 +47,7 @@ def run(_arguments: argparse.Namespace) -> list[Result]:
 def product_name(precision: str) -> str:
     """Return the name of the limit of matrix products in a precision."""
     return f"matrix product, {precision}"
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))

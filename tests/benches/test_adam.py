@@ -1,4 +1,4 @@
-"""`offload.bench adam`: the form of its results, and its errors."""
+"""`benchmarks.adam`: the form of its results, and its errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from offload.benches.adam import parse_count
+from benchmarks.adam import parse_count
 from offload.errors import ConfigError
 from offload.native import kernels
 from tests import forks
@@ -25,12 +25,12 @@ def test_wrong_counts(text):
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return forks.run(["-m", "offload.bench", *words])
+    return forks.run(["-m", "benchmarks.adam", *words])
 
 
 @pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built: there is nothing to measure")
 def test_json():
-    done = run("adam", "--json", "--n", "64Ki", "--reps", "1", "--threads", "1")
+    done = run("--json", "--n", "64Ki", "--reps", "1", "--threads", "1")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert set(document) == {"machine", "versions", "results"}
@@ -52,7 +52,7 @@ def test_json():
 
 
 def test_a_wrong_option_leaves_with_2():
-    done = run("adam", "--n", "many")
+    done = run("--n", "many")
     assert done.returncode == 2
     assert done.stderr.startswith("offload: --n is 'many'")
-    assert run("nothing").returncode == 2
+    assert forks.run(["-m", "offload.bench", "nothing"]).returncode == 2
