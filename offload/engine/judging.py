@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from offload.engine.loss.batch_agreement import PassPlan, plan_alone
 from offload.engine.loss.loss import LossFunction, LossRule, run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
-from offload.engine.recording.judge import Case, Judge
+from offload.engine.recording.judge import Case, Judge, Verdict
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
@@ -35,10 +36,6 @@ class Judging:
         self._state, self._method, self._losses = state, method, losses
         self._judge, self._judged = Judge(state, precision), set[Hashable]()
 
-    def forget(self) -> None:
-        """What was judged was of another mode, or with other parameters frozen."""
-        self._judged.clear()
-
     def knows(self, known: PassPlan) -> bool:
         """True where passes of this kind were judged as they are made now."""
         return self._key(known) in self._judged
@@ -46,29 +43,32 @@ class Judging:
     def judge(self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
         trains = known.ranks[0].operation == "step"
-        self._settle(
+        tells = self._settle(
             partial(self._difference, known, sample, rule, loss_fn, trains),
             cuts=known.num_parts > 1,
             chunks=self._losses.num_chunks_of(known) > 1,
             recomputes=trains and self._losses.has_gradient,
             interleaves=trains and not self._losses.has_gradient,
         )
-        self._judged.add(self._key(known))
+        if tells:
+            self._judged.add(self._key(known))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
         the loop will make of the outputs nobody knows: each number in them counts. Collective. Raises as `judge`.
         """
-        for args, kwargs in samples:
+        for number, (args, kwargs) in enumerate(samples, 1):
+            failure: Exception | None = None
             try:
                 self._settle(partial(self._judge.difference, self._case_of_call(call, args, kwargs)), recomputes=True)
             except (OffloadError, torch.OutOfMemoryError):
                 raise
-            except Exception:
-                if args is samples[-1][0]:
-                    raise
-            else:
+            except Exception as error:
+                failure = error
+            if not self._state.comm.any(failure is not None, "whether a sample of a call runs"):
                 return
+            if number == len(samples) and failure is not None:
+                raise failure
 
     def _case_of_call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Case:
         arguments = Arguments((args, dict(kwargs)))
@@ -77,8 +77,7 @@ class Judging:
         def loss() -> torch.Tensor:
             args, kwargs = arguments.fill([t.clone() if t.requires_grad else t for t in own])
             found = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-            terms = [(t.reshape(-1) * torch.arange(t.numel(), device=t.device).cos()).mean() for t in found]
-            return sum(terms, torch.zeros((), device=self._state.device.torch_device))
+            return sum(map(_mixed, found), torch.zeros((), device=self._state.device.torch_device))
 
         def way() -> list[torch.Tensor]:
             made = loss()
@@ -88,38 +87,41 @@ class Judging:
 
         return Case({"": self._state.model, "arguments": own}, loss, way, self._method.hang, leaves=own)
 
-    def _settle(self, differs: Callable[[], str], **uses: bool) -> None:
-        """Find a way in which passes that use these things differ in nothing from the model's."""
-        way, comm = self._state.way, self._state.comm
-
-        def find() -> str:
-            found = differs()
-            return (found or "on another rank it differs") if comm.any(bool(found), "the verdict on a pass") else ""
-
-        before, found = copy(way), find()
-        if not found:
-            return
+    def _settle(self, differs: Callable[[], Verdict], **uses: bool) -> bool:
+        """Find a way in which passes that use these things differ in nothing from the model's. Return False where
+        nothing could be told. Collective.
+        """
+        way = self._state.way
+        before, first = copy(way), differs()
+        if not first.difference:
+            return first.tells
         uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.may_recompute
         for other in before.plainer(**uses):
             way.become(other)
-            if not find():
+            if not differs().difference:
                 break
         else:
-            if self._judge.is_steady or uses.get("interleaves"):
-                way.become(before)
+            way.become(before)
+            if first.is_steady or uses.get("interleaves"):
                 raise ConfigError(
-                    f"a pass of the engine is not that of the model: {found}. Some of the model's code acts where the "
-                    "engine does not see it: it changes what others hold, draws random numbers of its own, or does "
-                    "another thing each time it runs. Let what a module reads come in by its arguments, and what it "
-                    "makes go out by its results; or train this model without an engine."
+                    f"a pass of the engine is not that of the model: {first.difference}. Some of the model's code acts "
+                    "where the engine does not see it: it changes what others hold, draws random numbers of its own, "
+                    "or does another thing each time it runs. Let what a module reads come in by its arguments, and "
+                    "what it makes go out by its results; or train this model without an engine."
                 )
-            found = f"{found}, and another result each time it runs"
+            way.become(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
+        unsteady = (
+            ""
+            if first.is_steady
+            else (", and another result each time it runs: what moves it is out of reach, and trials have moved it")
+        )
         changes = way.changes(before)
         warnings.warn(
-            f"a pass in the engine's way is not that of the model: {found}. "
-            f"{f'So from here on {changes}' if changes else 'Nothing in the engine is to blame'}.",
+            f"a pass in the engine's way is not that of the model: {first.difference}{unsteady}."
+            f"{f' From here on {changes}.' if changes else ''}",
             stacklevel=2,
         )
+        return True
 
     def _key(self, known: PassPlan) -> Hashable:
         told = known.ranks[0]
@@ -129,7 +131,7 @@ class Judging:
 
     def _difference(
         self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool
-    ) -> str:
+    ) -> Verdict:
         losses, told = self._losses, known.ranks[0]
         is_cut, has_chunks = known.num_parts > 1 and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
         parts = plan_alone(told, sample, 1 if is_cut else None)
@@ -156,3 +158,10 @@ class Judging:
             method.num_passes if trains else 1,
             has_backward,
         )
+
+
+def _mixed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a mean of all finite elements of a tensor, in which each has a weight of its own along the last axis."""
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).nan_to_num(0.0, 0.0, 0.0)
+    weights = torch.arange(1, 1 + (numbers.shape[-1] if numbers.dim() else 1), device=numbers.device).cos()
+    return (numbers * weights).sum() / max(1, numbers.numel())

@@ -79,8 +79,7 @@ class Steps:
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
-        if self.rehearsal.forget_other_modes():
-            self.judging.forget()
+        self.rehearsal.forget_other_modes()
         known = self._meet("step", batch, loss_fn, self.method.lr)
         batch = self._bring(batch)
         return self._again(lambda departed: self._step(batch, known, loss_fn, departed))

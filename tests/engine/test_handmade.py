@@ -61,7 +61,9 @@ def test_containers_that_units_change_are_the_callers(recompute: str, rows: int 
     """Within a rounding: a tensor in several containers enters a unit once, where its gradients are summed."""
     batches = [words(seed) for seed in range(NUM_STEPS)]
     settings = {"recompute": recompute, "micro_batch_size": rows, "debug": debug}
-    train_both(build(ChangesContainers), batches, loss_fn=cross_entropy, count=count_labels, within=1e-5, **settings)
+    whole = rows is not None  # what its containers hold mixes rows
+    model, count = build(ChangesContainers), count_labels
+    train_both(model, batches, loss_fn=cross_entropy, count=count, within=1e-5, whole=whole, **settings)
 
 
 @matrix(strength=1, debug={"": False, "poisoned": True}, precision=["fp32", "bf16"])

@@ -632,7 +632,7 @@ def test_an_interrupt_in_a_module_of_a_backward_leaves_nothing_to_update_from() 
     """Within the model's own code, of the second unit that the caller's loss.backward() computes again."""
 
     class Interrupting(nn.Module):
-        def forward(self, _: Tensor) -> Tensor:
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
             raise KeyboardInterrupt
 
     engine = Engine(build(tied), recompute="always")

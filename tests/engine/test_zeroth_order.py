@@ -23,6 +23,7 @@ from offload.planning import disk
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
 from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
+from tests.engine.handmade import Log
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -564,14 +565,17 @@ class Told(Exception):
 class Breaks(nn.Module):
     """Raises in its call number `at`."""
 
+    left = Log()
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.left = nn.Linear(8, 8), [-1]
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.left[0] -= 1
-        if not self.left[0]:
-            raise Told
+        if self.left:
+            self.left.append(self.left.pop() - 1)
+            if not self.left[0]:
+                raise Told
         return self.linear(x)
 
 
@@ -643,7 +647,7 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
     batch = {"x": torch.randn(4, 8)}
     for each in (engine, twin):
         each.step(batch)
-    engine.model.blocks[1].left[0] = call
+    engine.model.blocks[1].left.append(call)
     generator = torch.get_rng_state()
     with pytest.raises(Told):
         engine.step(batch)

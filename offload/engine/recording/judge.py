@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,10 +26,17 @@ from offload.engine.units.belongings import Belongings
 from offload.engine.units.router import Calls
 from offload.engine.units.unit import Unit
 
-_WITHIN = {"fp32": 1e-4, "bf16": 3e-2}
-"""How far apart two sums in another order may be, as a share of the sum."""
-_ROUNDING = {"fp32": 1e-6, "bf16": 4e-3}
-"""The same as a share of all gradients of a unit: some are a rounding of terms that cancel each other, and no more."""
+
+class _Bounds(NamedTuple):
+    """How far apart two sums in another order may be: as a share of the sum, and as a share of all gradients of a unit,
+    since some are a rounding of terms that cancel each other, and no more.
+    """
+
+    share: float
+    rounding: float
+
+
+_BOUNDS = {"fp32": _Bounds(1e-4, 1e-6), "bf16": _Bounds(3e-2, 4e-3)}
 _DROPOUTS = frozenset(
     function
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -56,12 +63,25 @@ class Case:
     leaves: Sequence[torch.Tensor] = ()
 
 
+class Verdict(NamedTuple):
+    """What was found.
+
+    difference: for people; "" where passes are alike. is_steady: False where the model gave another result when it ran
+    again, plainly. tells: False where the plain loss is no number, which shows nothing.
+    """
+
+    difference: str
+    is_steady: bool
+    tells: bool
+
+
 @dataclass
 class Evidence:
     """What passes show.
 
     losses: of each pass. uses: of each use of a unit the name and the results. gradients: by number of the parameter.
     belongings: all that modules, batch and loss function hold afterwards. has_drawn: random numbers were drawn.
+    is_half: some unit computed in 16 bits, as under autocast.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -69,13 +89,16 @@ class Evidence:
     gradients: dict[int, Sketch] = field(default_factory=dict)
     belongings: Belongings | None = None
     has_drawn: bool = False
+    is_half: bool = False
 
     def seen(self, calls: Calls) -> Calls:
         """Return `calls` whose results are noted."""
 
         def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = calls(unit, args, kwargs)
-            self.uses.append((unit.name, [Sketch.of(t) for t in tree_iter(result) if isinstance(t, torch.Tensor)]))
+            tensors = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
+            self.uses.append((unit.name, [Sketch.of(t) for t in tensors]))
+            self.is_half |= any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
             return result
 
         return call
@@ -94,7 +117,10 @@ class WithoutDropout(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"], args = 0.0, (*args[:4], *args[5:])
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
 
@@ -102,35 +128,38 @@ class Judge:
     """Compares passes."""
 
     def __init__(self, state: EngineState, precision: str) -> None:
-        self._state, self._within, self._rounding = state, _WITHIN[precision], _ROUNDING[precision]
+        self._state, self._precision, self._bounds = state, precision, _BOUNDS[precision]
 
-    is_steady = True
-    """False where the last case that differed gave another result when it ran again, plainly."""
-
-    def difference(self, case: Case, *, is_exact: bool = True) -> str:
-        """Return in what the engine's way differs from the plain one, for people; "" where it does not. Collective.
+    def difference(self, case: Case, *, is_exact: bool = True) -> Verdict:
+        """Return in what the engine's way differs from the plain one. Collective: ranks find the same.
 
         is_exact: the order of sums is the plain one, so that the bits of losses are. Else rows are cut, of which each
-        has other random numbers than in the whole: then no dropout is made, and where others are drawn, eval mode has
-        to do.
+        has other random numbers than in the whole, as each rank has: then no dropout is made, and where others are
+        drawn, eval mode has to do.
         """
         state, start = self._state, Start(self._state, case.roots)
-        without = nullcontext[Any] if is_exact else lambda: state.undo.within(WithoutDropout())
+        draws_alike = is_exact and state.comm.size == 1
+        without = nullcontext[Any] if draws_alike else lambda: state.undo.within(WithoutDropout())
         with start.unseen(), torch.set_grad_enabled(case.has_backward):
             with without():
                 plain = self._plainly(case, start)
-            if plain.has_drawn and not is_exact:
+            if not draws_alike and state.comm.any(plain.has_drawn, "whether a trial draws"):
                 without = partial(state.undo.in_eval_mode, state.model)
                 with without():
                     plain = self._plainly(case, start)
             with without():
-                way = self._way(case, start)
+                way, is_steady = self._way(case, start), True
                 found = self._compare(plain, way, is_exact=is_exact)
-                if found:  # a model that differs from itself can be judged by what does not
+                if state.comm.any(bool(found), "what a trial shows"):
+                    # A model that differs from itself can be judged by what does not.
                     again = self._plainly(case, start)
-                    self.is_steady = not self._compare(plain, again, is_exact=True)
+                    is_steady = not self._compare(plain, again, is_exact=True)
                     found = self._compare(plain, way, is_exact=is_exact, again=again)
-        return found
+        if state.comm.any(bool(found), "the verdict on a trial"):
+            found = found or "another rank's pass differs"
+        is_steady = not state.comm.any(not is_steady, "whether a trial is steady")
+        tells = not state.comm.any(not all(map(math.isfinite, plain.losses)), "whether a trial tells")
+        return Verdict(found, is_steady, tells)
 
     def _plainly(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
@@ -160,7 +189,10 @@ class Judge:
 
     def _way(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
-        with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
+        with (
+            state.runner.saved.tried(),
+            state.router.tried(evidence.seen(state.router.stream), evidence.receive),
+        ):
             evidence.losses += [float(loss.detach()) for loss in case.way()]
         return self._concluded(evidence, start)
 
@@ -175,11 +207,14 @@ class Judge:
         """Return a difference, for people. `again`: plain evidence once more; where its belongings differ from the
         first, those of the way may differ too.
         """
-        if not all(map(math.isfinite, plain.losses)):  # it shows nothing
+        if not all(map(math.isfinite, plain.losses)):
             return ""
+        self._bounds = _BOUNDS["bf16" if plain.is_half or way.is_half else self._precision]
         results = self._differing_result(plain, way, is_exact=is_exact)
+        if results and not any(plain.losses):  # a call whose outputs nobody can look into
+            return results
         for one, other in zip(plain.losses, way.losses, strict=True):
-            if not (one == other if is_exact else abs(one - other) <= self._within * abs(one) + 1e-12):
+            if not (one == other if is_exact else abs(one - other) <= self._bounds.share * abs(one) + 1e-12):
                 return results or f"the loss is {one:.9g}, and {other:.9g}"
         found = self._differing_gradient(plain, way)
         if found or not is_exact:
@@ -196,7 +231,7 @@ class Judge:
             return ""
         for (name, mine), (_, theirs) in zip(plain.uses, way.uses, strict=True):
             for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-                if not (one.is_as(other) if is_exact else one.distance(other) <= self._within * one.norm):
+                if not (one.is_as(other) if is_exact else one.distance(other) <= self._bounds.share * one.norm):
                     return (
                         f"result {number} of unit {name}, of shape {tuple(one.shape)}, has a norm of {one.norm:.6g}, "
                         f"and {other.norm:.6g}, {one.distance(other):.3g} apart"
@@ -216,7 +251,7 @@ class Judge:
                         mine_is, other_is = ("none" if g is None else f"a norm of {g.norm:.6g}" for g in (one, other))
                         return f"the gradient of {infos[index].name} in unit {unit.name} has {mine_is}, and {other_is}"
                     continue
-                apart = one.distance(other) / (self._within * one.norm + self._rounding * whole + 1e-30)
+                apart = one.distance(other) / (self._bounds.share * one.norm + self._bounds.rounding * whole + 1e-30)
                 if apart > worst:
                     worst = apart
                     text = (

@@ -29,6 +29,7 @@ class PlainPass:
         self._runner, self._slots, self._undo, self._hang = state.runner, state.slots, state.undo, hang
         self.weights: dict[int, torch.nn.Parameter] = {}
         """What hung in the modules, by identity."""
+        self._handles: list[Any] = []
         self._up: Unit | None = None
         self._is_running = False
 
@@ -39,6 +40,8 @@ class PlainPass:
             yield
         finally:
             self._leave()
+            for handle in self._handles:
+                handle.remove()
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward, as the module would."""
@@ -53,7 +56,7 @@ class PlainPass:
         # Code of a module that runs again in the backward (torch.utils.checkpoint) finds the weights there.
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._bring_up(unit))
+                self._handles.append(tensor.register_hook(lambda _: self._bring_up(unit)))
         return result
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:

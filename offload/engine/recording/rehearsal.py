@@ -338,15 +338,13 @@ class Rehearsal:
         ints = [(key, type(value), bool(value)) for key, value in _ints(args, kwargs)]
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
-    def forget_other_modes(self) -> bool:
+    def forget_other_modes(self) -> None:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
-        parameters frozen: forget it, and return whether there was any.
+        parameters frozen.
         """
-        has_other = bool(self._found or self._choices) and self._modes != self._current_modes()
-        if has_other:
+        if (self._found or self._choices) and self._modes != self._current_modes():
             self._found.clear()
             self._choices.clear()
-        return has_other
 
     def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
         return [module.training for module in self._modules], self._state.snapshot.frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -95,6 +96,16 @@ class RecomputePolicy:
         self._recomputed_bytes = sum(storages.values())
         self._sizes[key] = self._recomputed_bytes * num_parts
         self._new.append(key)
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Within, trials are made, whose memory is not that of steps."""
+        before = {name: copy(value) for name, value in vars(self).items() if type(value) in (dict, set, list, int)}
+        try:
+            yield
+        finally:
+            self._device.take_recent_peak()
+            vars(self).update(before)
 
     def begin_step(self) -> None:
         """Start a step."""

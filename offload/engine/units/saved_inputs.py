@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,7 @@ class SavedInputs:
     ) -> None:
         self._device, self._lanes, self._policy, self._offload, self._undo = device, lanes, policy, offload, undo
         self._held: dict[int, tuple[int, str]] = {}
+        self._is_trial = False
         self._calls: list[weakref.ref[Returns]] = []
         self.looks_back = offload is not None and lanes.overlap
 
@@ -86,7 +87,7 @@ class SavedInputs:
 
     def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
-        return self._offload.put(tensor) if self._offload is not None and movable else tensor
+        return self._offload.put(tensor) if self._offload is not None and movable and not self._is_trial else tensor
 
     def bring_back(self, tensors: Sequence[torch.Tensor]) -> Returning:
         """Start to bring saved inputs, or a micro-batch of them, back to the device."""
@@ -125,6 +126,8 @@ class SavedInputs:
         """Enter a tensor that waits for the backward in the device's ledger; one that many units receive counts
         once.
         """
+        if self._is_trial:
+            return
         before, self._undo.where = self._undo.where, Where.ENGINE
         storage = tensor.untyped_storage()
         key, num_bytes = storage.data_ptr(), storage.nbytes()
@@ -149,6 +152,17 @@ class SavedInputs:
             else:
                 del self._held[key]
                 self._device.ledger.release(name, num_bytes)
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Within, passes are tried on a few rows, whose inputs stay on the device and are in no ledger."""
+
+        def restore() -> None:
+            self._is_trial = False
+
+        with self._policy.unmoved(), self._undo.afterwards(restore):
+            self._is_trial = True
+            yield
 
     def begin_step(self) -> None:
         """Start a step."""
