@@ -22,6 +22,7 @@ from offload.engine.recording.judge import Case, Judge, Verdict
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
+from offload.tiers.host import trim_heap
 
 _CHUNKS = 2
 """Of a head, in a trial on a few tokens."""
@@ -52,6 +53,7 @@ class Judging:
         )
         if tells:
             self._judged.add(self._key(known))
+        trim_heap()  # gradients of all units were there, one after the other, and their holes would stay
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What

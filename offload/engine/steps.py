@@ -267,7 +267,7 @@ class Steps:
     def _moment(self) -> Moment:
         """Return generators and modules as they are now."""
         state = self._state
-        notes = {place for unit in state.units for page in unit.known.values() for place in page.notes}
+        notes = [place for unit in state.units for place in unit.notes]
         return Moment(state.device, self._modules, self._may_move(), notes, state.runner.is_weight)
 
     def _may_move(self) -> set[BufferPlace]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from offload import SGD, Engine, MeZO
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.methods import side_by_side
-from offload.engine.recording import recording
-from offload.engine.units import call
+from offload.engine.units import call, unit
 from offload.engine.units.call import Call, Surroundings, UnitFunction
 from offload.engine.units.condition import Condition
 from offload.engine.units.traits import BatchAxis, UnitTraits
@@ -68,6 +67,37 @@ class Tracks(Block):
     def forward(self, h: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
         return super().forward(h + 1e-3 * self.mean)
+
+
+class CountsLater(Block):
+    """Makes its notes in the second step, where there was nothing before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, int] | None = None
+        self.num_calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            self.notes = self.notes or {"uses": 0}
+            self.notes["uses"] += 1
+        return super().forward(h) / (1 + (self.notes or {}).get("uses", 0))
+
+
+class MovesLater(Block):
+    """Moves a buffer from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.num_calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            self.mean.add_(h.detach().mean((0, 1)), alpha=0.1)
+        return super().forward(h - self.mean)
 
 
 class Memory:
@@ -123,7 +153,7 @@ class Collects(Stack):
         return self.head(h) * sum(self.norms)
 
 
-@pytest.mark.parametrize("block", [Counts, Tracks, Draws])
+@pytest.mark.parametrize("block", [Counts, Tracks, Draws, CountsLater])
 def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> None:
     model = build(of(block))
     reference = Reference(model, SGD(lr=0.1), max_grad_norm=None)
@@ -134,8 +164,15 @@ def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> N
 
 @pytest.mark.parametrize("block", [Counts, Tracks, Draws])
 def test_what_a_recompute_would_change_is_found(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "note_places", lambda modules: set())
-    assert "the graphs of all units are kept" in verdict(build(of(block)))
+    monkeypatch.setattr(unit, "note_places", lambda modules: set())
+    assert "graphs are kept" in verdict(build(of(block)))
+
+
+def test_a_buffer_that_begins_to_move_is_refused() -> None:
+    with Engine(build(of(MovesLater))) as engine:
+        engine.step(words(), cross_entropy)
+        with pytest.raises(ConfigError, match=r"unit blocks\.0 changes its buffer mean in place"):
+            engine.step(words(), cross_entropy)
 
 
 @pytest.mark.parametrize("block", [MixesRows, MixesInTraining])
@@ -169,7 +206,7 @@ def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
     assert "another result each time it runs" in verdict(build(of(Doubts)), recompute="never")
     found = verdict(build(of(Doubts)))
     assert "another result each time it runs" in found
-    assert "the graphs of all units are kept" in found
+    assert "graphs are kept" in found
 
 
 def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_were() -> None:

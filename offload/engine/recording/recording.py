@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.units.arguments import Arguments, deliver, received
-from offload.engine.units.belongings import note_places, same_bits
+from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.runner import UnitRunner
@@ -88,7 +88,6 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
         saved = _Saved(self._runner, inputs)
-        places = note_places(unit.modules)
         condition = Condition(unit.modules, buffer_places(unit.modules), (), self._runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
@@ -113,7 +112,6 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            traits.notes |= places | note_places(unit.modules)
             self._learn(unit, result, mutated, condition.moved())
         elif without is not None:
             unit.traits.needs_graph |= not mutated and not all(map(same_bits, result.tensors, without.tensors))
@@ -127,8 +125,8 @@ class Recording:
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments) -> Arguments:
         """Run the unit as a streamed forward does, and leave generators and its modules as they were."""
-        runner, buffers, notes = self._runner, buffer_places(unit.modules), note_places(unit.modules)
-        before = Moment(runner.device, unit.modules, buffers, notes, runner.is_weight)
+        runner, buffers = self._runner, buffer_places(unit.modules)
+        before = Moment(runner.device, unit.modules, buffers, unit.notes, runner.is_weight)
         with torch.no_grad():
             result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
         before.put_back()

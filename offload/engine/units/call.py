@@ -22,7 +22,7 @@ from offload.engine.units.saved_inputs import Returning
 from offload.engine.units.traits import Rows
 from offload.engine.units.undo import Undo, Where
 from offload.engine.units.unit import Unit
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 
 _T = TypeVar("_T")
 
@@ -113,6 +113,7 @@ class Call:
         if not keeps:
             self._save_inputs(tensors)
         runner.enter(unit)
+        still = [] if keeps else unit.still_buffers()
         results: list[Arguments] = []
         # Ranks start from the same seed, and must not draw the same.
         draws_own = len(rows) > 1 or runner.has_peers
@@ -130,6 +131,7 @@ class Call:
             runner.leave()
             if ambient is not None:
                 runner.device.set_random_state(ambient)
+        _refuse_moved(unit, still)
         self.result = results[0]
         self.result.tensors = traits.join_outputs(results)
         for tensor, version in zip(self._inputs, self._versions, strict=True):
@@ -282,6 +284,18 @@ class Call:
             self._is_open = False
             self._inputs, self._micro_batches, self._coming = [], [], {}
             self._runner.finish(self._claim)
+
+
+def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
+    for buffer, version in buffers:
+        if buffer._version != version:
+            places = ((m, key) for m in unit.modules for key, found in m._buffers.items() if found is buffer)
+            key = next((key for _, key in places), "a buffer")
+            raise ConfigError(
+                f"unit {unit.name} changes its buffer {key} in place, which it did not when it was recorded, and a "
+                "recompute would change it again. Let the forward change the buffer from the first step on, by 0 where "
+                f"nothing is to change yet, assign it anew (self.{key} = ...), or set train.recompute to never."
+            )
 
 
 def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:

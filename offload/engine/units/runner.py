@@ -110,7 +110,7 @@ class UnitRunner:
     def moment(self, unit: Unit, may_recompute: bool) -> Moment:
         """Return generators and modules before a forward of a unit: what a recompute begins with."""
         traits, last = unit.traits, self._last_moment()
-        moment = Moment(self.device, unit.modules, traits.buffers, traits.notes, self.is_weight, may_recompute)
+        moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute)
         if last is not None and last.drawn is not None and moment.drawn is not None and last.drawn.is_as(moment.drawn):
             last.drawn = None
         self._last_moment = weakref.ref(moment)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.belongings import NotePlace
 from offload.engine.units.condition import BufferPlace
 
 Rows = tuple[int, int, int]
@@ -47,8 +46,7 @@ class UnitTraits:
 
     mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other
     units receive too. changed: results that the caller changes in place. detached: results that never require a
-    gradient. buffers: its module's buffers that a forward moves. notes: where else a forward could change something in
-    place. needs_graph: torch takes other kernels for it without
+    gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
     a graph, and the last bits differ. inputs, others, outputs: which of them grow with
     the batch, and how. is_compared: passes with different numbers of rows were, so that this is known. splits: it
     gives the same when the batch is cut in rows.
@@ -62,7 +60,6 @@ class UnitTraits:
     changed: set[int] = field(default_factory=set)
     detached: set[int] = field(default_factory=set)
     buffers: set[BufferPlace] = field(default_factory=set)
-    notes: set[NotePlace] = field(default_factory=set)
     needs_graph: bool = False
     inputs: list[BatchAxis | None] = field(default_factory=list)
     others: list[bool] = field(default_factory=list)

@@ -8,13 +8,15 @@ the gradients on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.engine.units.belongings import NotePlace, note_places
 from offload.engine.units.find import Candidate, Place
 from offload.engine.units.resting import Elsewhere, past_subclasses
 from offload.engine.units.traits import UnitTraits
@@ -47,6 +49,8 @@ class Unit:
         self.resting: dict[int, nn.Parameter] = {}
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
+        self._kinds: list[type] = []
+        self._notes: Collection[NotePlace] = ()
         self._original: Callable[..., Any] | None = None
         self._own: Callable[..., Any] | None = None  # what hung in the module itself before
 
@@ -60,12 +64,32 @@ class Unit:
         found = self.known.get(structure)
         if found is None:
             buffers = {place for page in self.known.values() for place in page.buffers}
-            notes = {place for page in self.known.values() for place in page.notes}
             needs_graph = any(page.needs_graph for page in self.known.values())
-            self.traits = UnitTraits(buffers=buffers, notes=notes, needs_graph=needs_graph)
+            self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
             return False
         self.traits = found
         return True
+
+    @property
+    def notes(self) -> Collection[NotePlace]:
+        """Where code could change something in place that is no buffer. It is looked for anew whenever attributes have
+        come, or hold other kinds of things.
+        """
+        kinds = list(map(type, chain.from_iterable(map(dict.values, map(vars, self.modules)))))
+        if kinds != self._kinds:
+            self._kinds, self._notes = kinds, note_places(self.modules)
+        return self._notes
+
+    def still_buffers(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the buffers that no forward was seen to move, and their versions."""
+        moving = self.traits.buffers
+        return [
+            (buffer, buffer._version)
+            for module in self.modules
+            if module._buffers
+            for key, buffer in module._buffers.items()
+            if buffer is not None and (module, key) not in moving and not buffer.is_inference()
+        ]
 
     # -- the module's parameters -----------------------------------------------------------------------------
 
