@@ -47,7 +47,7 @@ class Surroundings:
             if torch.get_default_device() != self._device:
                 within.enter_context(undo.within(self._device))
             for mode in [mode for mode in self._modes if mode not in _function_modes()]:
-                within.enter_context(undo.within(mode))
+                within.enter_context(mode)  # autograd itself forgets those of a backward that ends otherwise
             if self._autocast_now() != self._autocast:
                 for name, enabled, dtype, caches in self._autocast:
                     within.enter_context(undo.within(torch.autocast(name, dtype, enabled, caches)))
