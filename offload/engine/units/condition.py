@@ -74,20 +74,19 @@ class Condition:
 
     @contextmanager
     def attributes_again(self, undo: Undo) -> Iterator[None]:
-        """Within, attributes are as they were; afterwards as they are now."""
+        """Within, attributes and hooks are as they were; afterwards as they are now."""
         then, hooks = self._attributes, _hooks(self._modules)
-        if self._hooks.keys() | hooks.keys():  # a forward may register some, and remove them again
-            with undo.afterwards(lambda: _hang(hooks, self._hooks)), undo.afterwards(then.put_back):
-                _hang(self._hooks, hooks)
+        now = then if then.are_as_then else Dicts(map(vars, self._modules))
+
+        def restore() -> None:
+            now.put_back()
+            _hang(hooks, self._hooks)
+
+        with undo.afterwards(restore):
+            if now is not then:
                 then.put_back()
-                yield
-        elif then.are_as_then:
-            with undo.afterwards(then.put_back):
-                yield
-        else:
-            with undo.afterwards(Dicts(map(vars, self._modules)).put_back):
-                then.put_back()
-                yield
+            _hang(self._hooks, hooks)  # a forward may register some, and remove them again
+            yield
 
     @contextmanager
     def values_again(self, moving: Collection[BufferPlace], undo: Undo) -> Iterator[None]:
@@ -202,6 +201,8 @@ def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
 
 def _hang(hooks: _Hooks, others: _Hooks) -> None:
     """Hang these hooks in their modules, where `others` hang."""
+    if not hooks and not others:
+        return
     for live, _ in others.values():
         live.clear()
     for live, then in hooks.values():
