@@ -18,9 +18,6 @@ FEW = {"engine": 4, "loops": 2, "saves": 2, "interrupts": 2, "commands": 6}
 """How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
 MANY = {"engine": 50, "loops": 15, "saves": 15, "interrupts": 20, "ranks2": 12, "ranks3": 4, "commands": 50}
 
-AWAITED = {"hollow", "odd", "skip", "outside", "probe", "midway"}
-"""Habits that are known to fail still."""
-
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
@@ -32,7 +29,7 @@ def crew() -> Iterator[Crew]:
 def passes(crew: Crew, kind: str, seeds: range) -> None:
     refused = 0
     for seed in seeds:
-        case = draw(kind, seed).leave_out(AWAITED)
+        case = draw(kind, seed)
         outcome: Any = crew.run(case.name, case.world)
         assert not outcome.wrong, f'{outcome.wrong}\nrepeat: make fuzz ARGS="--case {case.name}"'
         refused += bool(outcome.refused)
@@ -50,7 +47,7 @@ def test_a_minute_of_cases(crew: Crew, kind: str) -> None:
     passes(crew, kind, range(100, 100 + MANY[kind]))
 
 
-@pytest.mark.parametrize("habit", sorted(HABITS.keys() - AWAITED))
+@pytest.mark.parametrize("habit", sorted(HABITS))
 def test_a_habit(crew: Crew, habit: str) -> None:
     kind = "scripts" if habit in ("scheduler", "change") else "loops"
     having = (case for case in drawn(1, [kind]) if habit in case.habits)
@@ -97,7 +94,7 @@ def test_shrinking_leaves_what_the_failure_needs() -> None:
 @pytest.mark.parametrize("name", ["steps-of-first-parameters-not-counted", "moving-buffers-not-put-back"])
 def test_a_broken_engine_is_found(crew: Crew, name: str) -> None:
     """All of them: make fuzz ARGS=--mutations."""
-    cases = drawn(0, ["engine"], 60, AWAITED)
+    cases = drawn(0, ["engine"], 60)
     assert any(crew.run(case.name, case.world, name).wrong for case in cases)
 
 
