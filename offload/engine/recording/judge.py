@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class Judge:
 
         is_exact: the order of sums is the plain one, so that the bits of losses are. Else rows are cut, of which each
         has other random numbers than in the whole, as each rank has: then no dropout is made, and where others are
-        drawn, eval mode has to do.
+        drawn, forwards in eval mode have to do.
         """
         state, start = self._state, Start(self._state, case.roots)
         draws_alike = is_exact and state.comm.size == 1
@@ -144,7 +144,7 @@ class Judge:
             with without():
                 plain = self._plainly(case, start)
             if not draws_alike and state.comm.any(plain.has_drawn, "whether a trial draws"):
-                without = partial(state.undo.in_eval_mode, state.model)
+                without = self._in_eval_mode
                 with without():
                     plain = self._plainly(case, start)
             with without():
@@ -160,6 +160,12 @@ class Judge:
         is_steady = not state.comm.any(not is_steady, "whether a trial is steady")
         tells = not state.comm.any(not all(map(math.isfinite, plain.losses)), "whether a trial tells")
         return Verdict(found, is_steady, tells)
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        """Within, nothing is drawn, and forwards have no backward: some models refuse one in eval mode."""
+        with self._state.undo.in_eval_mode(self._state.model), torch.no_grad():
+            yield
 
     def _plainly(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
