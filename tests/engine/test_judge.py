@@ -20,6 +20,7 @@ from offload.engine.units.call import Call, Surroundings, UnitFunction
 from offload.engine.units.condition import Condition
 from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
+from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference
@@ -62,7 +63,7 @@ class Tracks(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean = torch.zeros(WIDTH)
+        self.mean = torch.zeros(WIDTH, device=own_device())
 
     def forward(self, h: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
@@ -315,6 +316,11 @@ def sum_gradients_twice(original: Any, context: Any, *gradients: Tensor) -> Any:
     return tuple(None if g is None else 1.001 * g for g in original(context, *gradients))
 
 
+def draw_before(original: Any, *args: Any) -> Any:
+    torch.rand((), device=own_device())
+    return original(*args)
+
+
 @contextmanager
 def leave_values(_original: Any, *_: Any) -> Iterator[None]:
     yield
@@ -331,7 +337,9 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     "a recompute has stale weights": (Stack, around(Call, "_recompute", recompute_with_stale_weights), {}),
     "a recompute draws anew": (
         of(DropsOut),
-        around(call, "run_without_graph", lambda original, *args: (torch.rand(()), original(*args))[1]),
+        around(
+            call, "run_without_graph", lambda original, *args: (torch.rand((), device=own_device()), original(*args))[1]
+        ),
         {},
     ),
     "a buffer moves twice": (RunningStatistics, around(Condition, "values_again", leave_values), {}),

@@ -140,7 +140,7 @@ class Judge:
         state, start = self._state, Start(self._state, case.roots)
         draws_alike = is_exact and state.comm.size == 1
         without = nullcontext[Any] if draws_alike else lambda: state.undo.within(WithoutDropout())
-        with start.unseen(), torch.set_grad_enabled(case.has_backward):
+        with state.runner.saved.tried(), start.unseen(), torch.set_grad_enabled(case.has_backward):
             with without():
                 plain = self._plainly(case, start)
             if not draws_alike and state.comm.any(plain.has_drawn, "whether a trial draws"):
@@ -195,10 +195,7 @@ class Judge:
 
     def _way(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
-        with (
-            state.runner.saved.tried(),
-            state.router.tried(evidence.seen(state.router.stream), evidence.receive),
-        ):
+        with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
             evidence.losses += [float(loss.detach()) for loss in case.way()]
         return self._concluded(evidence, start)
 
