@@ -269,7 +269,7 @@ def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        for seed in range(3):
+        for seed in range(5):
             engine.step(tokens(seed))
             engine.backward(engine.model(**tokens(seed)).loss)
             engine.update()
@@ -277,7 +277,7 @@ def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
             counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
-    assert counts[2] <= counts[1]
+    assert counts[4] <= counts[3]
 
 
 def test_a_gradient_without_a_graph_is_refused() -> None:
