@@ -277,7 +277,7 @@ def test_a_step_leaves_no_tensor_behind(recompute: str) -> None:
             counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
-    assert counts[4] <= counts[3]
+    assert max(counts[3:]) <= max(counts[:3])
 
 
 def test_a_gradient_without_a_graph_is_refused() -> None:
