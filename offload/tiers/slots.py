@@ -123,7 +123,7 @@ class Slots(Cargoes):
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
         address = tensor.untyped_storage().data_ptr()  # that of a tensor without elements is 0
-        return self.streams(address) or address in self._storages
+        return address in self._storages or self.streams(address)
 
     def streams(self, address: int) -> bool:
         """True where an address lies in memory through which weights of several units pass."""

@@ -14,9 +14,9 @@ _CHUNK = _SUMS * 251
 
 
 @cache
-def _signs() -> torch.Tensor:
+def _signs(device: torch.device) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(1)
-    return torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
+    return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Sketch:
         """Return the sketch of a tensor of any dtype and device."""
         flat = tensor.detach()
         flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
-        signs, sums = _signs().to(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
+        signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
         for chunk in flat.split(_CHUNK):
             signed = chunk.double() * signs[: chunk.numel()]
             whole = signed.numel() // _SUMS * _SUMS

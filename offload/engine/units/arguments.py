@@ -161,14 +161,15 @@ def _own_copy(container: Any) -> Any:
 
 def _store(container: Any) -> Any:
     """Return what has the content: of a cache, its attributes."""
-    is_cache = type(container) not in (list, dict) and isinstance(container, _cache_types())
-    return vars(container) if is_cache else container
+    return vars(container) if isinstance(container, _cache_types()) else container
 
 
 def _content(container: Any) -> list[Any]:
     """Return what is in a container: its items, or its keys and then its values."""
-    store = _store(container)
-    return [*store, *store.values()] if isinstance(store, MutableMapping) else list(store)
+    kind = type(container)  # asked in every use, mostly of these two: the types of caches take ten calls
+    store = container if kind is dict or kind is list else _store(container)
+    is_mapping = kind is dict or (kind is not list and isinstance(store, MutableMapping))
+    return [*store, *store.values()] if is_mapping else list(store)
 
 
 def _refill(container: Any, content: Sequence[Any]) -> Any:
