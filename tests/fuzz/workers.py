@@ -27,6 +27,7 @@ from tests.distributed.ranks import ROOT, free_port
 CASE_S = 90.0
 """A case that takes longer hangs. (On a busy machine one of several ranks with delays takes a few seconds.)"""
 _GRACE_S = 8.0
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 """For the other ranks of a case, once one of them has failed."""
 
 
@@ -165,6 +166,8 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
 
     try:
         case = parse(name)
+        for variable in _RANK_VARIABLES if world == 1 else ():  # of another case, which accelerate would join
+            os.environ.pop(variable, None)
         with ExitStack() as stack:
             if mutation:
                 stack.enter_context(mutations.applied(mutation))
@@ -197,8 +200,8 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
 
 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    variables = {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    told = (rank, world, rank, world, port, "127.0.0.1")
+    variables = {name: str(value) for name, value in zip(_RANK_VARIABLES, told, strict=True)}
     os.environ.update(variables)  # torch reads them itself
     return variables
 
