@@ -27,8 +27,8 @@ from tests.distributed.ranks import ROOT, free_port
 CASE_S = 90.0
 """A case that takes longer hangs. (On a busy machine one of several ranks with delays takes a few seconds.)"""
 _GRACE_S = 8.0
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 """For the other ranks of a case, once one of them has failed."""
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 
 
 class Worker:
