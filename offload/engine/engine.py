@@ -32,9 +32,11 @@ from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held
-from offload.errors import ConfigError
+from offload.errors import ConfigError, nearest
+from offload.hf.safetensors_file import reader
 from offload.hf.sources import Fill
 from offload.hf.write import SHARD_BYTES
+from offload.layout.regions import ParameterInfo
 from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings, with_settings
@@ -147,9 +149,7 @@ class Engine:
         self._own_loop.refuse_middle("engine.replay")
         with self.counters.unchanged():
             self._steps.replay(records)
-            self._state.executor.forget()
-            self._state.runner.claims.weights_change()
-            self._state.slots.refresh(always=True)
+            self._state.weights_changed()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Own loops: add the gradients of `loss`, as given."""
@@ -318,6 +318,48 @@ class Engine:
                 value = self._state.store.read(info.index)
             yield info.name, value
 
+    def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters to be changed in place, for merges, resets and averages:
+
+            for name, value in engine.edit():
+                value.mul_(0.5)
+
+        Each is an fp32 copy of the master weights on the CPU, in its shape, and is written back when the loop goes on.
+        Moments stay as they are. Collective: all ranks ask for the same, and those of rank 0 are written.
+
+        names: of the parameters, as `named_parameters` has them; None for all.
+
+        Raises ConfigError for a name that there is none of, and for values that are not finite, which are not written.
+        """
+        infos = {info.name: info for info in self._state.infos}
+        wanted = list(infos if names is None else names)
+        unknown = next((name for name in wanted if name not in infos), None)
+        if unknown is not None:
+            raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
+        self._own_loop.refuse_middle("engine.edit")
+        self._recovery.settle(f"edit({', '.join(wanted)})")
+        self.catch_up()
+        return self._edited([infos[name] for name in wanted])
+
+    def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter, and write it back. Between two of them anything may be called: nothing is stale."""
+        state = self._state
+        for info in infos:
+            self._recovery.settle(f"edit of {info.name}")
+            with self._recovery.working(), self.counters.unchanged():
+                value = state.store.read(info.index)
+            yield info.name, value
+            self._recovery.settle(f"edit of {info.name}")
+            if num_wrong := value.numel() - int(value.isfinite().sum()):
+                raise ConfigError(
+                    f"engine.edit was left {num_wrong} of {value.numel()} values of {info.name} that are not finite; "
+                    "they were not written."
+                )
+            with self._recovery.working(), self.counters.unchanged():
+                state.store.write(info.index, reader(value), value.dtype, source=0)
+                state.lanes.drain_updates()  # a disk that fails is found out here
+                state.weights_changed(region for region in state.regions if info.index in region.parameters)
+
     def weights_mark(self) -> str:
         """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
         few thousand of its fp32 master weights. Collective.
@@ -423,9 +465,7 @@ class Engine:
             with as_one(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._state, reader, anew=anew)
                 self._state.lanes.drain_updates()  # what fails on its way to the disk fails the load
-            self._state.executor.forget()
-            self._state.runner.claims.weights_change()
-            self._state.slots.refresh(always=True)
+            self._state.weights_changed()
             self._state.slots.settle()
         self._steps.decide_again(decided)
         self._state.lanes.settle()
@@ -440,9 +480,7 @@ class Engine:
         self._recovery.settle("catch_up")
         with self._recovery.working(), self.counters.unchanged():
             self._state.updates.catch_up()
-            self._state.executor.forget()
-            self._state.runner.claims.weights_change()
-            self._state.slots.refresh(always=True)
+            self._state.weights_changed()
 
     @property
     def closed(self) -> bool:

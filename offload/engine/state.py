@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -261,6 +261,14 @@ class EngineState:
         for region in unit.regions:
             self.gradients.make_lasting(region)
         unit.install(unit.live())
+
+    def weights_changed(self, regions: Iterable[Region] | None = None) -> None:
+        """Weights of these regions, or of all, were written other than by an update: nothing of them that is on the
+        device, or waits for its backward, is good any more.
+        """
+        self.executor.forget()
+        self.runner.claims.weights_change()
+        self.slots.refresh(regions, always=True)
 
     def _forget_places(self) -> None:
         """The device's memory for weights is about to become another."""

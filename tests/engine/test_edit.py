@@ -1,0 +1,124 @@
+"""Parameters that are changed between steps: training goes on as plain PyTorch does that changes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import Engine, Placement
+from offload.errors import ConfigError
+from tests.engine import ranks
+from tests.engine.compare import assert_weights, weights
+from tests.engine.families import batches, build, gpt2, llama, tokens
+from tests.engine.inside import updating_device
+from tests.engine.ranks_child import share
+from tests.engine.reference import Reference
+from tests.matrix import matrix
+
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "device": {"parameters": "device", "optimizer": "device"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
+    "auto": {"parameters": "auto", "optimizer": "auto", "device_memory": "256KiB"},
+}
+
+
+def change(name: str, value: torch.Tensor) -> None:
+    """What a merge or a reset does, by the name."""
+    value.mul_(0.5) if "mlp" in name else value.add_(0.01)
+
+
+@matrix(strength=1, place=PLACES, precision=["fp32", "bf16"], settings=[{}, {"clip": "speculative"}, {"prefetch": 3}])
+def test_training_goes_on_from_what_was_written(
+    place: dict[str, Any], precision: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model, folder = build(gpt2), {"nvme_dir": str(tmp_path)} if "nvme" in place.values() else {}
+    reference = Reference(model, precision=precision)
+    engine = Engine(model, placement=Placement(**place, **folder), precision=precision, **settings)
+    reference.update_on(updating_device(engine))
+    for number, batch in enumerate(batches(3)):
+        torch.manual_seed(number)
+        reference.step(batch)
+        torch.manual_seed(number)
+        engine.step(batch)
+        names = [name for name in reference.masters if "ln" not in name]
+        for name in names:
+            change(name, reference.masters[name])
+            reference._show(name)
+        for name, value in engine.edit(names):
+            assert (value.dtype, value.device.type, value.shape) == (
+                torch.float32,
+                "cpu",
+                reference.masters[name].shape,
+            )
+            change(name, value)
+            if "wte" in name:
+                engine.evaluate(batch)  # brings weights up that are changed after it
+        assert_weights(engine, reference, None, f"after edit {number}")
+    engine.close()
+
+
+def test_an_edit_of_all_reaches_late_updates_and_what_is_read() -> None:
+    engine = Engine(build(llama), delay=1)
+    for batch in batches(2):
+        engine.step(batch)
+    wanted = {name: value * 2 for name, value in engine.named_parameters()}
+    for _, value in engine.edit():
+        value.mul_(2)
+    found = weights(engine)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    plain = build(llama)
+    plain.load_state_dict(wanted, strict=False)
+    assert engine.evaluate(tokens(5)).item() == plain.eval()(**tokens(5)).loss.item()
+    engine.close()
+
+
+def write(engine: Engine, names: list[str] | None, first: Any) -> None:
+    for _, value in engine.edit(names):
+        value.view(-1)[0] = first
+
+
+def test_what_cannot_be_written_leaves_all_as_it_was() -> None:
+    engine = Engine(build(llama))
+    before = weights(engine)
+    with pytest.raises(ConfigError, match=r"'model.norm.weigth' \(did you mean model.norm.weight\?\)"):
+        engine.edit(["model.norm.weigth"])
+    with pytest.raises(ConfigError, match="left 1 of 32 values of model.norm.weight that are not finite"):
+        write(engine, ["model.norm.weight"], float("nan"))
+    with pytest.raises(TypeError):
+        write(engine, None, "no number")
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    engine.backward(engine.model(**tokens(0)).loss)
+    with pytest.raises(ConfigError, match="in the middle of an own loop's step"):
+        engine.edit()
+    engine.update()
+    engine.close()
+
+
+def edited(zero_stage: int) -> list[torch.Tensor]:
+    """Train, let each rank write something else, and train again."""
+    engine = Engine(build(llama), zero_stage=zero_stage)
+    for step in range(2):
+        engine.step(share(tokens(step), (2, 2), engine.rank))
+        for name, value in engine.edit():
+            change(name, value)
+            value.add_(engine.rank)
+    found = [value for _, value in engine.named_parameters()]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_ranks_have_what_rank_0_writes(zero_stage: int) -> None:
+    reference = Reference(build(llama), micro_batch_size=2)
+    for step in range(2):
+        reference.step(tokens(step))
+        for name in reference.masters:
+            change(name, reference.masters[name])
+            reference._show(name)
+    for told in ranks.run(2, edited, zero_stage=zero_stage):
+        for found, wanted in zip(told, reference.masters.values(), strict=True):
+            assert torch.allclose(found, wanted, atol=1e-6)
