@@ -148,7 +148,8 @@ class Reference:
             lr, key = self.rule.lr * choice.lr_scale, parameter_key(name, self.seed)
             by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=tuple(gradient.shape))
             states = {plane: values.view(-1) for plane, values in self.states[name].items()}
-            self.rule.parts[choice.rule].update(states, gradient.reshape(-1), by)
+            if gradient.numel():
+                self.rule.parts[choice.rule].update(states, gradient.reshape(-1), by)
             self._show(name)
         return comparable(norm)
 

@@ -12,6 +12,7 @@ from offload import Engine, Placement
 from offload.errors import ConfigError
 from tests.engine import ranks
 from tests.engine.compare import assert_weights, weights
+from tests.engine.device import own_device, twin
 from tests.engine.families import batches, build, gpt2, llama, tokens
 from tests.engine.inside import updating_device
 from tests.engine.ranks_child import share
@@ -72,7 +73,8 @@ def test_an_edit_of_all_reaches_late_updates_and_what_is_read() -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     plain = build(llama)
     plain.load_state_dict(wanted, strict=False)
-    assert engine.evaluate(tokens(5)).item() == plain.eval()(**tokens(5)).loss.item()
+    batch = {name: value.to(own_device()) for name, value in tokens(5).items()}
+    assert engine.evaluate(tokens(5)).item() == twin(plain).eval()(**batch).loss.item()
     engine.close()
 
 

@@ -27,5 +27,5 @@ def shrink(case: Case, fails: Callable[[Case], bool], longest_s: float = _LONGES
 
 def _order(part: str) -> tuple[int, int]:
     """Ops go first, the last of them before the others."""
-    is_op = part.startswith("op")
-    return (0, -int(part[2:])) if is_op else (1, 0)
+    head, _, key = part.partition(".")
+    return (0, -int(head[2:])) if head.startswith("op") and not key else (1, 0)
