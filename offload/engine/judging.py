@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from offload.engine.loss.batch import Batch
+from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassPlan, plan_alone
 from offload.engine.loss.loss import LossFunction, LossRule, run_loss
 from offload.engine.loss.parts import Losses
@@ -44,8 +44,10 @@ class Judging:
     def judge(self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
         trains = known.ranks[0].operation == "step"
+        if known.has_peers:
+            self._refuse_sums(known, sample, rule, loss_fn, trains)
         tells = self._settle(
-            partial(self._difference, known, sample, rule, loss_fn, trains),
+            partial(self._difference, known, sample, rule, loss_fn, trains, known.num_parts > 1),
             cuts=known.num_parts > 1,
             chunks=self._losses.num_chunks_of(known) > 1,
             recomputes=trains and self._losses.has_gradient,
@@ -131,11 +133,36 @@ class Judging:
         cuts, chunks = known.num_parts > 1, self._losses.num_chunks_of(known) > 1
         return told.operation, names, told.has_loss_function, cuts, chunks, *vars(self._state.way).values()
 
-    def _difference(
+    def _refuse_sums(
         self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool
+    ) -> None:
+        """Raise ConfigError where the losses of rows, which ranks have, do not make that of all rows as they are added
+        up. What labels weigh is that of a text, and of what is not cut, as its own model says.
+        """
+        if is_token_batch(sample, check_batch(sample)):
+            return
+        difference = self._losses.form.obstacle
+        if difference and all(told.is_labelled for told in known.ranks):
+            return
+        if not difference:
+            way = self._state.way
+            before, way.cut = way.cut, "calls"
+            try:
+                difference = self._difference(known, sample, rule, loss_fn, trains, True).difference
+            finally:
+                way.cut = before
+        if difference:
+            raise ConfigError(
+                f"each of {self._state.comm.size} ranks has a part of the batch, and how their losses make that of the "
+                f"whole is not known, since the loss of a few rows is no mean over rows: {difference}. Write a loop of "
+                "your own, with engine.backward(loss) of a loss that is divided as it should be, and engine.update()."
+            )
+
+    def _difference(
+        self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool, cuts: bool
     ) -> Verdict:
         losses, told = self._losses, known.ranks[0]
-        is_cut, has_chunks = known.num_parts > 1 and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
+        is_cut, has_chunks = cuts and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
         parts = plan_alone(told, sample, 1 if is_cut else None)
         case = self._case(sample, rule, loss_fn, trains, parts, _CHUNKS if has_chunks else 1)
         with nullcontext() if trains else self._state.undo.in_eval_mode(self._state.model):

@@ -126,7 +126,7 @@ class OwnLoop:
             recovery.check_sound()
             self._steps.require_backward()
             rehearsal.forget_other_modes()
-            if meet(state.comm, "own loop", is_new=lambda _: rehearsal.is_new_call(args, kwargs)).is_new:
+            if meet(state.comm, "own loop", is_new=partial(rehearsal.is_new_call, args, kwargs)).is_new:
                 samples = rehearsal.samples_of_call(args, kwargs)
                 rehearsal.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
             self._open_step()

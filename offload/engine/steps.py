@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -13,8 +15,8 @@ from torch.nn import Module
 
 from offload.accelerators import own_accelerator
 from offload.engine.judging import Judging
-from offload.engine.loss.batch import Batch, map_tensors
-from offload.engine.loss.batch_agreement import PassPlan, RankBatch, meet
+from offload.engine.loss.batch import Batch, BatchForm, map_tensors
+from offload.engine.loss.batch_agreement import PassPlan, meet
 from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.backward import Backward
@@ -57,7 +59,7 @@ class Steps:
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes, has_backward)
-        self.rehearsal = Rehearsal(state, counters, cuts, has_backward)
+        self.rehearsal = Rehearsal(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
             Backward(state, counters, settings, self.losses, self._moment)
@@ -176,24 +178,18 @@ class Steps:
         """What was decided once and for all, and changes bits; for JSON."""
         clip, rehearsal = self._state.updates.clip, self.rehearsal
         way = asdict(self._state.way)
-        return {"clip": clip, "way": way, "losses": rehearsal.decided, "forms": rehearsal.forms}
+        return {"clip": clip, "way": way, "losses": rehearsal.decided}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.clip = decided["clip"]
-        self.rehearsal.begin_again(decided.get("losses", {}), decided.get("forms", {}))
+        self.rehearsal.begin_again(decided.get("losses", {}))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
         self._state.way.become(Way(**decided.get("way", asdict(before))))
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
-
-        def is_new(told: RankBatch) -> bool:
-            form = self.rehearsal.known_form(batch, loss_fn)
-            if form is not None:
-                self.losses.check(form, [told])
-            return form is None
-
+        is_new = partial(self.rehearsal.is_new, batch, loss_fn)
         return meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
 
     def _bring(self, batch: Batch) -> Batch:
@@ -216,12 +212,24 @@ class Steps:
             if is_recorded and way.cut == "units":
                 splits = not self._state.comm.any(not self.losses.splits, "whether batches can be cut")
                 way.cut = "units" if splits else "calls"
-            if is_recorded:
-                self.losses.check(found.form, known.ranks)
+            if is_recorded and found.form.is_whole and self._micro_rows is not None:
+                self._stay_whole(found.form)
             if is_recorded or not (known.ranks[0].operation == "evaluate" or self.judging.knows(known)):
                 self._judge(batch, known, found, loss_fn)
+                self.losses.form = self.rehearsal.form_of(batch)  # the trial was of another rank's, maybe
             self.rehearsal.is_complete = True
         return found.rule
+
+    def _stay_whole(self, form: BatchForm) -> None:
+        """No few rows of a batch run by themselves: no batch is cut from now on."""
+        if self._state.way.cut != "whole":
+            before = copy(self._state.way)
+            self._state.way.cut = "whole"
+            warnings.warn(
+                f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {form.obstacle}. From "
+                f"here on {self._state.way.changes(before)}.",
+                stacklevel=2,
+            )
 
     def _judge(self, batch: Batch, known: PassPlan, found: Found, loss_fn: LossFunction | None) -> None:
         """Have passes of this kind judged on a few rows of the batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,6 +34,11 @@ class Settings:
     clip: when clipped updates are made: deferred (once the norm is known), speculative (and corrected), or auto.
     on_nonfinite: what becomes of a step whose gradients are not finite: stop (an error), or skip.
     micro_batch_size: rows that a unit computes at a time; None for all of a batch.
+    rows: what of a batch has its rows, where it is not all whose first axis has their number. A list of names: these
+        have them along the first axis, and nothing else has any. A mapping says it of single names: the axis; None for
+        what belongs to every row; the name of a tensor [rows, ...] whose product over all other axes is the number of
+        entries of each row, as in {"pixel_values": "image_grid_thw"}; or a function (batch, numbers) that returns the
+        rows of these numbers, int64.
     recompute: whether a unit's forward is computed again in its backward: always, never, or auto (where memory is
         short).
     prefetch: how many units are fetched before they are needed; auto: as far as the memory reaches.
@@ -58,6 +63,7 @@ class Settings:
     clip: str = "auto"
     on_nonfinite: str = "stop"
     micro_batch_size: int | None = None
+    rows: Sequence[str] | Mapping[str, Any] | None = None
     recompute: str = "always"
     prefetch: str | int = "auto"
     zero_stage: int = 3

@@ -38,13 +38,11 @@ IMAGE, BEGIN, END = 5, 6, 7
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its batches by (seed, rows), its loss if that is not its own. `cut`: how its batch goes in
-    micro-batches: in its units, or not at all, by the name of what is in the way."""
+    """A model, its batches by (seed, rows), its loss if that is not its own."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], dict[str, Any]]
     loss_fn: Callable[[Any, Any], Tensor] | None = None
-    obstacle: str = ""
     group: Callable[[nn.Module], None] = lambda model: None
 
 
@@ -282,7 +280,7 @@ def square(seed: int, rows: int, length: int = 6) -> dict[str, Any]:
 
 
 KINDS = {
-    "Qwen2-VL": Kind(qwen2_vl, patches, obstacle="pixel_values"),
+    "Qwen2-VL": Kind(qwen2_vl, patches),
     "LLaVA": Kind(llava, pictures_and_text),
     "Whisper": Kind(whisper, speech, group=sum_by_layer),
     "ViT": Kind(vit, pictures),

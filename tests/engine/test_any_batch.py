@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.nn import functional
 from offload import Engine
 from offload.errors import ConfigError
 from tests.engine.any_batch import (
+    IMAGE,
     KINDS,
     SquareMask,
     distance,
@@ -25,6 +25,7 @@ from tests.engine.any_batch import (
     noise,
     on_device,
     pictures_in_rows,
+    qwen2_vl,
     square,
     text_alone,
     vit,
@@ -61,16 +62,16 @@ def test_an_evaluation_equals_plain_pytorch(name: str) -> None:
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def in_parts(name: str, rows: int, batches: list[Any], is_plain: bool = False, **settings: Any) -> Engine:
-    return beside_whole(build(KINDS[name].make), KINDS[name].loss_fn, rows, batches, is_plain, **settings)
+def in_parts(name: str, size: int, batches: list[Any], is_plain: bool = False, **settings: Any) -> Engine:
+    return beside_whole(build(KINDS[name].make), KINDS[name].loss_fn, size, batches, is_plain, **settings)
 
 
 def beside_whole(
-    model: nn.Module, loss_fn: Any, rows: int, batches: Sequence[Any], is_plain: bool, **settings: Any
+    model: nn.Module, loss_fn: Any, size: int, batches: Sequence[Any], is_plain: bool, **settings: Any
 ) -> Engine:
     """Train in micro-batches beside plain PyTorch on whole batches; all but the order of sums is the same."""
     reference = Reference(model, PROPORTIONAL)
-    engine = Engine(model, PROPORTIONAL, micro_batch_size=rows, **settings)
+    engine = Engine(model, PROPORTIONAL, micro_batch_size=size, **settings)
     engine._state.way.cut = "calls" if is_plain else "units"
     for batch in map(on_device, batches):
         loss, norm = reference.step(batch, loss_fn)
@@ -82,34 +83,50 @@ def beside_whole(
 
 
 @matrix(strength=1, is_plain={"units are cut": False, "batches are cut": True}, name=list(KINDS))
-def test_micro_batches_equal_the_whole_or_are_refused_by_what_is_in_the_way(name: str, is_plain: bool) -> None:
-    """Where units are cut the loss is that of the whole batch, of whatever kind it is. Else it has to be a mean over
-    rows."""
-    kind, batches = KINDS[name], [made(name, seed, rows=5) for seed in range(2)]
-    obstacle = kind.obstacle or ("no mean over rows" if is_plain and name in MIXING else "")
-    if not obstacle:
+def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
+    """What cannot be cut, by its shapes or by its loss, stays whole, and this is said."""
+    batches = [made(name, seed, rows=5) for seed in range(2)]
+    stays = name == "Qwen2-VL" or (is_plain and name in MIXING)
+    with says_that_it_stays_whole() if stays else nullcontext():
         engine = in_parts(name, 2, batches, is_plain)
-        assert engine._steps.losses.is_plain == is_plain
-        return
-    model = build(kind.make)
-    engine = Engine(model, micro_batch_size=2)
-    engine._state.way.cut = "calls" if is_plain else "units"
-    before = weights(engine)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=f"micro_batch_size.*{obstacle}.*engine.backward"):
-            engine.step(batches[0], kind.loss_fn)
-        with pytest.raises(ConfigError, match=obstacle):
-            engine.evaluate(batches[0], kind.loss_fn)
-    assert_same(weights(engine), before)
+    assert engine._state.way.cut == ("whole" if stays else "calls" if is_plain else "units")
+    engine.evaluate(batches[0], KINDS[name].loss_fn)
     engine.close()
 
 
-def test_what_cannot_be_cut_runs_where_it_need_not_be() -> None:
-    kind = KINDS["Qwen2-VL"]
-    train_both(build(kind.make), [made("Qwen2-VL", seed) for seed in range(2)], micro_batch_size=None)
-    model = build(kind.make)
-    engine = Engine(model, micro_batch_size=4)
-    assert torch.isfinite(engine.step(made("Qwen2-VL", 0, rows=4)).loss), "no larger than a micro-batch"
+def says_that_it_stays_whole() -> Any:
+    return pytest.warns(UserWarning, match=r"batches stay whole, whatever micro_batch_size says \(Engine\(rows=")
+
+
+def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:
+    """Of rows with an image each, but for the first, which has two: those of some rows."""
+    per_image = len(batch[key]) // len(batch["image_grid_thw"])
+    images = [image for row in numbers.tolist() for image in ((0, 1) if row == 0 else (row + 1,))]
+    return torch.cat([batch[key][image * per_image : (image + 1) * per_image] for image in images])
+
+
+def test_what_rows_have_is_told_by_functions() -> None:
+    rows = {key: partial(images_of, key) for key in ("pixel_values", "image_grid_thw")}
+    engine = in_parts("Qwen2-VL", 2, [made("Qwen2-VL", seed, rows=5) for seed in range(2)], rows=rows)
+    assert engine._state.way.cut == "calls"
+    engine.close()
+
+
+def test_what_rows_have_is_told_by_another_tensor() -> None:
+    batches = [made("Qwen2-VL", seed, rows=5) for seed in range(2)]
+    for batch in batches:  # without the second image of the first row
+        for key in ("input_ids", "labels"):
+            batch[key][0, 10:16] = 40
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+        batch["pixel_values"], batch["image_grid_thw"] = batch["pixel_values"][16:], batch["image_grid_thw"][1:]
+    engine = in_parts("Qwen2-VL", 2, batches, rows={"pixel_values": "image_grid_thw"})
+    assert engine._state.way.cut == "calls"
+    with pytest.raises(ConfigError, match=r"image_grid_thw is \[5, 3\].* of 80 entries of 5 rows; .* is \[79, 96\]"):
+        engine.step(batches[0] | {"pixel_values": batches[0]["pixel_values"][1:]})
+    with pytest.raises(ConfigError, match="rows names 'pixel_value', which the batch does not have.*pixel_values"):
+        Engine(build(qwen2_vl), rows=["pixel_value"]).step(batches[0])
+    with pytest.raises(ConfigError, match=r"pixel_values has its rows along axis 1, and pixel_values is \[80, 96\]"):
+        Engine(build(qwen2_vl), rows={"pixel_values": 1}).step(batches[0])
     engine.close()
 
 
@@ -118,17 +135,22 @@ def test_what_cannot_be_cut_runs_where_it_need_not_be() -> None:
 
 @matrix(strength=1, is_plain=[False, True], num_rows=[(16, 5, 16), (5, 16)])
 def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
-    """Break: take for rows what has as many."""
+    """They are no rows if this is said; else no few rows run, and the batch stays whole."""
     batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
     assert batches[0]["img_ids"].shape[0] == 16
-    in_parts("denoiser", 3, batches, is_plain)
+    engine = in_parts("denoiser", 3, batches, is_plain, rows={"img_ids": None})
+    assert engine._state.way.cut == ("calls" if is_plain else "units")
+    with says_that_it_stays_whole():
+        in_parts("denoiser", 3, batches, is_plain)
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
 
 
 @matrix(strength=1, is_plain=[False, True], num_rows=[(6, 4, 6), (4, 6)])
 def test_as_many_tokens_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
     batches = [on_device(square(seed, rows)) for seed, rows in enumerate(num_rows)]
-    in_parts("square mask", 4, batches, is_plain)
+    in_parts("square mask", 4, batches, is_plain, rows=["x", "labels"])
+    with says_that_it_stays_whole():
+        in_parts("square mask", 4, batches, is_plain)
     train_both(build(SquareMask), batches)
 
 
@@ -150,13 +172,9 @@ def test_a_table_of_as_many_entries_as_rows() -> None:
         return functional.cross_entropy(outputs, batch["labels"])
 
     batch = on_device({"x": torch.randn(4, 8), "prototypes": torch.randn(4, 8), "labels": torch.tensor([2, 0, 3, 1])})
-    model = build(Prototypes)
-    reference, engine = Reference(model), Engine(model, micro_batch_size=2)
-    engine._state.way.cut = "calls"
-    for _ in range(2):
-        loss, _ = reference.step(batch, nearest)
-        assert engine.step(batch, nearest).loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
-    engine.close()
+    with says_that_it_stays_whole():
+        beside_whole(build(Prototypes), nearest, 2, [batch, batch], True).close()
+    beside_whole(build(Prototypes), nearest, 2, [batch, batch], True, rows={"prototypes": None}).close()
 
 
 def near(outputs: Tensor, batch: Any) -> Tensor:
@@ -237,7 +255,9 @@ class TimeMajor(Prototypes):
 @matrix(strength=1, rows=[4, 3], is_plain=[False, True])
 def test_rows_along_another_axis(rows: int, is_plain: bool) -> None:
     whole = {"x": noise(0, rows, 8), "shifts": noise(1, 3, rows, 8), "labels": noise(2, rows, 8)}
-    beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain).close()
+    with says_that_it_stays_whole():
+        beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain).close()
+    beside_whole(build(TimeMajor), near, 2, [whole, whole], is_plain, rows={"shifts": 1}).close()
 
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
@@ -377,13 +397,8 @@ def test_pictures_that_come_in_other_numbers_than_rows() -> None:
 
     batches = [on_device(pictures_in_rows(seed, PICTURES[seed])) for seed in range(4)]
     train_both(build(llava), batches)
-    model = build(llava)
-    engine = Engine(model, micro_batch_size=2)
-    assert torch.isfinite(engine.step(batches[0]).loss)
-    with pytest.raises(ConfigError, match=r"pixel_values \[2, 3, 8, 8\]"):
-        engine.step(batches[1])
-    assert torch.isfinite(engine.step(batches[3]).loss)
-    engine.close()
+    with says_that_it_stays_whole():
+        in_parts("LLaVA", 2, batches).close()
 
 
 # -- what a batch may hold ---------------------------------------------------------------------------------------------
@@ -412,35 +427,6 @@ def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
         engine.step({**tokens(), "position_ids": value})
     assert torch.isfinite(engine.step({**tokens(), "position_ids": None}).loss)
     engine.close()
-
-
-def test_what_was_found_about_a_batch_holds_for_a_resumed_run(tmp_path: Path) -> None:
-    batch = on_device(latents(0, 16))
-    model = build(KINDS["denoiser"].make)
-    engine = Engine(model, micro_batch_size=4)
-    engine.step(batch, distance)
-    engine.save_checkpoint(tmp_path / "saved")
-    (form,) = json.loads(json.dumps(engine._steps.decided))["forms"].values()
-    assert form["axes"] == {"hidden_states": 0, "timestep": 0, "img_shapes": 0, "labels": 0}
-    wanted = engine.step(batch, distance)
-    engine.close()
-    other = Engine(build(KINDS["denoiser"].make, seed=1), micro_batch_size=4)
-    other.load_checkpoint(tmp_path / "saved")
-    with forbidden(other):
-        found = other.step(batch, distance)
-    assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
-    other.close()
-
-
-@contextmanager
-def forbidden(engine: Engine) -> Iterator[None]:
-    """Within, nothing is tried."""
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("tried")
-
-    engine._steps.rehearsal._tried_form = refuse  # type: ignore[method-assign]
-    yield
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -480,9 +466,10 @@ def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
         assert "engine.backward" in refused
 
 
-def test_ranks_with_other_numbers_of_pictures() -> None:
-    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both refuse."""
-    found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=None)
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> None:
+    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both keep whole."""
+    found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=micro_batch_size)
     reference = Reference(build(llava), PROPORTIONAL)
     for step in range(3):
         parts = [on_device(pictures_in_rows(2 * step + rank, each)) for rank, each in enumerate(([1] * 4, [1, 0, 1]))]
@@ -492,8 +479,6 @@ def test_ranks_with_other_numbers_of_pictures() -> None:
             assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
     for _, values in found:
         assert_same(values, reference.masters, ROUNDING)
-    for refused in run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=2):
-        assert "pixel_values" in refused
 
 
 def test_a_count_of_targets_is_the_engines_to_make() -> None:

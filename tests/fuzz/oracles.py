@@ -46,12 +46,16 @@ def near(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], within: floa
     scales: dict[str, float] = {}
     for name, value in wanted.items():
         layer = name.rpartition(".")[0]
-        scales[layer] = max(scales.get(layer, 0.0), value.abs().max().item())
+        scales[layer] = max(scales.get(layer, 0.0), _largest(value))
     for name, value in wanted.items():
-        apart, scale = (found[name] - value).abs().max().item(), scales[name.rpartition(".")[0]]
+        apart, scale = _largest(found[name] - value), scales[name.rpartition(".")[0]]
         if not apart <= within * scale:
             return f"{name} by {apart:.3g}, where the layer's scale is {scale:.3g}"
     return ""
+
+
+def _largest(value: Tensor) -> float:
+    return value.abs().max().item() if value.numel() else 0.0
 
 
 def all_states(engine: Engine) -> dict[str, Tensor | int | None]:

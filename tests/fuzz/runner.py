@@ -567,7 +567,7 @@ def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome:
     sound = player.folder / "checkpoints" / f"sound-{op['seed']}"
     random = torch.get_rng_state()
     player.engine.save_checkpoint(sound)
-    where = f"{where}, {of['do']} with a fault in {place}"
+    where, num_steps = f"{where}, {of['do']} with a fault in {place}", player.engine.num_steps
     try:
         with faults.armed(place, op["share"]):
             player.do(of)
@@ -581,7 +581,7 @@ def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome:
     player.owes_fault = op["where"] == "lane" and faults.has_raised
     outcome.notes[f"fault in {op['where']}{'' if faults.has_raised else ', missed'}"] += 1
     try:
-        recover(player, of, sound, before, after, where, outcome)
+        recover(player, of, sound, num_steps, before, after, where, outcome)
     except (OffloadError, Refused, Wrong):
         raise
     except Exception as error:
@@ -589,7 +589,9 @@ def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome:
     torch.set_rng_state(random)
 
 
-def recover(player: Player, of: Op, sound: Path, before: Seen, after: Seen, where: str, outcome: Outcome) -> None:
+def recover(
+    player: Player, of: Op, sound: Path, num_steps: int, before: Seen, after: Seen, where: str, outcome: Outcome
+) -> None:
     assert before.weights is not None
     assert after.weights is not None
     try:
@@ -601,7 +603,9 @@ def recover(player: Player, of: Op, sound: Path, before: Seen, after: Seen, wher
         if problem:
             raise Wrong(f"{where}: torn, and after load_checkpoint {problem}") from None
     else:
-        state = "before" if not same(now, before.weights) else "after" if not same(now, after.weights) else "neither"
+        is_made = player.engine.num_steps != num_steps  # a step may leave all weights as they were
+        is_before, is_after = (not same(now, seen.weights or {}) for seen in (before, after))
+        state = "before" if is_before and not (is_made and is_after) else "after" if is_after else "neither"
     outcome.notes[f"{state} a fault"] += 1
     # As in plain PyTorch, a forward of an own loop has moved its buffers.
     if state == "before" and of["do"] == "own" and models.moves(player.case.model):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, nearest
 
 Batch = Mapping[str, Any]
 """Names to tensors of any dtype and rank, None, numbers, strings, and lists, tuples and dicts of those."""
 
 _PLAIN = (bool, int, float, str, type(None))
 _LISTS = (list, tuple)
-_MOST_CHANGES = 2  # of the first guess, in a form that is tried
 
 
 def check_batch(batch: Batch) -> int:
@@ -96,26 +94,59 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
     }
 
 
+Rows = Sequence[str] | Mapping[str, int | str | Callable[[Batch, torch.Tensor], Any] | None]
+"""What of a batch has its rows, where shapes do not tell: see `Settings.rows`."""
+
+
 @dataclass(frozen=True)
 class BatchForm:
-    """How batches of a kind are cut in rows.
+    """How a batch is cut in rows; what has none belongs whole to every part.
 
-    `axes`: of what has rows, along which axis (0 of a list); what is not among them is every row's. `is_whole`: not
-    even a few rows of it run by themselves. `obstacle`: why its parts do not make the whole, for people; "" where they
-    do, or where nobody has asked. `adds_up`: its loss is the mean over its rows, or over their targets; None where that
-    was not tried. `undecided`: of `axes`, what had the same in all rows when this was tried, and might be every row's.
+    axes: of what has rows, along which axis (0 of a list).
+    owners: of what has entries of rows, by name, whose they are, as in `Rows`.
+    obstacle: why not even a few rows run by themselves, for people; "" where they do.
     """
 
     axes: Mapping[str, int]
-    is_whole: bool = False
+    owners: Mapping[str, Any] = field(default_factory=dict)
     obstacle: str = ""
-    adds_up: bool | None = None
-    undecided: Sequence[str] = field(default=())
 
     @classmethod
-    def guess(cls, batch: Batch, rows: int) -> BatchForm:
-        """Return the form in which all has rows whose first axis has their number."""
-        return next(forms_of(batch, rows))
+    def of(cls, batch: Batch, named: Rows | None = None) -> BatchForm:
+        """Return the form of a batch: what `named` says, and what it does not name has rows if its first axis has their
+        number. Raises ConfigError where a name, an axis or a number is none of the batch's.
+        """
+        rows = check_batch(batch)
+        if named is not None and not isinstance(named, Mapping):
+            named = dict.fromkeys(batch) | dict.fromkeys(named, 0)
+        named = named or {}
+        for key in named:
+            if key not in batch and (close := nearest(key, batch, cutoff=0.85)):
+                raise ConfigError(f"rows names {key!r}, which the batch does not have{close}.")
+        axes = {key: 0 for key, value in batch.items() if key not in named and _size(value, 0) == rows}
+        owners: dict[str, Any] = {}
+        for key, where in named.items():
+            if key not in batch or where is None or batch[key] is None:
+                continue
+            if not isinstance(where, int):
+                owners[key] = where
+            elif _size(batch[key], where) == rows:
+                axes[key] = where
+            else:
+                raise ConfigError(
+                    f"rows says that {key} has its rows along axis {where}, and {key} is {describe(batch[key])}, of a "
+                    f"batch of {rows} rows."
+                )
+        form = cls(axes, owners)
+        for key, where in owners.items():
+            if isinstance(where, str):
+                form.owned(batch, key, torch.arange(0, device="cpu"))
+        return form
+
+    @property
+    def is_whole(self) -> bool:
+        """True where not even a few rows run by themselves."""
+        return bool(self.obstacle)
 
     def take(self, batch: Batch, order: torch.Tensor) -> dict[str, Any]:
         """Return a batch of the rows of these numbers (int64 [rows], on the CPU), in their order."""
@@ -126,13 +157,23 @@ class BatchForm:
                 taken[key] = value.index_select(axis, order.to(value.device))
             else:
                 taken[key] = type(value)(value[number] for number in order.tolist())
-        return taken
+        return taken | {key: self.owned(batch, key, order) for key in self.owners}
 
-    def num_rows(self, batch: Batch) -> int:
-        """Return how many rows a batch of this form has."""
-        key, axis = next(iter(self.axes.items()))
-        value = batch[key]
-        return value.shape[axis] if isinstance(value, torch.Tensor) else len(value)
+    def owned(self, batch: Batch, key: str, order: torch.Tensor) -> Any:
+        """Return the entries of rows of these numbers, of what `owners` has. Raises ConfigError."""
+        owner, value = self.owners[key], batch[key]
+        if not isinstance(owner, str):
+            return owner(batch, order)
+        sizes = batch.get(owner)
+        counts = sizes.flatten(1).prod(1).tolist() if isinstance(sizes, torch.Tensor) and sizes.dim() > 1 else []
+        if sum(counts) != _size(value, 0) or len(counts) != check_batch(batch):
+            raise ConfigError(
+                f"rows says that {owner} tells how many entries of {key} each row has, and {owner} is "
+                f"{describe(sizes)}, which tells of {sum(counts)} entries of {len(counts)} rows; {key} is "
+                f"{describe(value)}, of a batch of {check_batch(batch)} rows. A function (batch, numbers) may say more."
+            )
+        pieces = value.split(counts)
+        return torch.cat([pieces[number] for number in order.tolist()] or [value[:0]])
 
     def parts(self, batch: Batch, total: int, rows: int | None) -> Iterator[dict[str, Any]]:
         """Yield micro-batches of at most `rows` rows of the batch's `total`; the last may be smaller."""
@@ -143,46 +184,31 @@ class BatchForm:
                 value = batch[key]
                 is_tensor = isinstance(value, torch.Tensor)
                 part[key] = value.narrow(axis, start, end - start) if is_tensor else value[start:end]
-            yield part
+            yield part | {key: self.owned(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners}
 
     def is_rows_of(self, batch: Batch) -> bool:
         """True where all of a batch has its rows along the first axis."""
         return len(self.axes) == len(batch) and not any(self.axes.values())
 
-    def rows_are_alike(self, batch: Batch, keys: Sequence[str] | None = None) -> bool:
-        """True where all rows of a batch are the same, or those of some of its values."""
-        return all(_is_alike(batch[key], self.axes[key]) for key in (self.axes if keys is None else keys))
+    def alike(self, batch: Batch, keys: Iterable[str]) -> set[str]:
+        """Return which of these have the same in all rows of a batch, and may be every row's as well."""
+        return {key for key in keys if key in self.axes and _is_alike(batch[key], self.axes[key])}
 
-    def misfit(self, shapes: Sequence[tuple[str, Any]], rows: int) -> str:
-        """Return which tensor has not these rows where the form has them, or ""."""
-        for key, shape in shapes:
-            axis = self.axes.get(key)
-            if axis is not None and isinstance(shape, tuple) and shape[axis] != rows:
-                return f"{key} {list(shape)} has not its {rows} rows"
-        return ""
+    def differing(self, batch: Batch, row: int) -> torch.Tensor:
+        """Return in how many tensors each row of a batch differs from one of them, int64 [rows] on the CPU."""
+        found = torch.zeros(check_batch(batch), dtype=torch.int64, device="cpu")
+        for key, axis in self.axes.items():
+            if isinstance(value := batch[key], torch.Tensor):
+                rows = value.movedim(axis, 0).flatten(1) if value.dim() > 1 else value[:, None]
+                found += (rows != rows[row : row + 1]).any(1).cpu()
+        return found
 
 
-def forms_of(batch: Batch, rows: int) -> Iterator[BatchForm]:
-    """Yield the forms that a batch may have by its shapes, the likeliest first: all has rows whose first axis has their
-    number; then one value is every row's, or has rows along another axis, then two.
-    """
-    choices: dict[str, list[int | None]] = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            sized = [axis for axis, size in enumerate(value.shape) if size == rows]
-        else:
-            sized = [0] if isinstance(value, _LISTS) and len(value) == rows else []
-        if sized:
-            is_first = sized[0] == 0
-            choices[key] = [0] if key == "labels" else [*sized[:is_first], None, *sized[is_first:]]
-    doubtful = [key for key, found in choices.items() if len(found) > 1]
-    for num_changes in range(_MOST_CHANGES + 1):
-        for keys in combinations(doubtful, num_changes):
-            for others in product(*(choices[key][1:] for key in keys)):
-                chosen = {key: found[0] for key, found in choices.items()} | dict(zip(keys, others, strict=True))
-                axes = {key: axis for key, axis in chosen.items() if axis is not None}
-                if axes:
-                    yield BatchForm(axes)
+def _size(value: Any, axis: int) -> int:
+    """Return the size of a value along an axis; -1 for what has no such axis."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[axis] if 0 <= axis < value.dim() else -1
+    return len(value) if isinstance(value, _LISTS) and axis == 0 else -1
 
 
 def _is_alike(value: Any, axis: int) -> bool:

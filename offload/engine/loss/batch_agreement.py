@@ -88,7 +88,7 @@ def meet(
     batch: Batch | None = None,
     micro_rows: int | None = None,
     has_loss_function: bool = False,
-    is_new: Callable[[RankBatch], bool] = lambda _: False,
+    is_new: Callable[[], bool] = lambda: False,
     lr: float | None = None,
 ) -> PassPlan:
     """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `is_new`
@@ -101,7 +101,7 @@ def meet(
     try:
         if batch is not None:
             told = _told(operation, batch, micro_rows, has_loss_function)
-        told = replace(told, is_new=is_new(told), lr=lr)
+        told = replace(told, is_new=is_new(), lr=lr)
     except ConfigError as error:
         told = RankBatch(operation, complaint=str(error))
     ranks = comm.gather_objects(told, "what to do next")

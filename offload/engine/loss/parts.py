@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from offload.engine.loss.batch import Batch, BatchForm
-from offload.engine.loss.batch_agreement import PassPlan, RankBatch
+from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import IGNORED, LossFunction, LossRule, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
-from offload.errors import ConfigError
 
 
 class Losses:
@@ -48,30 +47,6 @@ class Losses:
         """Note the labels of a batch on the host, where nobody waits who counts them."""
         labels = labels_of(batch)
         self._labels = None if labels is None else labels.cpu()
-
-    def check(self, form: BatchForm, ranks: Sequence[RankBatch]) -> None:
-        """Raise ConfigError where batches of this form are to be cut and cannot be, or where it is not known how the
-        ranks' losses make that of the whole.
-        """
-        if not (form.obstacle or form.is_whole or self.is_plain):
-            return
-        obstacle = form.obstacle if self.is_plain or form.is_whole else ""
-        if self.is_plain and not obstacle:
-            obstacle = next(filter(None, (form.misfit(told.shapes, told.rows) for told in ranks)), "")
-        if obstacle and any(told.num_parts > 1 for told in ranks):
-            raise ConfigError(
-                f"micro_batch_size is {self._micro_rows}, and the batch cannot be cut in rows: {obstacle}. Set no "
-                "micro_batch_size, or cut the batch in a loop of your own, with engine.backward(loss) for each part, "
-                "and engine.update()."
-            )
-        is_labelled = all(told.is_labelled for told in ranks)
-        is_unknown = form.adds_up is None and form.obstacle and not is_labelled
-        if self._state.comm.size > 1 and (form.adds_up is False or is_unknown):
-            raise ConfigError(
-                f"each of {self._state.comm.size} ranks has a part of the batch, and how their losses make that of the "
-                f"whole is not known: {form.obstacle}. Write a loop of your own, with engine.backward(loss) of a loss "
-                "that is divided as it should be, and engine.update()."
-            )
 
     def parts(
         self,

@@ -24,7 +24,9 @@ from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.belongings import Belongings
 from offload.engine.units.router import Calls
+from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
 
 
 class _Bounds(NamedTuple):
@@ -81,7 +83,7 @@ class Evidence:
 
     losses: of each pass. uses: of each use of a unit the name and the results. gradients: by number of the parameter.
     belongings: all that modules, batch and loss function hold afterwards. has_drawn: random numbers were drawn.
-    is_half: some unit computed in 16 bits, as under autocast.
+    is_half: some unit computed in 16 bits, as under autocast. failure: what the model raised; "" where nothing.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -90,6 +92,7 @@ class Evidence:
     belongings: Belongings | None = None
     has_drawn: bool = False
     is_half: bool = False
+    failure: str = ""
 
     def seen(self, calls: Calls) -> Calls:
         """Return `calls` whose results are noted."""
@@ -196,7 +199,13 @@ class Judge:
     def _way(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
         with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
-            evidence.losses += [float(loss.detach()) for loss in case.way()]
+            try:
+                evidence.losses += [float(loss.detach()) for loss in case.way()]
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # of rows that do not run by themselves
+                state.undo.where = Where.NOWHERE
+                evidence.failure = f"the model raises {type(error).__name__}: {error}".splitlines()[0]
         return self._concluded(evidence, start)
 
     def _concluded(self, evidence: Evidence, start: Start) -> Evidence:
@@ -212,6 +221,8 @@ class Judge:
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
+        if way.failure:
+            return way.failure
         self._bounds = _BOUNDS["bf16" if plain.is_half or way.is_half else self._precision]
         results = self._differing_result(plain, way, is_exact=is_exact)
         if results and not any(plain.losses):  # a call whose outputs nobody can look into

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
@@ -17,17 +16,16 @@ from offload.distributed.agreement import digest
 from offload.engine.loss.batch import (
     Batch,
     BatchForm,
+    Rows,
     check_batch,
     describe,
-    forms_of,
     has_equal_rows,
     is_token_batch,
     map_tensors,
     pattern,
 )
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.loss import LossFunction, LossRule, find_loss, probe_loss, run_loss, select_inputs
-from offload.engine.recording.form_trial import find_form, rows_to_try
+from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
@@ -39,7 +37,6 @@ from offload.telemetry.counters import Counters
 _ROWS = (2, 3)
 _TOKENS = 16
 _FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
-_MOST_FORMS = 16  # that are tried
 _MOST_CHOICES = 4  # values of an int that are recorded; one that has more counts something, and chooses nothing
 _Made = TypeVar("_Made")
 
@@ -54,14 +51,16 @@ class Found:
 
 
 class Rehearsal:
-    """Runs the recording passes, and those that try out the loss and the head. `cuts`: batches may have to be cut in
-    rows, or are parts of one, so that it has to be known for certain what their rows are.
+    """Runs the recording passes, and those that try out the loss and the head. `rows`: what of batches has rows, where
+    that is told. `cuts`: batches may have to be cut in these, or are parts of one.
 
     Each pass leaves weights, buffers, generators and counters as they were.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, cuts: bool, has_backward: bool) -> None:
-        self._has_backward = has_backward
+    def __init__(
+        self, state: EngineState, counters: Counters, rows: Rows | None, cuts: bool, has_backward: bool
+    ) -> None:
+        self._has_backward, self._rows = has_backward, rows
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
         self._roots: Mapping[str, Any] = {}  # what the model is called with
@@ -69,28 +68,27 @@ class Rehearsal:
         self._found: dict[Hashable, Found] = {}
         self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # of batches and calls, what their ints were
         self._watched_calls: set[Hashable] = set()
-        self._equal: set[Hashable] = set()  # of these, what was recorded on equal rows
+        self._alike: dict[Hashable, set[str]] = {}  # of these, what was the same in all rows that were recorded
         self.is_complete = True
         """False from the begin of a recording until whoever asked for it has noted what it found."""
         self.decided: dict[str, list[int]] = {}  # of the model's own loss, by the names of a batch's tensors
-        self.forms: dict[str, dict[str, Any]] = {}  # that were tried out, likewise
         self._modules = list(self._model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def known_form(self, batch: Batch, loss_fn: LossFunction | None) -> BatchForm | None:
-        """Return how this kind of batch is cut; None where it, its loss and the configuration were not recorded yet; or
-        on equal rows alone, which do not tell whether units and the batch itself may be cut, while these differ.
+    def form_of(self, batch: Batch) -> BatchForm:
+        """Return how a batch is cut in rows. Raises ConfigError."""
+        return BatchForm.of(batch, self._rows)
+
+    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
+        """True where this kind of batch, its loss and the configuration were not recorded yet; or on rows that were the
+        same by what tells them apart now, so that it did not show whether units and the batch itself may be cut.
         """
-        signature = self._signature(batch, loss_fn)
-        found = self._found.get(signature)
-        if found is None or self._is_new(signature, _ints((), batch)):
-            return None
-        form = found.form
-        if form.undecided and not form.rows_are_alike(batch, form.undecided):
-            return None
-        was_equal = signature in self._equal and not form.rows_are_alike(self._sample(batch, form, max(_ROWS), True))
-        return None if was_equal else form
+        signature, form = self._signature(batch, loss_fn), self.form_of(batch)
+        if signature not in self._found or self._is_new(signature, _ints((), batch)):
+            return True
+        alike = self._alike.get(signature, set())
+        return alike != form.alike(batch, alike)
 
     def on_batch(self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None) -> Found:
         """Return what is known about this kind of batch. Collective: record first where this `is_new` to some rank, on
@@ -130,8 +128,7 @@ class Rehearsal:
         whole = args, kwargs
         try:
             batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-            form = BatchForm.guess(batch, check_batch(batch))
-            sample = self._sample(batch, form, min(_ROWS), whole=False)
+            sample = self._sample(batch, BatchForm.of(batch), min(_ROWS), whole=False)
         except (ConfigError, IndexError):
             return [whole]
         named = {key: value for key, value in sample.items() if key in kwargs}
@@ -144,14 +141,16 @@ class Rehearsal:
         """Record on a few rows of a batch, or where that cannot be on all of it; return the form in which it was."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
         is_plain = self._told(teller, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
-        form = self._told(teller, lambda: self._remembered_form(batch, loss_fn))
-        if form is None and self._cuts and not is_plain:
-            form = self._tried_form(batch, loss_fn, teller)
-        form = form or self._told(teller, lambda: BatchForm.guess(batch, rows))
+        form, known = self.form_of(batch), self._found.get(signature)
+        form = replace(form, obstacle=known.form.obstacle) if known is not None else form
+        told = self._told(teller, lambda: replace(form, owners={}))  # whose functions are the caller's
+        form = form if self._state.comm.rank == teller else told
+        self._alike.pop(signature, None)
         if not form.is_whole:
             samples = self._samples(batch, form, teller, again)
-            self._sample_left = samples[0]
-            (self._equal.add if form.rows_are_alike(samples[-1]) else self._equal.discard)(signature)
+            self._sample_left, alike = samples[0], form.alike(samples[-1], form.axes)
+            if len(alike) == len(form.axes) or (self._cuts and not is_plain):
+                self._alike[signature] = alike
             try:
                 self._record_on(_ROWS, loss_fn, [samples] if again else self._variants(form, samples))
                 return form
@@ -163,9 +162,9 @@ class Rehearsal:
                 self.forget_traffic()
                 self._state.undo.where = Where.NOWHERE
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = form.obstacle or f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
-            form = replace(form, is_whole=True, obstacle=obstacle)
-        self._equal.discard(signature)
+            obstacle = f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
+            form = replace(form, obstacle=obstacle)
+        self._alike.pop(signature, None)
         samples = self._samples(batch, form, teller, again)
         self._sample_left = samples[0]
         try:
@@ -194,42 +193,6 @@ class Rehearsal:
                 unit.known = pages
             raise
 
-    def _remembered_form(self, batch: Batch, loss_fn: LossFunction | None) -> BatchForm | None:
-        """Return the form that this kind of batch had before, here or in the run that this one goes on with."""
-        found = self._found.get(self._signature(batch, loss_fn))
-        kept = self.forms.get(self._name_of(batch, loss_fn))
-        form = found.form if found else BatchForm(**kept) if kept else None
-        is_open = form is not None and not form.rows_are_alike(batch, form.undecided)
-        return None if is_open else form
-
-    def _tried_form(self, batch: Batch, loss_fn: LossFunction | None, teller: int) -> BatchForm:
-        """Try what the rows of a batch are, on a few of them, and remember it. Collective."""
-        rows = check_batch(batch)
-
-        def take(form: BatchForm) -> Batch:
-            return self._shared(teller, lambda: form.take(batch, rows_to_try(batch, rows)))
-
-        def run(inputs: Batch) -> tuple[Any, float]:
-            def both() -> tuple[Any, float]:
-                outputs = self._model(**select_inputs(self._model, inputs, loss_fn is not None))
-                return outputs, float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
-
-            try:
-                return self._watched(both)
-            except Exception:
-                self._state.undo.where = Where.NOWHERE
-                raise
-
-        forms = self._told(teller, lambda: list(islice(forms_of(batch, rows), _MOST_FORMS)))
-        precise = next(iter(self._model.parameters())).dtype == torch.float32
-        with self._unseen(), self._state.undo.in_eval_mode(self._model), torch.no_grad():
-            form = find_form(batch, rows, forms, take, run, 1e-3 if precise else 2e-2)
-        self.forget_traffic()
-        form = self._told(teller, lambda: form)
-        if form.adds_up is not None or form.obstacle:
-            self.forms[self._told(teller, lambda: self._name_of(batch, loss_fn))] = asdict(form)
-        return form
-
     def _try_loss(
         self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, teller: int, again: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
@@ -254,14 +217,11 @@ class Rehearsal:
     def give_up(self) -> None:
         """What a recording has learned in part is forgotten, with all that it may have written over."""
         if not self.is_complete:
-            self.begin_again(self.decided, self.forms)
+            self.begin_again(self.decided)
 
-    def begin_again(self, decided: Mapping[str, Sequence[int]], forms: Mapping[str, dict[str, Any]]) -> None:
-        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`, and with the
-        `forms` that it has tried.
-        """
+    def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
+        """Forget what was recorded, as a fresh engine has not, and go on with what another has `decided`."""
         self.decided = {key: list(values) for key, values in decided.items()}
-        self.forms = dict(forms)
         self._found.clear()
         self._choices.clear()
         for unit in self._state.units:
@@ -279,12 +239,6 @@ class Rehearsal:
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
         return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary, self._state.undo)
-
-    def _name_of(self, batch: Batch, loss_fn: LossFunction | None) -> str:
-        """Return what a kind of batch and its loss are called in a checkpoint."""
-        kinds = " ".join(f"{name}:{kind}" for name, kind in pattern(batch, check_batch(batch)))
-        loss = "" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
-        return f"{kinds} {loss} {digest(repr(self._flags()).encode())}"
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet, or with few values of an int, and another
@@ -356,14 +310,16 @@ class Rehearsal:
         )
 
     def _sample(self, batch: Batch, form: BatchForm, rows: int, whole: bool) -> Batch:
-        """Return a few rows of a batch, repeated where it has too few, those with most padding first; of token batches,
-        a few tokens, or all with `whole`.
+        """Return a few rows of a batch, repeated where it has too few: those with most padding first, and then those
+        that differ from the first in most; of token batches, a few tokens, or all with `whole`.
         """
-        available = check_batch(batch)
-        order = torch.arange(rows, device="cpu") % available
-        if (mask := _padding_mask(form, batch)) is not None:
-            order = mask.sum(1).argsort(stable=True).cpu()[order]
-        sample = form.take(batch, order)
+        mask = _padding_mask(form, batch)
+        first = 0 if mask is None else int(mask.sum(1).argmin())
+        differing = form.differing(batch, first)
+        others = differing.argsort(stable=True, descending=True)
+        order = [first, *(row for row in others.tolist() if row != first)]
+        numbers = [order[number % len(order)] for number in range(rows)]
+        sample = form.take(batch, torch.tensor(numbers, device="cpu"))
         if not whole and self._is_text(form, batch):
             sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
         return _cut_off(sample)
@@ -394,11 +350,10 @@ class Rehearsal:
         comm = self._state.comm
         if comm.size == 1:
             return 0
-        form = BatchForm.guess(batch, check_batch(batch))
+        form = self.form_of(batch)
         mask = _padding_mask(form, self._sample(batch, form, max(_ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
-        is_new = self._remembered_form(batch, loss_fn) is None
-        worth = bool(departed), is_new, min(check_batch(batch), max(_ROWS)), padding, -comm.rank
+        worth = bool(departed), self.is_new(batch, loss_fn), min(check_batch(batch), max(_ROWS)), padding, -comm.rank
         return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
     def _samples(self, batch: Batch, form: BatchForm, teller: int, whole: bool) -> list[Batch]:

@@ -8,7 +8,7 @@ from typing import Any
 
 _TEXTS = {
     ("cut", "calls"): "the model is called on one micro-batch after the other",
-    ("cut", "whole"): "batches stay whole, whatever micro_batch_size says",
+    ("cut", "whole"): "batches stay whole, whatever micro_batch_size says (Engine(rows=...) tells what has rows)",
     ("chunks", False): "the logits are made whole, whatever head_chunk_bytes says",
     ("recomputes", False): "graphs are kept instead of recomputed, where they can be (recompute: never)",
     ("interleaves", False): "the passes on both sides of the weights run one after the other",
