@@ -177,8 +177,8 @@ class Steps:
     def decided(self) -> dict[str, Any]:
         """What was decided once and for all, and changes bits; for JSON."""
         clip, rehearsal = self._state.updates.clip, self.rehearsal
-        way = asdict(self._state.way)
-        return {"clip": clip, "way": way, "losses": rehearsal.decided}
+        way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
+        return {"clip": clip, "way": way, "losses": rehearsal.decided, "resident": resident}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
@@ -187,6 +187,8 @@ class Steps:
         self.rehearsal.begin_again(decided.get("losses", {}))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
         self._state.way.become(Way(**decided.get("way", asdict(before))))
+        resident = {unit.name for unit in self._state.units if unit.resident}
+        self._state.make_resident(set(decided.get("resident", ())) - resident)  # which is never cut in micro-batches
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
         is_new = partial(self.rehearsal.is_new, batch, loss_fn)

@@ -22,7 +22,7 @@ from tests.disks import held_back
 from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
-from tests.engine.handmade import RunningStatistics, Shifting, cross_entropy, words
+from tests.engine.handmade import RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
@@ -332,13 +332,31 @@ def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> Non
     assert_same(resumed, whole)
 
 
+class ReadsItsHead(Stack):
+    """Some batches read the head's weight beside its outputs."""
+
+    def forward(self, x: Tensor, reads: bool = False) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + (self.head.weight.sum() if reads else 0.0)
+
+
+def test_a_run_whose_unit_had_to_stay_on_the_device_goes_on_so(tmp_path: Path) -> None:
+    """There it is never cut in micro-batches, which is another order of sums."""
+    whole, resumed = (Engine(build(ReadsItsHead), micro_batch_size=1) for _ in range(2))
+    whole.step(words(1) | {"reads": True}, cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    one, other = whole.step(words(2), cross_entropy), resumed.step(words(2), cross_entropy)
+    assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    assert_same(resumed, whole)
+
+
 def test_a_checkpoint_from_before_decisions_were_kept_is_loaded(tmp_path: Path) -> None:
     whole, resumed = make("cpu", tmp_path), make("cpu", tmp_path)
     train(whole, 0)
     whole.save_checkpoint(tmp_path / "saved")
     path = tmp_path / "saved" / "manifest.json"
     manifest = Manifest.decode(path.read_bytes(), path)
-    for key in ("way", "losses"):
+    for key in ("way", "losses", "resident"):
         del manifest.meta["engine"][key]
     path.write_bytes(manifest.encode())
     resumed.load_checkpoint(tmp_path / "saved")

@@ -695,7 +695,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
         RULES[rule] if rule else None,
         precision=settings.get("precision", "fp32"),
         max_grad_norm=settings.get("max_grad_norm"),
-        micro_batch_size=rows,
+        micro_batch_size=None if models.mixes_rows(spec) else rows,  # their batches stay whole
         group=sum_by_layer,
     )
     outside, rate = habits.Outside(models.width_of(spec)), reference.rule.lr
