@@ -6,6 +6,7 @@ import contextvars
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -119,6 +120,25 @@ class Draws(Block):
         return super().forward(h) + 1e-3 * torch.rand(h.shape[-1], generator=self.memory.generator).to(h)
 
 
+@dataclass(slots=True)
+class Slots:
+    """An object without a `__dict__`."""
+
+    mean: Tensor
+    uses: int = 0
+
+
+class CountsInSlots(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Slots(torch.zeros(WIDTH, device=own_device()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.notes.uses += 1
+        self.notes.mean.add_(h.detach().mean((0, 1)), alpha=0.1)
+        return super().forward(h - self.notes.mean) / self.notes.uses
+
+
 class MixesRows(Block):
     """Mixes rows by less than a thousandth."""
 
@@ -162,7 +182,7 @@ class Normalises(Block):
         nn.utils.spectral_norm(self.up)
 
 
-@pytest.mark.parametrize("block", [Counts, Tracks, Draws, CountsLater, Normalises])
+@pytest.mark.parametrize("block", [Counts, CountsInSlots, Tracks, Draws, CountsLater, Normalises])
 def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> None:
     model = build(of(block))
     reference = Reference(model, SGD(lr=0.1), max_grad_norm=None)
@@ -171,7 +191,7 @@ def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> N
         assert engine.step(words(seed), cross_entropy).loss.item() == reference.step(words(seed), cross_entropy)[0]
 
 
-@pytest.mark.parametrize("block", [Counts, Tracks, Draws])
+@pytest.mark.parametrize("block", [Counts, CountsInSlots, Tracks, Draws])
 def test_what_a_recompute_would_change_is_found(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit, "note_places", lambda modules: set())
     assert "graphs are kept" in verdict(build(of(block)))

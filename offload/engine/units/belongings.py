@@ -46,7 +46,18 @@ def _is_note(value: Any) -> bool:
         value, torch.Tensor | torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     )
     is_container = isinstance(value, MutableMapping | list | deque | set) and not _has_weights(value)
-    return is_known or is_container or (hasattr(value, "__dict__") and not _is_foreign(value))
+    return is_known or is_container or (_has_attributes(value) and not _is_foreign(value))
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or bool(_slots(value))
+
+
+def _slots(value: Any) -> list[str]:
+    """Return the attributes of an object that are in no `__dict__`, as those of `dataclass(slots=True)`."""
+    found = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if not name.startswith("__") and hasattr(value, name)]
 
 
 def _has_weights(container: Any) -> bool:
@@ -238,9 +249,12 @@ class Belongings:
             self._note(value.set_state, value.get_state(legacy=False), path)
         elif isinstance(value, np.ndarray):
             self._note(partial(np.copyto, value), value.copy(), path)
-        elif isinstance(own, dict) and not _is_foreign(value):
-            self._hold(own, dict(own))
-            for key, each in list(own.items()):
+        elif _has_attributes(value) and not _is_foreign(value):
+            if isinstance(own, dict):
+                self._hold(own, dict(own))
+            slots = {name: getattr(value, name) for name in _slots(value)}
+            self._states += [(partial(object.__setattr__, value, name), each) for name, each in slots.items()]
+            for key, each in [*(own or {}).items(), *slots.items()]:
                 self._visit(each, f"{path}.{key}")
 
     def _note(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
