@@ -31,7 +31,7 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
 from offload.engine.recovery import Recovery
 from offload.engine.steps import Steps
-from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held
+from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held, refuse_sparse
 from offload.errors import ConfigError, nearest
 from offload.hf.safetensors_file import reader
 from offload.hf.sources import Fill
@@ -83,6 +83,7 @@ class Engine:
             raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
         refuse_held(model)
         refuse_compiled(model)
+        refuse_sparse(model)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()

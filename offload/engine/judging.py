@@ -55,7 +55,6 @@ class Judging:
         )
         if tells:
             self._judged.add(self._key(known))
-        trim_heap()  # gradients of all units were there, one after the other, and their holes would stay
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
@@ -97,6 +96,7 @@ class Judging:
         """
         way = self._state.way
         before, first = copy(way), differs()
+        trim_heap()  # gradients of all units were there, one after the other, and their holes would stay
         if not first.difference:
             return first.tells
         uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.may_recompute

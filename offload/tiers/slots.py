@@ -122,6 +122,8 @@ class Slots(Cargoes):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
+        if tensor.layout is not torch.strided:
+            return False
         address = tensor.untyped_storage().data_ptr()  # that of a tensor without elements is 0
         return address in self._storages or self.streams(address)
 

@@ -24,7 +24,7 @@ from tests.engine.test_rules import PLACES, placed
 from tests.matrix import matrix, quick
 
 RULES: dict[str, UpdateRule] = {
-    "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),)),
+    "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("(q|x)_proj", {"lr_scale": 0.5}),)),
     "adalomo": AdaLomo(lr=0.03),
     "muon": Muon(lr=0.02, rest=AdamW(lr=1e-3), groups=(("norm", {"lr_scale": 2.0}),)),
 }

@@ -316,7 +316,7 @@ TILES: dict[str, type[nn.Module]] = {
 }
 RANDOM = {"dropping", "noise"}
 MOVING = {"moving", "moving-unsaved", "assigning", "spectral"}
-MIXING = {"TreesOfTensors"}
+MIXING = {"TreesOfTensors", "Sparse"}
 """Handmade models in which what a row gives hangs on the others."""
 
 

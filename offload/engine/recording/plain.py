@@ -79,6 +79,8 @@ class PlainPass:
             self._up = None
 
     def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_Saved, int]:
+        if tensor.layout is not torch.strided:
+            return tensor.detach().clone(), 0
         address, weights = tensor.data_ptr(), self._slots.addresses(self._slots.cargo_of(unit.regions))
         if address in weights:
             return (unit, tensor.dtype, address - weights.start, tensor.shape, tensor.stride()), 0
@@ -87,7 +89,7 @@ class PlainPass:
     def _unpack(self, packed: tuple[_Saved, int]) -> torch.Tensor:
         saved, version = packed
         if isinstance(saved, torch.Tensor):
-            if saved._version != version:  # as torch says it where nobody packs
+            if saved.layout is torch.strided and saved._version != version:  # as torch says it where nobody packs
                 raise RuntimeError("a tensor that the backward needs was changed in place after its forward")
             return saved
         unit, dtype, distance, shape, stride = saved

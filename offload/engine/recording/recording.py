@@ -278,6 +278,8 @@ class _Saved:
 
     def hooks(self) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is not torch.strided:
+                return tensor.detach()
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._known and not self._runner.slots.holds(tensor):
                 self._known.add(storage.data_ptr())

@@ -86,6 +86,8 @@ class RecomputePolicy:
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is not torch.strided:
+                return tensor.detach()
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known and not self._is_weight(tensor):
                 storages[storage.data_ptr()] = storage.nbytes()

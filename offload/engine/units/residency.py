@@ -69,6 +69,16 @@ def refuse_change(name: str, what: str) -> NoReturn:
     raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
 
 
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ConfigError where a buffer or a parameter is sparse, which has no place by elements."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"{name} is sparse ({tensor.layout}), and the engine keeps parameters and buffers element by element: "
+                "keep its indices and values in tensors of their own, and make it in the forward."
+            )
+
+
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ConfigError where torch.compile has a part of the model, which would look into the engine."""
     for name, module in model.named_modules():

@@ -52,6 +52,8 @@ class SavedGraph:
         weights = slots.addresses(cargo)
 
         def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
+            if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
+                return tensor.detach().clone()
             address = tensor.data_ptr()
             if address in weights:
                 return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
