@@ -362,5 +362,5 @@ def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> 
 def test_a_sparse_buffer_is_refused_by_name() -> None:
     model = build(llama)
     model.model.norm.register_buffer("places", torch.eye(4).to_sparse())
-    with pytest.raises(ConfigError, match=r"model\.norm\.places is sparse \(torch\.sparse_coo\).*make it in the forward"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.places is sparse \(torch\.sparse_coo\)"):
         Engine(model)
