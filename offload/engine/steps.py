@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from offload.accelerators import own_accelerator
 from offload.engine.judging import Judging
-from offload.engine.loss.batch import Batch, BatchForm, map_tensors
+from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassPlan, meet
 from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
 from offload.engine.loss.parts import Losses
@@ -27,7 +27,7 @@ from offload.engine.recording.rehearsal import Found, Rehearsal
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
-from offload.engine.units.traits import DepartedError
+from offload.engine.units.traits import DepartedError, PartsDifferError
 from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
 from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
@@ -215,20 +215,20 @@ class Steps:
                 splits = not self._state.comm.any(not self.losses.splits, "whether batches can be cut")
                 way.cut = "units" if splits else "calls"
             if is_recorded and found.form.is_whole and self._micro_rows is not None:
-                self._stay_whole(found.form)
+                self._stay_whole(found.form.obstacle)
             if is_recorded or not (known.ranks[0].operation == "evaluate" or self.judging.knows(known)):
                 self._judge(batch, known, found, loss_fn)
                 self.losses.form = self.rehearsal.form_of(batch)  # the trial was of another rank's, maybe
             self.rehearsal.is_complete = True
         return found.rule
 
-    def _stay_whole(self, form: BatchForm) -> None:
+    def _stay_whole(self, obstacle: str) -> None:
         """No few rows of a batch run by themselves: no batch is cut from now on."""
         if self._state.way.cut != "whole":
             before = copy(self._state.way)
             self._state.way.cut = "whole"
             warnings.warn(
-                f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {form.obstacle}. From "
+                f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {obstacle}. From "
                 f"here on {self._state.way.changes(before)}.",
                 stacklevel=2,
             )
@@ -267,6 +267,8 @@ class Steps:
                     departed, num_departures = error.is_own, num_departures + 1
                     if num_departures == _MOST_DEPARTURES and state.way.cut == "units":
                         state.way.cut = "calls"
+                elif isinstance(error, PartsDifferError):
+                    self._stay_whole(str(error))
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):
                     raise
                 elif not self._gives_back(error):

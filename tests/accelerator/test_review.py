@@ -492,7 +492,8 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
     assert len(policy._kept) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
-    sim.set_memory_limit(torch.sim.memory_reserved() + large.least)
+    # Some more than the least that tensors take: blocks are not always where the next tensor fits.
+    sim.set_memory_limit(torch.sim.memory_reserved() + large.least + (large.most - large.least) // 4)
     assert found + losses(one, (3, 4)) == large.losses
     assert len(policy._kept) < 2
 

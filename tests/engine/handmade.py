@@ -495,7 +495,7 @@ class Sparse(Stack):
 
 MODELS: tuple[type[nn.Module], ...] = (
     Stack,
-    Sparse,
+    *((Sparse,) if own_device().type in ("cpu", "cuda") else ()),  # the simulated accelerator has no sparse tensors
     ScalingBlocks,
     InPlaceBlocks,
     ChangesBetweenUnits,

@@ -195,8 +195,8 @@ def test_a_loss_that_is_dropped_gives_its_buffers_back() -> None:
 
 def test_an_exception_gives_its_buffers_back() -> None:
     engine = Engine(build(Stack), placement=on_host())
-    engine.step(words(), loss_fn=cross_entropy)
-    engine.step(words(), loss_fn=cross_entropy)
+    for _ in range(4):  # until buffers have grown into what memory was left over
+        engine.step(words(), loss_fn=cross_entropy)
     held = sorted(engine.allocations)
 
     def fails(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:

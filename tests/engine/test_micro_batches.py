@@ -372,6 +372,39 @@ def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
     assert_same(weights(engine), weights(reference))
 
 
+def scales(batch: dict[str, Tensor]) -> list[float]:
+    """Return the largest value of each block of TreesOfTensors."""
+    model, found = build(TreesOfTensors), list[float]()
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, result: found.append(float(result["scale"])))
+    model(batch["x"])
+    return found
+
+
+def row(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    return {key: value[number : number + 1] for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool) -> None:
+    """In the rows that are tried the first one has the largest value of all blocks; or (`is_alike`) each row has, by a
+    word that all have, and another batch tells.
+    """
+    batches = [words(seed, rows=2) for seed in range(40)]
+    first = next(
+        batch
+        for batch in batches
+        if scales(batch) == scales(row(batch, 0)) and (scales(row(batch, 1)) == scales(batch)) is is_alike
+    )
+    engine = Engine(build(TreesOfTensors), micro_batch_size=1)
+    whole = Engine(build(TreesOfTensors))
+    with pytest.warns(UserWarning, match="has no rows, and other rows give another.*stay whole"):
+        found = [engine.step(batch, cross_entropy) for batch in (first, *batches[:2])]
+    wanted = [whole.step(batch, cross_entropy) for batch in (first, *batches[:2])]
+    assert [one.loss.item() for one in found] == pytest.approx([one.loss.item() for one in wanted], rel=ROUNDING)
+    assert [one.grad_norm for one in found] == pytest.approx([one.grad_norm for one in wanted], rel=ROUNDING)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
     """Recorded on rows of which the first has the largest value in every unit, or the last has."""

@@ -110,7 +110,7 @@ class SideBySide:
             unit.install(unit.resting)
             if ambient is not None:
                 device.set_random_state(ambient)
-        delivered = deliver(results[0], unit.traits.join_outputs(results), containers)
+        delivered = deliver(results[0], runner.join(unit, results), containers)
         del result, results  # other passes have their turn now, and need the memory
         if len(self._have_run) == self._num_passes:
             self._leave()

@@ -24,6 +24,7 @@ from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.belongings import Belongings
 from offload.engine.units.router import Calls
+from offload.engine.units.traits import PartsDifferError
 from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
@@ -203,6 +204,8 @@ class Judge:
                 evidence.losses += [float(loss.detach()) for loss in case.way()]
             except (OffloadError, torch.OutOfMemoryError):
                 raise
+            except PartsDifferError as error:
+                state.undo.where, evidence.failure = Where.NOWHERE, str(error)
             except Exception as error:  # of rows that do not run by themselves
                 state.undo.where = Where.NOWHERE
                 evidence.failure = f"the model raises {type(error).__name__}: {error}".splitlines()[0]

@@ -133,7 +133,7 @@ class Call:
                 runner.device.set_random_state(ambient)
         _refuse_moved(unit, still)
         self.result = results[0]
-        self.result.tensors = traits.join_outputs(results)
+        self.result.tensors = runner.join(unit, results)
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
         for i in traits.changed:  # the caller changes this result in place, which autograd forbids where it is a view
@@ -359,7 +359,7 @@ def call_unit_without_graph(
                 results.append(result)
     finally:
         runner.leave()
-    return results[0], unit.traits.join_outputs(results)
+    return results[0], runner.join(unit, results)
 
 
 def run_without_graph(

@@ -20,7 +20,7 @@ from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.engine.units.traits import DepartedError, Rows
+from offload.engine.units.traits import DepartedError, PartsDifferError, Rows
 from offload.engine.units.undo import Undo, Where
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
@@ -217,6 +217,17 @@ class UnitRunner:
             return [None]
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
+
+    def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
+        """Return the results of the whole batch. Raises PartsDifferError, on all ranks, where micro-batches have a
+        result in common, and do not agree on it: the result hangs on all rows, and no micro-batch has them.
+        """
+        if self._is_cut and None in unit.traits.outputs:
+            index = unit.traits.differing_output(results)
+            if self._comm.any(index is not None, f"what rows share in unit {unit.name}"):
+                which = "a result" if index is None else f"result {index}"
+                raise PartsDifferError(f"{which} of unit {unit.name} has no rows, and other rows give another")
+        return unit.traits.join_outputs(results)
 
     @property
     def standing(self) -> tuple[tuple[int, int] | None, bool, Mapping[str, int]]:

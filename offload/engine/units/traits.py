@@ -26,6 +26,10 @@ class DepartedError(Exception):
         self.is_own = is_own
 
 
+class PartsDifferError(Exception):
+    """Micro-batches were to have a result in common, and each has its own."""
+
+
 @dataclass(frozen=True)
 class BatchAxis:
     """A tensor's axis that grows with the batch. Its size is a multiple of the rows: as many as there are heads, for
@@ -111,6 +115,16 @@ class UnitTraits:
             for g, once, a in zip(gradients, shared, axes, strict=False)
         ]
 
+    def differing_output(self, results: Sequence[Arguments]) -> int | None:
+        """Return a result that does not grow with the batch, and that some micro-batch gives otherwise. Waits for the
+        values of those that a forward has made.
+        """
+        for index, axis in enumerate(self.outputs):
+            first, *others = (result.tensors[index] for result in results)
+            if axis is None and not all(first is other or _is_same(first, other) for other in others):
+                return index
+        return None
+
     def join_outputs(self, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the results of the whole batch."""
         if len(results) == 1:
@@ -145,6 +159,10 @@ class UnitTraits:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis.axis))
         return joined
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _share(size: int, number: int, rows: Rows) -> int:
