@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import Generic, Protocol, TypeVar
 
 from offload.errors import ConfigError, DoesNotFitError
+from offload.forecast.shortened import without_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
 from offload.layout.regions import Region, Sharding
@@ -23,7 +24,6 @@ from offload.machine.hardware import Hardware
 from offload.planning.memory import UnitPlan, bytes_on
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
-from offload.schedule.shortened import without_collector
 from offload.tiers.placement import Placement
 
 STATES = (
@@ -370,7 +370,9 @@ class Placer:
 
     def _played(self, step: PlannedStep) -> Timing:
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
-        key = repr((replace(step.engine(), regions=()), calls, step.settings.throttle))
+        plan = step.played()
+        settings = replace(plan.settings, recompute="always", prefetch="auto")  # the calls and the plan have these
+        key = repr((replace(plan, regions=(), settings=settings), calls))
         if key not in self._timings:
             self._timings[key] = step.play(_NUM_STEPS)
         return self._timings[key]

@@ -1,27 +1,25 @@
-"""What a step takes: a plan and a step's compute on a machine's rates, played by `offload.schedule.simulation`."""
+"""What a step takes: a plan and a step's compute on a machine's rates, played by `offload.forecast.played_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from offload.forecast.memory import StepMemory, device_budget
+from offload.forecast.played_step import Call, PlayedPlan, Simulated
+from offload.forecast.shortened import simulate_few
 from offload.forecast.workload import Cost, UnitWork, Workload
+from offload.lanes.played import Seconds
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
-from offload.planning.memory import BUFFER, SHARDS, SLOT, UnitPlan, gradient_lasts, resident_regions
+from offload.planning.memory import BUFFER, SHARDS, SLOT, STAGING, UnitPlan, gradient_lasts, resident_regions
 from offload.planning.plan import Plan
 from offload.planning.settings import Settings
-from offload.schedule.play import Call, Engine
-from offload.schedule.shortened import simulate_few
-from offload.schedule.simulation import Simulated
-from offload.schedule.virtual_states import Seconds
-from offload.schedule.virtual_updates import Memory
-from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
+from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
 
 _USE_HOST_S = 0.05e-3, 0.1e-3
 _PART_HOST_S = 0.15e-3, 0.35e-3
@@ -98,7 +96,7 @@ class PlannedStep:
 
     def play(self, num_steps: int) -> Timing:
         """Return what it takes, by playing so many of it."""
-        return self._timing(simulate_few(self.calls, self.engine(), self.seconds(), num_steps))
+        return self._timing(simulate_few(self.calls, self.played(), self.seconds(), num_steps))
 
     # -- compute ---------------------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class PlannedStep:
 
     # -- the engine ------------------------------------------------------------------------------------------
 
-    def engine(self) -> Engine:
+    def played(self) -> PlayedPlan:
         """Return how the engine's lanes work."""
         settings, plan = self.settings, self.plan
         on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
@@ -217,36 +215,31 @@ class PlannedStep:
         layout, factor = _coarse(plan.layout, self.regions)
         slots, buffer = self._room()
         lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
-        on_host = partial(plan.of, "cpu")
-        memory = Memory(
-            gradients=buffer,
-            staging=plan.of("device" if on_device else "cpu", "gradient staging").num_bytes,
-            shards=plan.of("device", SHARDS).num_bytes,
-            fetches=on_host(FETCH_RING).num_bytes * factor * _joined_tiles(layout.sharding),
-            updates=on_host(UPDATE_RING).num_bytes * factor,
-            activations=self._activation_ring(on_host(ACTIVATION_RING).num_bytes),
-            device_updates=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
-        )
-        return Engine(
+        activations = settings.placement.activations.replace("auto", "device")
+        rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
+        if ACTIVATION_RING in rings:
+            rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
+        return PlayedPlan(
             regions=tuple(self.regions),
-            resident=frozenset(resident),
-            lasting=frozenset(lasting),
+            settings=replace(
+                settings, clip=self._clip(on_device), placement=replace(settings.placement, activations=activations)
+            ),
             layout=layout,
-            memory=memory,
+            rings=rings,
+            buffer_bytes=buffer,
             capacity_bytes=slots,
             lookahead=lookahead,
             most=most,
+            staging_bytes=plan.of("device" if on_device else "cpu", STAGING).num_bytes,
+            shard_bytes=plan.of("device", SHARDS).num_bytes,
+            update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
+            resident=frozenset(resident),
+            lasting=frozenset(lasting),
             on_device=on_device,
             in_stream=self._in_stream,
             inline=self.inline,
-            clip=self._clip(on_device),
             corrects=self.clips,
-            keeps_gradients=settings.keeps_gradients,
-            delays=settings.delay > 0,
-            activations=settings.placement.activations.replace("auto", "device"),
             wide=settings.splits and self.workload.num_micro_batches > 1,
-            learns=settings.judges_gradients and settings.optimizer.drops_gradients,
-            has_backward=self._has_backward,
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
         )
@@ -259,10 +252,11 @@ class PlannedStep:
     def _clip(self, on_device: bool) -> str:
         """Return when updates are made: of `auto`, what the engine decides by the same comparison (`resolve_clip`)."""
         settings, plan = self.settings, self.plan
-        if settings.delay or not settings.judges_gradients or not self._has_backward:
-            return "none"
-        if settings.resolved_clip != "auto" or on_device:
-            return "deferred" if on_device else settings.resolved_clip
+        waits = settings.judges_gradients and self._has_backward and not settings.delay
+        if on_device or not waits:
+            return "deferred"
+        if settings.resolved_clip != "auto":
+            return settings.resolved_clip
         if self.inline or not plan.corrects_cheaply:
             return "deferred"
         seconds, sharding = self.seconds(), plan.layout.sharding
@@ -360,13 +354,6 @@ def _exchanged(rates: Rates, sharding: Sharding) -> float | None:
     """Return by how much the bytes of each rank, of which every other one gets a copy, are exchanged in a second."""
     rate = rates.collective_bytes_per_s
     return None if rate is None or sharding.size == 1 else rate / (sharding.size - 1)
-
-
-def _joined_tiles(sharding: Sharding) -> int:
-    """Return how many times larger a ring is here than planned: tiles that other ranks update, which are read one by
-    one, are one here.
-    """
-    return max(1, -(-sharding.num_peers // RING_TILES))
 
 
 def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:

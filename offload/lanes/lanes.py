@@ -56,7 +56,8 @@ class Lanes:
       ranks submit it;
     - for the disk `fetch_read`, `update_read` and `activation_read` over the link `nvme_read`, `update_write` and
       `activation_write` over `nvme_write`: lanes of one link do not wait for each other's tickets;
-    - `here`, which does work on compute itself, for states that are on the device.
+    - `here`, which does work on compute itself, for states that are on the device, and `here_together`, which
+      exchanges these with other ranks.
 
     `overlap` is False where h2d, d2h, collective and update are compute: on a CPU without throttles, where a second
     busy thread costs more than it hides. The lanes of the disk have threads of their own in any case (they block in
@@ -77,7 +78,7 @@ class Lanes:
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
-        self.here = Here(self)
+        self.here, self.here_together = Here(self), Here(self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way

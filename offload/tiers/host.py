@@ -11,6 +11,9 @@ import torch
 
 from offload.tiers.pinning import HostMapping, Pinning
 
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's number, which Python names from 3.13 on."""
+
 
 class Arena:
     """`num_bytes` of page-aligned zeroed memory. Pages become resident when first touched, or at once where they are
@@ -28,7 +31,10 @@ class Arena:
         self._pinning, self._taken, self._begins = pinning, 0, [0]
         # Private: Python's default for -1 is shared memory, which counts against /dev/shm limits and cannot have huge
         # pages.
-        self._map = HostMapping(-1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Without a reserve: the plan knows what there is, and a forecast plays engines larger than this machine, whose
+        # memory nobody touches.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._map = HostMapping(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
         if num_bytes >= 4 << 20:
             with contextlib.suppress(
                 OSError

@@ -296,6 +296,10 @@ class Nvme:
             self._io.close()  # and with it the files, though a traceback may keep the engine
             raise
         self._warn()
+        self._open_channels(memory, lanes, counters)
+
+    def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
+        """Make the way of each purpose through its ring's memory."""
         self._next = 0
         fetch, update, activation = (
             Ring(memory.get(name, _NOTHING), name) for name in (FETCH_RING, UPDATE_RING, ACTIVATION_RING)

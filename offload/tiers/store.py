@@ -217,7 +217,7 @@ class Store:
         self.comm, self.sharding = comm or Comm(), self._layout.sharding
         self._counters = counters or Counters()
         self._spoilt: dict[str, int] = {}  # by parameter: how many of its weights were not finite as they were given
-        here = (lanes.here,) * 3  # of what is on the device: nothing but compute would have to wait for it there
+        here = lanes.here, lanes.here, lanes.here_together  # nothing but compute would have to wait for them there
         lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
         self.down, self.updating, self.exchanges = lanes_of_states
         self._arenas: dict[str, Arena] = {}
@@ -484,6 +484,8 @@ class Store:
                 reads=reads if is_own else (),
                 fills=() if is_own else lease.fills,
                 name=what,
+                # By a link's bytes a second each rank's are exchanged at once; here one rank's go at a time.
+                num_bytes=lease.planes["weights"].nbytes // max(1, self.sharding.size - 1),
             )
             (lease.done_reading if is_own else lease.done_writing)(ticket)
 

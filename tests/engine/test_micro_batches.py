@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offload import AdamW, Engine, Placement
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
-from tests.engine.device import TWO_KERNELS
+from tests.engine.device import TWO_KERNELS, twin
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
 from tests.engine.reference import Batch, count_labels
@@ -374,7 +374,7 @@ def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
 
 def scales(batch: dict[str, Tensor]) -> list[float]:
     """Return the largest value of each block of TreesOfTensors."""
-    model, found = build(TreesOfTensors), list[float]()
+    model, found = twin(build(TreesOfTensors)), list[float]()
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, result: found.append(float(result["scale"])))
     model(batch["x"])

@@ -9,10 +9,10 @@ import torch
 
 from offload import Engine, Placement
 from offload.distributed.joining import open_comm
+from offload.forecast.played_step import simulate
 from offload.forecast.timing import PlannedStep
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
-from offload.schedule.simulation import simulate
 from tests.forecast.planned import Stack, batches, loss_of, planned, workload
 
 WIDTH, DEPTH = 16, 4
@@ -31,7 +31,7 @@ def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str,
         step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, MACHINE, True)
         links = ("h2d", "d2h", "collective")
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-        told = simulate(step.calls, step.engine(), seconds).busy_s
+        told = simulate(step.calls, step.played(), seconds).busy_s
         with closing(Engine(model, settings=chosen, comm=comm)) as engine:
             for batch in batches(6):
                 engine.step(batch, loss_of)

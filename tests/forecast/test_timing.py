@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
+from offload.forecast.played_step import simulate
 from offload.forecast.timing import PlannedStep, compute_seconds, step_time
 from offload.forecast.workload import Cost
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
-from offload.schedule.simulation import simulate
 from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
 from tests.matrix import quick
@@ -100,7 +100,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     step = PlannedStep(its.settings, its.regions, its.units, its.plan, workload(WIDTH, DEPTH, settings), MACHINE, True)
     links = ("h2d", "d2h", "nvme_read", "nvme_write")
     seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-    told = simulate(step.calls, step.engine(), seconds)
+    told = simulate(step.calls, step.played(), seconds)
     with closing(Engine(model, settings=settings)) as engine:
         for batch in batches(7):
             engine.step(batch, loss_of)

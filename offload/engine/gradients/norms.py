@@ -97,7 +97,7 @@ class Measures:
             self._shares[region.index] = self._brought_down(share, room)
             return
         what = f"norm of the gradients of {region.name}"
-        if self._store.exchanges is self._lanes.here:  # compute's own, which has to know at once who is updated
+        if self._store.tier == "device":  # compute's own, which has to know at once who is updated
             touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), what)]
         total = self._store.comm.sum_in_order(share, what)
         self._pending[region.index] = self._brought_down(total, room)

@@ -84,7 +84,11 @@ class Reduction:
                     rest.fill_(float("nan"))
 
         ticket = store.exchanges.submit(
-            work, reads=self._lanes.mark(), fills=fills, name=f"reduce {region.name}", num_bytes=shard.nbytes
+            work,
+            reads=self._lanes.mark(),
+            fills=fills,
+            name=f"reduce {region.name}",
+            num_bytes=(2 if whole else 1) * shard.nbytes,
         )
         source.read(ticket)
         self._counters.reduce_scatter_elements += region.numel

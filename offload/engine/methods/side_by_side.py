@@ -124,7 +124,7 @@ class SideBySide:
         if self._open is not unit or number in self._have_run:  # a pass may go another way than the others
             self._leave()
             self._state.runner.enter(unit)
-            self._pending.make(unit)
+            self._pending.make(unit.regions)
             self._open, self._have_run = unit, set()
         self._have_run.add(number)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.schedule.play import Call, Engine
-from offload.schedule.simulation import Simulated, simulate
-from offload.schedule.virtual_states import Seconds
+from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
+from offload.lanes.played import Seconds
 
 FEW, FEWER = 16, 10
 """Blocks that are played of the longest row of them. Over thirteen placements of a model of 80 layers the step was
@@ -25,15 +24,15 @@ _WINDOW = 3
 """Blocks that are on the device at once where it has little room: one computes, two come."""
 
 
-def simulate_few(calls: Sequence[Call], engine: Engine, seconds: Mapping[str, Seconds], num_steps: int) -> Simulated:
+def simulate_few(calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int) -> Simulated:
     """Return what `simulate` does, from steps with a few blocks of each row of those that are alike."""
-    rows = _rows(calls, engine)
+    rows = _rows(calls, plan)
     longest = max(map(len, rows), default=0)
     with without_collector():
         if longest <= FEW:
-            return simulate(calls, engine, seconds, num_steps)
+            return simulate(calls, plan, seconds, num_steps)
         few, fewer = (
-            simulate(*_shortened(calls, engine, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
+            simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
         )
     sizes = [_left(rows, count / longest) for count in (FEW, FEWER)]
     beyond = (sum(map(len, rows)) - sizes[0]) / (sizes[0] - sizes[1])
@@ -49,14 +48,14 @@ def simulate_few(calls: Sequence[Call], engine: Engine, seconds: Mapping[str, Se
     )
 
 
-def _rows(calls: Sequence[Call], engine: Engine) -> list[list[int]]:
+def _rows(calls: Sequence[Call], plan: PlayedPlan) -> list[list[int]]:
     """Return the numbers of the calls of units that are alike, and lie alike, row by row. Pieces of a head are many
     calls of one unit, of which a step with fewer blocks has as many.
     """
     num_uses = Counter(region.index for call in calls for region in call.regions)
     rows: dict[tuple[object, ...], list[int]] = {}
     for number, call in enumerate(calls):
-        key = [(r.numel, r.compute, engine.layout.of(r), r.index in engine.layout.staying) for r in call.regions]
+        key = [(r.numel, r.compute, plan.layout.of(r), r.index in plan.layout.staying) for r in call.regions]
         is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
         rows.setdefault((*key, call.backward_s, call.saved_bytes) if is_block else (number,), []).append(number)
     return [row for row in rows.values() if len(row) > FEW // 2]
@@ -73,25 +72,40 @@ def _spread(row: Sequence[int], share: float) -> list[int]:
 
 
 def _shortened(
-    calls: Sequence[Call], engine: Engine, rows: Sequence[Sequence[int]], share: float
-) -> tuple[list[Call], Engine]:
+    calls: Sequence[Call], plan: PlayedPlan, rows: Sequence[Sequence[int]], share: float
+) -> tuple[list[Call], PlayedPlan]:
     """Return a model with a share of each row."""
     left = {number for row in rows for number in _spread(row, share)}
     in_rows = {number for row in rows for number in row}
     chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in left]
     used = {region.index for call in chosen for region in call.regions}
     gone = {region.index for call in calls for region in call.regions} - used
-    regions = tuple(region for region in engine.regions if region.index not in gone)
+    regions = [region for region in plan.regions if region.index not in gone]
 
     def streaming(its: Sequence[Call]) -> int:
-        return sum({r.index: r.weight_bytes for c in its for r in c.regions if r.index not in engine.resident}.values())
+        return sum({r.index: r.weight_bytes for c in its for r in c.regions if r.index not in plan.resident}.values())
 
-    before, after, size = streaming(calls), streaming(chosen), engine.capacity_bytes
+    before, after, size = streaming(calls), streaming(chosen), plan.capacity_bytes
     largest = max(sum(r.weight_bytes for r in call.regions) for call in calls)
     window = min(size, _WINDOW * largest, after)
     if size < before and before > window:
         size = window + (size - window) * (after - window) // (before - window)
-    return chosen, replace(engine, regions=regions, capacity_bytes=max(size, largest))
+    return _renumbered(chosen, replace(plan, regions=tuple(regions), capacity_bytes=max(size, largest)))
+
+
+def _renumbered(calls: Sequence[Call], plan: PlayedPlan) -> tuple[list[Call], PlayedPlan]:
+    """Give the regions that are left the numbers of their places."""
+    new = {region.index: replace(region, index=number) for number, region in enumerate(plan.regions)}
+
+    def chosen(indices: Iterable[int]) -> frozenset[int]:
+        return frozenset(new[index].index for index in indices if index in new)
+
+    on_disk = {new[index].index: planes for index, planes in plan.layout.planes.items() if index in new}
+    layout = replace(plan.layout, planes=on_disk, staying=chosen(plan.layout.staying))
+    moved = [replace(call, regions=tuple(new[region.index] for region in call.regions)) for call in calls]
+    return moved, replace(
+        plan, regions=tuple(new.values()), layout=layout, resident=chosen(plan.resident), lasting=chosen(plan.lasting)
+    )
 
 
 @contextmanager

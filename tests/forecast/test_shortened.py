@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from offload.forecast.played_step import Call, PlayedPlan, simulate
+from offload.forecast.shortened import FEW, simulate_few
 from offload.layout.regions import DiskLayout
-from offload.schedule.play import Call, Engine
-from offload.schedule.shortened import FEW, simulate_few
-from offload.schedule.simulation import simulate
-from offload.schedule.virtual_updates import Memory
-from tests.schedule.test_simulation import NUMEL, regions
+from offload.planning.settings import Settings
+from offload.tiers.nvme import UPDATE_RING
+from tests.forecast.test_played_step import NUMEL, regions
 
 SIZE = 4 * NUMEL
 DEPTH = 48
@@ -20,20 +20,29 @@ LINKS = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_
 ON_DISK = ("exp_avg", "exp_avg_sq")
 
 
-def engine(slots: int = 4, **settings: Any) -> Engine:
-    memory = Memory(gradients=2 * SIZE, staging=2 * SIZE, updates=16 * SIZE)
-    made = Engine(regions(DEPTH), frozenset(), frozenset(), DiskLayout(), memory, slots * SIZE, DEPTH, None)
-    return replace(made, **settings)
+def plan(slots: int = 4, layout: DiskLayout = DiskLayout(), corrects: bool = False, **settings: Any) -> PlayedPlan:  # noqa: B008
+    return PlayedPlan(
+        regions(DEPTH),
+        Settings(**settings),
+        layout,
+        2 * SIZE,
+        slots * SIZE,
+        DEPTH,
+        None,
+        rings={UPDATE_RING: 16 * SIZE} if layout.planes else {},
+        staging_bytes=2 * SIZE,
+        corrects=corrects,
+    )
 
 
 CASES = {
-    "few slots": engine(),
-    "half of them stay": engine(DEPTH // 2),
-    "all stay": engine(DEPTH),
-    "no clipping": engine(clip="none", keeps_gradients=False),
-    "speculative": engine(clip="speculative", corrects=True),
-    "on disk": engine(layout=DiskLayout(dict.fromkeys(range(DEPTH), ON_DISK), NUMEL)),
-    "half on disk": engine(layout=DiskLayout(dict.fromkeys(range(0, DEPTH, 2), ON_DISK), NUMEL)),
+    "few slots": plan(),
+    "half of them stay": plan(DEPTH // 2),
+    "all stay": plan(DEPTH),
+    "no clipping": plan(max_grad_norm=None),
+    "speculative": plan(clip="speculative", corrects=True),
+    "on disk": plan(layout=DiskLayout(dict.fromkeys(range(DEPTH), ON_DISK), NUMEL)),
+    "half on disk": plan(layout=DiskLayout(dict.fromkeys(range(0, DEPTH, 2), ON_DISK), NUMEL)),
 }
 
 
@@ -51,7 +60,7 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
 
 
 def test_a_small_model_is_played_as_it_is() -> None:
-    its = replace(engine(), regions=regions(FEW))
+    its = replace(plan(), regions=regions(FEW))
     calls = [Call((region,), 1.0, 2.0) for region in its.regions]
     seconds = dict.fromkeys(LINKS, lambda num_bytes: num_bytes / SIZE)
     assert simulate_few(calls, its, seconds, 6) == simulate(calls, its, seconds)

@@ -1,0 +1,465 @@
+"""What a training step takes, played before it is made: the engine's own parts over lanes in counted time.
+
+The `Executor`, `Slots`, `Store`, `Nvme`, `Landing`, `Updates`, `Pending` and `ActivationOffload` here are those of an
+engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link; their memory is
+mapped and never touched. Here stands only in what order a method of training calls them.
+
+What is not played: random delays, evaluations, checkpoints, and steps of own loops that add several backwards up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.distributed.imagined import ImaginedRanks
+from offload.engine.gradients.landing import Landing
+from offload.engine.gradients.norms import BringDown, Measures
+from offload.engine.gradients.reduction import Reduction
+from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
+from offload.engine.gradients.updates import Updates, Work
+from offload.engine.methods.pending import Pending
+from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
+from offload.lanes.played import PlayedLanes, Seconds
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import DiskLayout, Region
+from offload.planning.memory import BUFFER
+from offload.planning.settings import Settings
+from offload.schedule.execute import Executor
+from offload.telemetry.counters import Counters
+from offload.tiers.device import CpuDevice
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+from offload.tiers.nvme import Nvme, Stripes
+from offload.tiers.ring import Ring, Stretch
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store, Tile
+
+_NUM_STEPS, _NUM_WARM = 6, 3
+"""Played, and of these not counted. The first one fetches on demand; then what a step leaves on the device may differ
+from step to step for a while.
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A use of a unit in a step, over all its micro-batches: its forward and later its backward. Without `regions` it
+    is a stretch of compute between units.
+
+    regions: of the unit.
+    forward_s, backward_s: seconds of compute; the backward's with the forward that a recompute makes again.
+    forward_host_s, backward_host_s: what the host takes to launch it, or, where the host computes, what it does beside.
+    num_parts: micro-batches, over which the seconds are spread evenly.
+    saved_bytes: of the inputs that wait for the backward below the device; 0 where they stay on it, or the graph does.
+    """
+
+    regions: tuple[Region, ...]
+    forward_s: float
+    backward_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
+    num_parts: int = 1
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PlayedPlan:
+    """What of an engine's plan says how its lanes work.
+
+    regions: all, by their index.
+    settings: of which count what decides when updates are made, where activations go, and the rule.
+    layout: what is on disk, in what tiles, and which range is this rank's.
+    rings: the bytes of the rings of the disk, by name.
+    buffer_bytes: of the device, through which gradients pass from a backward to their landing.
+    capacity_bytes: of the device's memory through which cargoes stream.
+    lookahead, most: how many cargoes come early, and are held at once (None for as many as fit).
+    staging_bytes, shard_bytes: for gradients that do not wait, and for sums over ranks.
+    update_ring_bytes: of the device, for states of the host that are updated there.
+    resident: the indices of the regions that are on the device for good.
+    lasting: the indices of those whose gradients land only once the backward is over.
+    on_device: states rest on the device.
+    in_stream: compute is a stream of an accelerator, which the host runs ahead of.
+    inline: copies and updates are made by compute itself.
+    corrects: with speculative clipping, what was updated before the norm was known is corrected.
+    wide: gradients are summed in fp32 in their buffer.
+    step_host_s: what the host does once a step.
+    tile_host_s: what the host does for each tile of an update that it submits.
+    """
+
+    regions: tuple[Region, ...]
+    settings: Settings
+    layout: DiskLayout
+    buffer_bytes: int
+    capacity_bytes: int
+    lookahead: int
+    most: int | None
+    rings: Mapping[str, int] = field(default_factory=dict)
+    staging_bytes: int = 0
+    shard_bytes: int = 0
+    update_ring_bytes: int = 0
+    resident: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()
+    on_device: bool = False
+    in_stream: bool = False
+    inline: bool = False
+    corrects: bool = False
+    wide: bool = False
+    step_host_s: float = 0.0
+    tile_host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A steady step: its seconds; of each link, and of compute, the busy ones; how long compute had nothing to do for
+    each link; bytes written to disk.
+    """
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    nvme_written_bytes: float
+
+
+def simulate(
+    calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
+) -> Simulated:
+    """Play steps of these calls and return the steady one: the mean of the later half. `seconds`: as of `PlayedLanes`;
+    "collective" is given this rank's own bytes of what all exchange.
+    """
+    warm = min(_NUM_WARM, num_steps - 1)
+    with closing(_PlayedEngine(calls, plan, seconds)) as engine:
+        for _ in range(warm):
+            engine.step()
+        before = engine.so_far()
+        for _ in range(num_steps - warm):
+            engine.step()
+        after, count = engine.so_far(), num_steps - warm
+    mean = [{name: (b[name] - a.get(name, 0.0)) / count for name in b} for a, b in zip(before, after, strict=True)]
+    return Simulated(mean[0]["now"], mean[1], mean[2], mean[0]["written"])
+
+
+class _PlayedFile(Stripes):
+    """A file that there is none of."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        self.num_bytes += num_bytes
+        return self.num_bytes - num_bytes
+
+
+class _PlayedNvme(Nvme):
+    """The rings of a run, and no files."""
+
+    def __init__(self, rings: Mapping[str, int], lanes: PlayedLanes, counters: Counters) -> None:
+        self._ledger = Ledger("nvme", None, "")
+        self._states, self._activations = _PlayedFile(), _PlayedFile()
+        self._arena = Arena(sum(rings.values()))
+        memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
+        self._open_channels(memory, lanes, counters)
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class _PlayedMeasures(Measures):
+    """Every parameter has a gradient. The norm grows with each of them where clipping `corrects` what was updated."""
+
+    def __init__(self, regions: Sequence[Region], square: float) -> None:
+        self.touched = {region.index: [True] * len(region.parameters) for region in regions}
+        given = {index for region in regions if region.trainable for index in region.parameters}
+        self.squares = [square * (index in given) for index in range(1 + max(given, default=0))]
+
+    def begin_step(self) -> None:
+        """What every step gives is the same."""
+
+    def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:  # noqa: ARG002
+        return None
+
+    def finish(self) -> None:
+        """Ranks exchange a few numbers."""
+
+
+class _PlayedFlow:
+    """Gradients on their way from a backward to their landing, in the engine's buffer."""
+
+    accumulates = False
+
+    def __init__(self, plan: PlayedPlan, store: Store, device: CpuDevice, lanes: PlayedLanes) -> None:
+        self._plan, self._store, self._lanes = plan, store, lanes
+        self.opens: Callable[[], None] | None = None
+        limit = plan.settings.max_grad_norm or 1.0
+        self.measures = _PlayedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0)
+        self._buffer = Ring(device.allocate(BUFFER, plan.buffer_bytes), BUFFER)
+        counters, reduction = Counters(), None
+        if store.comm.size > 1:
+            shards, scratch = device.allocate("shards", plan.shard_bytes), torch.empty(0, dtype=torch.uint8)
+            reduction = Reduction(store, self.measures, lanes, counters, shards=shards, scratch=scratch, debug=False)
+        staging = device.allocate("staging", plan.staging_bytes)
+        self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=False)
+        lasting = [region for region in plan.regions if region.trainable and region.index in plan.lasting]
+        self._lasting = {region: device.allocate("lasting", 4 * region.numel).view(torch.float32) for region in lasting}
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.landing.begin_step()
+        self._buffer.reset()
+
+    def open(self, regions: Sequence[Region]) -> Stretch | None:
+        """As of `GradientFlow.open`: compute may write the gradients of a unit."""
+        opens, self.opens = self.opens, None
+        if opens is not None:
+            opens()
+        passing = self._passing(regions)
+        if not passing:
+            return None
+        stretch = self._buffer.take(sum(region.numel * self._dtype(region).itemsize for region in passing))
+        assert stretch is not None, "the buffer was planned for the largest unit"
+        self._lanes.compute_after((), fills=stretch.fills)
+        return stretch
+
+    def close(self, regions: Sequence[Region], stretch: Stretch | None) -> None:
+        """As of `GradientFlow.close`: the gradients of a unit land."""
+        if stretch is None:
+            return
+        end = 0
+        for region in self._passing(regions):
+            dtype = self._dtype(region)
+            begin, end = end, end + region.numel * dtype.itemsize
+            self.landing.land(region, stretch.flat[begin:end].view(dtype), stretch.fence)
+        stretch.is_open = False
+
+    def land_rest(self) -> None:
+        """The backward is over: land what lasted."""
+        for region, flat in self._lasting.items():
+            self.landing.land(region, flat, Fence("lasting gradients"), is_final=True)
+
+    def finish(self) -> None:
+        """Wait until all has landed."""
+        self.landing.finish()
+
+    def _passing(self, regions: Sequence[Region]) -> list[Region]:
+        return [region for region in regions if region.trainable and region not in self._lasting]
+
+    def _dtype(self, region: Region) -> torch.dtype:
+        return torch.bfloat16 if region.is_bf16 and not self._plan.wide else torch.float32
+
+
+class _Place:
+    """Where updates run, of which each tile costs the host something."""
+
+    def __init__(self, place: InPlace | OnDevice, lanes: PlayedLanes, tile_host_s: float) -> None:
+        self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit the update of a tile."""
+        ticket = self._place.submit(tile)
+        self._lanes.spend(self._tile_host_s)
+        return ticket
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._place.begin_step()
+
+    def check(self) -> None:
+        """Nothing is computed."""
+
+
+class _PlayedEngine:
+    """An engine whose lanes are played; `step` calls its parts as the methods of training do."""
+
+    def __init__(self, calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds]) -> None:
+        self._calls, self._plan, settings = calls, plan, plan.settings
+        self._here_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
+        self._lanes = lanes = PlayedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
+        device, host = CpuDevice(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
+        nvme = _PlayedNvme(plan.rings, lanes, self._counters) if plan.rings else None
+        self._store = Store(
+            plan.regions,
+            (),
+            tier="device" if plan.on_device else "cpu",
+            device=device,
+            host=host,
+            lanes=lanes,
+            layout=plan.layout,
+            nvme=nvme,
+            comm=ImaginedRanks(plan.layout.sharding.size),
+            counters=self._counters,
+        )
+        if settings.keeps_gradients:
+            self._store.hold_gradients(accumulates=False)
+        self._slots = Slots(
+            self._store, (), device, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
+        )
+        flow = self._flow = _PlayedFlow(plan, self._store, device, lanes)
+        self._executor = Executor(
+            self._slots, plan.lookahead, plan.most, lands_late=lambda region: region.index in plan.lasting
+        )
+        place: InPlace | OnDevice = InPlace(self._store.updating, device, nullcontext)
+        if plan.update_ring_bytes:
+            ring = device.allocate("update ring", plan.update_ring_bytes)
+            place = OnDevice(ring, len(plan.regions), lanes, device, self._counters)
+        counted = _Place(place, lanes, plan.tile_host_s)
+        self._updates = Updates(self._store, (), flow, self._slots, lanes, settings, counted)  # type: ignore[arg-type]
+        self._pending = Pending(self._store, self._slots, self._updates, lanes, device, settings.optimizer.lr)
+        tier = settings.placement.activations
+        self._inputs: ActivationOffload[Any] | None = None
+        if tier == "cpu":
+            self._inputs = ActivationOffload(OnHost(device, lanes, host), device, self._counters)
+        elif tier == "nvme":
+            assert nvme is not None
+            self._inputs = ActivationOffload(OnDisk(device, lanes, nvme), device, self._counters)
+        largest = max((call.saved_bytes for call in calls), default=0)
+        self._given = device.allocate("unit inputs", largest)
+        self._saved: dict[int, torch.Tensor] = {}
+        self._coming: dict[tuple[int, int], Sequence[Ticket]] = {}
+        self._slots.keep([region for region in plan.regions if region.index in plan.resident])
+        self._users: dict[int, list[tuple[Region, ...]]] = {}
+        for call in calls:
+            for region in call.regions:
+                self._users.setdefault(region.index, []).append(call.regions)
+        self._number = settings.delay_after
+
+    def so_far(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Return what has passed so far: time and written bytes; busy and exposed seconds."""
+        counts = {"now": self._lanes.now_s, "written": float(self._counters.nvme_write_bytes)}
+        return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._store.close()
+
+    def step(self) -> None:
+        """Play a step."""
+        self._slots.settle()
+        if self._plan.settings.optimizer.has_gradients:
+            self._step_of_backward()
+        else:
+            self._step_of_forwards()
+        self._number += 1
+        self._lanes.compute(0.0, self._plan.step_host_s)
+        self._slots.settle()
+
+    # -- methods of training ---------------------------------------------------------------------------------
+
+    def _step_of_backward(self) -> None:
+        """As of `offload.engine.methods.backward`."""
+        updates, norm = self._updates, None
+        if updates.learns_first:
+            self._begin_pass(learns=True)
+            self._passes()
+            norm = updates.learn()
+            self._executor.end()
+        self._begin_pass(norm=norm)
+        self._passes()
+        rank, loss = self._order(), self._lanes.mark()
+        wraps = updates.is_immediate and not updates.learns_first
+        updates.apply(rank, lambda: self._go_on(wraps))
+        self._lanes.wait(loss)
+
+    def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
+        self._flow.begin_step()
+        self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
+        self._executor.begin("step", wraps=self._updates.is_immediate)
+
+    def _step_of_forwards(self) -> None:
+        """As of `offload.engine.methods.forwards`: what its passes do side by side is in the forward of each call."""
+        self._updates.begin_step(0.0, True, self._number)
+        self._executor.begin("step")
+        for call in self._calls:
+            self._forward(call)
+        self._lanes.wait(self._lanes.mark())  # for the losses
+        trained = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
+        works = {region: self._in_slot(region) for region in trained}
+        self._pending.flush()
+        self._pending.put({region: works.pop(region) for region in trained if self._pending.takes(region)})
+        self._updates.descend(works, lambda: self._go_on(wraps=False))
+
+    def _in_slot(self, region: Region) -> Work:
+        """Return the update of a region, which takes time where compute itself makes it."""
+
+        def work(tile: Tile, _planes: object, _gradients: object) -> int:
+            self._lanes.compute(self._here_seconds(region.update_bytes(tile.end - tile.begin)))
+            return 0
+
+        return work
+
+    def _order(self) -> Callable[[Region], float]:
+        """As of `Method._order`."""
+        first = self._executor.first_uses()
+
+        def rank(region: Region) -> float:
+            if self._slots.is_resident(region):
+                return -1
+            users = self._users.get(region.index, ())
+            return min((first.get(self._slots.cargo_of(regions), math.inf) for regions in users), default=math.inf)
+
+        return rank
+
+    def _go_on(self, wraps: bool) -> None:
+        """As of `Method._go_on`."""
+        self._executor.end()
+        self._executor.expect("step", wraps)
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def _passes(self) -> None:
+        for number, call in enumerate(self._calls):
+            if self._inputs is not None and call.saved_bytes:
+                self._saved[number] = self._inputs.put(self._given[: call.saved_bytes])
+            self._forward(call)
+        for number in reversed(range(len(self._calls))):
+            self._backward(number, self._calls[number])
+
+    def _forward(self, call: Call) -> None:
+        if call.regions:
+            self._executor.enter(call.regions, False)
+            self._pending.make(call.regions)
+        self._lanes.compute(call.forward_s, call.forward_host_s)
+        if call.regions:
+            self._executor.leave(call.regions, self._lanes.mark())
+
+    def _backward(self, number: int, call: Call) -> None:
+        if call.regions:
+            self._executor.enter(call.regions, True)
+        stretch = self._flow.open(call.regions)
+        for part in range(call.num_parts):
+            self._bring_back(number, part)
+            self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
+        self._flow.close(call.regions, stretch)
+        if call.regions:
+            self._executor.leave(call.regions, self._lanes.mark())
+
+    # -- saved inputs ----------------------------------------------------------------------------------------
+
+    def _bring_back(self, number: int, part: int) -> None:
+        """Wait for the saved inputs of a micro-batch, and start on what is needed after them: as of `Call` and
+        `SavedInputs.look_back`.
+        """
+        self._prepare(number, part)
+        tickets = self._coming.pop((number, part), None)
+        if tickets is None:
+            return
+        self._lanes.compute_after(tickets)
+        num_parts = self._calls[number].num_parts
+        if part + 1 == num_parts:
+            assert self._inputs is not None
+            self._inputs.free(self._saved.pop(number).untyped_storage().data_ptr())
+        if not self._lanes.overlap:
+            return
+        if part + 1 < num_parts:
+            self._prepare(number, part + 1)
+        else:
+            self._prepare(max((other for other in self._saved if other < number), default=-1), 0)
+
+    def _prepare(self, number: int, part: int) -> None:
+        saved = self._saved.get(number)
+        if saved is not None and self._inputs is not None and (number, part) not in self._coming:
+            size = len(saved) // self._calls[number].num_parts
+            _, self._coming[number, part], _ = self._inputs.get(saved[part * size : (part + 1) * size])

@@ -1,0 +1,252 @@
+"""Lanes in a time that is only counted: who submits what, and who waits for whom, is as the engine has it; the work
+itself is never done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from offload.lanes.lane import Lane
+from offload.lanes.lanes import Here, Lanes
+from offload.lanes.throttle import LANES
+from offload.lanes.ticket import Ticket
+
+COMPUTE = "compute"
+
+Seconds = Callable[[int], float]
+"""What a piece of work of so many bytes takes on a link."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """What waits in a lane: its seconds on the link, and how many tickets are not done that it comes after."""
+
+    number: int
+    seconds: float
+    ticket: Ticket
+    num_left: int = 0
+    last: Ticket | None = None
+
+
+@dataclass(eq=False)
+class _Link:
+    """A link does one thing at a time, in the order in which its lanes came to it. `busy_s`: since the beginning."""
+
+    name: str
+    free_at: float = 0.0
+    busy_s: float = 0.0
+
+
+class PlayedLane(Lane):
+    """A queue; one that overtakes takes what may begin before what may not yet, in the order of submission."""
+
+    def __init__(self, name: str, lanes: PlayedLanes, link: str, seconds: Seconds) -> None:
+        self.name, self._lanes, self._seconds = name, lanes, seconds
+        self.link, self._overtakes = lanes.link(link), name == "h2d"
+        self._queue: deque[_Piece] = deque()
+        self._ready: list[tuple[int, _Piece]] = []
+        self._is_busy = False
+
+    def submit(
+        self,
+        work: Callable[[], object],  # noqa: ARG002 (it is played)
+        *,
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
+        return self.play(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
+
+    def play(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
+        """Queue work of so many seconds, which begins when all these tickets are done."""
+        self.position += 1
+        piece = _Piece(self._lanes.next_number(), seconds, Ticket(self.link.name))
+        for ticket in set(after):
+            if not ticket.is_done:
+                piece.num_left += 1
+                ticket.watchers.append(partial(self._is_done, piece, ticket))
+        if not self._overtakes:
+            self._queue.append(piece)
+        elif not piece.num_left:
+            heapq.heappush(self._ready, (piece.number, piece))
+        self._start(self._lanes.now_s)
+        return piece.ticket
+
+    def end(self, piece: _Piece) -> None:
+        """A piece is done."""
+        self._is_busy = False
+        piece.ticket.finish()
+        self._start(piece.ticket.end)
+
+    def _is_done(self, piece: _Piece, ticket: Ticket) -> None:
+        piece.num_left -= 1
+        piece.last = ticket
+        if not piece.num_left:
+            if self._overtakes:
+                heapq.heappush(self._ready, (piece.number, piece))
+            self._start(ticket.end)
+
+    def _next(self) -> _Piece | None:
+        if self._overtakes:
+            return heapq.heappop(self._ready)[1] if self._ready else None
+        return self._queue.popleft() if self._queue and not self._queue[0].num_left else None
+
+    def _start(self, time: float) -> None:
+        if self._is_busy or (piece := self._next()) is None:
+            return
+        self._is_busy, link = True, self.link
+        begin = max(time, link.free_at)
+        if link.name == COMPUTE and piece.last is not None and piece.last.end == time:
+            self._lanes.expose(link.free_at, piece.last)
+        piece.ticket.begin, piece.ticket.end = begin, begin + piece.seconds
+        link.free_at = piece.ticket.end
+        link.busy_s += piece.seconds
+        self._lanes.begun(self, piece)
+
+
+class _ByCompute(Lane):
+    """Work that compute does itself."""
+
+    def __init__(self, name: str, lanes: PlayedLanes, seconds: Seconds) -> None:
+        self.name, self._lanes, self._seconds = name, lanes, seconds
+
+    def submit(
+        self,
+        work: Callable[[], object],  # noqa: ARG002 (it is played)
+        *,
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
+        self.position += 1
+        self._lanes.compute_after(reads, fills=fills)
+        self._lanes.compute(self._seconds(num_bytes) if num_bytes else 0.0)
+        now = self._lanes.now_s
+        return next(iter(self._lanes.mark()), None) or Ticket(COMPUTE, now, now, is_done=True)
+
+
+class PlayedLanes(Lanes):
+    """The lanes of an engine, beside a host whose `now_s` moves by what the host does and waits for.
+
+    On a CPU compute is what the host does. In a stream (`in_stream`) compute is a lane of its own, which the host runs
+    ahead of, and which takes as long as its launches where these are longer.
+    """
+
+    def __init__(self, seconds: Mapping[str, Seconds], *, in_stream: bool = False, inline: bool = False) -> None:
+        """`seconds`: what bytes take by link: "h2d", "d2h", "update", "nvme_read", "nvme_write", "collective",
+        "update_on_device", and "here" for what compute does with states itself. `inline`: copies and updates are made
+        by compute, but for those of the disk.
+        """
+        self.now_s = self.compute_s = 0.0
+        self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._seconds, self._in_stream = seconds, in_stream
+        self._links = {name: _Link(name) for name in LANES}
+        self._events: list[tuple[float, int, PlayedLane, _Piece]] = []
+        self._count = 0
+        self._after: list[Ticket] = []
+        self._last: Sequence[Ticket] = ()
+        super().__init__(overlap=not inline, throttle={})
+        self._compute = PlayedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
+        self.here, self.here_together = self._here("here"), self._here("collective")
+
+    # -- lanes -----------------------------------------------------------------------------------------------
+
+    def _thread(self, name: str, link: str) -> Lane:
+        return PlayedLane(name, self, link, self._seconds.get(name) or self._seconds.get(link, lambda _: 0.0))
+
+    def _inline(self, name: str) -> Lane:
+        return _ByCompute(name, self, self._seconds.get(name, lambda _: 0.0))
+
+    def _here(self, link: str) -> Here:
+        made: Here = _ByCompute(COMPUTE, self, self._seconds.get(link, lambda _: 0.0))  # type: ignore[assignment]
+        return made
+
+    def _open_returning(self) -> Lane:
+        return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU
+
+    def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
+        if not self.overlap:
+            return self.h2d, self._inline("update_on_device"), self.d2h
+        links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}
+        up, update, down = (self._thread(name, link) for name, link in links.items())
+        return up, update, down
+
+    def link(self, name: str) -> _Link:
+        """Return a link, which its lanes share."""
+        return self._links.setdefault(name, _Link(name))
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Return how long each link, and compute, was given work so far."""
+        return {name: link.busy_s for name, link in self._links.items()} | {COMPUTE: self.compute_s}
+
+    # -- compute and the host --------------------------------------------------------------------------------
+
+    def mark(self) -> Sequence[Ticket]:
+        return self._last
+
+    def compute(self, seconds: float, host_s: float = 0.0) -> None:
+        """Compute for so long, which the host takes `host_s` to launch; or, where the host computes, to do beside."""
+        if self._in_stream:
+            taken = max(seconds, host_s)
+            self._last = (self._compute.play(taken, self._after),)
+            self._after = []
+            self.spend(host_s)
+        else:
+            taken = seconds + host_s
+            self.spend(taken)
+        self.compute_s += taken
+
+    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+        if self._in_stream:
+            self._after += [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
+        else:
+            begin = self.now_s
+            self.expose(begin, self._wait((*tickets, *fills)))
+
+    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+        self._wait((*tickets, *fills))
+
+    def _wait(self, tickets: Sequence[Ticket]) -> Ticket | None:
+        """Let time pass until all are done; return the last one that was waited for."""
+        late = [ticket for ticket in tickets if not ticket.is_done]
+        for ticket in late:
+            while not ticket.is_done:
+                assert self._events, "nothing is under way, and what is waited for is not done"
+                self.now_s = max(self.now_s, self._events[0][0])
+                self._end_next()
+        self.spend(0.0)
+        return max(late, key=lambda ticket: ticket.end, default=None)
+
+    def spend(self, seconds: float) -> None:
+        """Let so much of the host's time pass."""
+        until = self.now_s + seconds
+        while self._events and self._events[0][0] <= until:
+            self._end_next()
+        self.now_s = until
+
+    def expose(self, begin: float, ticket: Ticket | None) -> None:
+        """Note that compute has had nothing to do from `begin` to the end of a ticket."""
+        if ticket is not None and ticket.end > begin:
+            self.exposed_s[ticket.lane] = self.exposed_s.get(ticket.lane, 0.0) + ticket.end - begin
+
+    # -- what is under way -----------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return the number of the next piece of work."""
+        self._count += 1
+        return self._count
+
+    def begun(self, lane: PlayedLane, piece: _Piece) -> None:
+        """A lane has begun a piece, and it is known when that ends."""
+        heapq.heappush(self._events, (piece.ticket.end, piece.number, lane, piece))
+
+    def _end_next(self) -> None:
+        _, _, lane, piece = heapq.heappop(self._events)
+        lane.end(piece)
