@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Protocol
 
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
 from offload.schedule.build import Room, Schedule, Use, build
+from offload.tiers.slots import Slots
 
 _MOST_SCHEDULES, _MOST_KINDS = 256, 64
 
@@ -18,41 +18,6 @@ def _family(kind: Hashable) -> Hashable:
     return ("family", kind[0] if isinstance(kind, tuple) else kind)
 
 
-class CargoSlots(Protocol):
-    """The device's memory for cargoes, as an executor needs it: the engine's, or that of a simulation."""
-
-    cargoes: list[tuple[Region, ...]]
-    """The regions of every cargo that streams, by its number; 0 is the one of nothing."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of that memory."""
-
-    def cargo_of(self, regions: Sequence[Region]) -> int:
-        """Return the number of the cargo that a unit with these regions needs."""
-
-    def cargo_bytes(self, cargo: int) -> int:
-        """Return the bytes that a cargo takes."""
-
-    def held(self) -> dict[int, int]:
-        """Return where every cargo lies that is there, or on its way, and still good."""
-
-    def offset(self, cargo: int) -> int:
-        """Return where a cargo lies; -1 where it has nothing that streams."""
-
-    def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Bring a cargo up. `is_ahead`: for the next step."""
-
-    def wait(self, cargo: int, regions: Sequence[Region]) -> None:
-        """Let compute come after the fetch of a unit's cargo, and of its regions that stay."""
-
-    def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """Note that compute has read a unit's weights up to these marks."""
-
-    def forget(self) -> None:
-        """Nothing that streams is there any more."""
-
-
 class Executor:
     """Follows compute from use to use. A *kind* of pass (a step on batches of one shape, an evaluation) takes the same
     order every time: the first pass of a kind fetches on demand and is recorded, later ones follow a schedule. A pass
@@ -60,9 +25,7 @@ class Executor:
     update comes after the backward, not in it.
     """
 
-    def __init__(
-        self, slots: CargoSlots, lookahead: int, most: int | None, *, lands_late: Callable[[Region], bool]
-    ) -> None:
+    def __init__(self, slots: Slots, lookahead: int, most: int | None, *, lands_late: Callable[[Region], bool]) -> None:
         self._slots, self._lookahead, self._most, self._lands_late = slots, lookahead, most, lands_late
         self._orders: dict[Hashable, list[Use]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}

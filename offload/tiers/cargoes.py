@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
@@ -25,25 +25,14 @@ class Slot:
     fence: Fence = field(default_factory=lambda: Fence("slot"))
 
 
-class BesideCompute(Protocol):
-    """How fetches and compute wait for each other: by an engine's `Lanes`, or by the compute of a simulation."""
-
-    def compute_after(self, tickets: Sequence[Ticket]) -> None:
-        """Let what compute does next come after these tickets."""
-
-    def mark(self) -> Sequence[Ticket]:
-        """Return the tickets of all that compute was given so far."""
-
-
 class Cargoes(ABC):
-    """The device's memory for weights, of an engine or of a simulation: the stretch through which cargoes stream, and
-    the regions that stay for good.
+    """The device's memory for weights: the stretch through which cargoes stream, and the regions that stay for good.
 
     The regions of a unit that stream together are its cargo (by number, 0 for none). `fetch` brings a cargo to an
     offset; `wait` lets compute come after it; `used` notes compute as a reader. `_fill` says how a cargo comes up.
     """
 
-    def __init__(self, rides: Callable[[Region], Sequence[Plane]], lanes: BesideCompute) -> None:
+    def __init__(self, rides: Callable[[Region], Sequence[Plane]], lanes: Lanes) -> None:
         """`rides`: the planes that a region has in a slot beside its weights."""
         self._rides, self._lanes = rides, lanes
         self.brings_masters: Callable[[Region], bool] = lambda _: False

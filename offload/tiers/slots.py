@@ -42,7 +42,6 @@ class Slots(Cargoes):
     ) -> None:
         super().__init__(store.rides, lanes)
         self._store, self._infos, self._device, self._counters = store, infos, device, counters
-        self._lanes: Lanes = lanes
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
         self._gathers = store.sharding.gathers
