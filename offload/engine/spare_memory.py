@@ -16,6 +16,15 @@ from offload.tiers.slots import Slots
 _ALIGNMENT_BYTES = 4096
 
 
+def shared_out(room_bytes: int, slots: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int]:
+    """Return what of the device's room goes to the slots and to the gradient buffer, given the least and the most that
+    each can use, in bytes. A second gradient buffer comes first.
+    """
+    buffer_bytes = buffer[1] if room_bytes >= buffer[1] + slots[0] else buffer[0]
+    slots_bytes = min((room_bytes - buffer_bytes) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, slots[1])
+    return (slots_bytes, buffer_bytes) if slots_bytes > slots[0] else (slots[0], buffer[0])
+
+
 class SpareMemory:
     """After a step that needed no more than the one before it, the room beside everything else goes to a second
     gradient buffer, so that one fills while the other empties, and to the slots, so that units come early and stay.
@@ -52,12 +61,9 @@ class SpareMemory:
         others, budget = (max(found) for found in zip(*told, strict=True))  # the same for all: so are their schedules
         budget = -budget
         settled, self._others = others <= self._others, max(self._others, others)
-        room = budget - self._others
-        least, most = self._buffer_bytes
-        buffer = most if room >= most + self._slots_bytes[0] else least
-        stretch = min((room - buffer) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, self._slots_bytes[1])
-        if settled and stretch > self._slots.capacity_bytes:
-            self._take(stretch, buffer)
+        slots_bytes, buffer_bytes = shared_out(budget - self._others, self._slots_bytes, self._buffer_bytes)
+        if settled and slots_bytes > self._slots.capacity_bytes:
+            self._take(slots_bytes, buffer_bytes)
 
     def give_back(self) -> bool:
         """Go back to the least; False where that is what there is."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offload.engine.spare_memory import shared_out
 from offload.forecast.memory import StepMemory, device_budget
 from offload.forecast.played_step import Call, PlayedPlan, Simulated
 from offload.forecast.shortened import simulate_few
@@ -36,7 +37,6 @@ _MOST_TILES = 4
 """Into which a region is cut here: more tiles change little in time, and much in what it takes to play them."""
 _MOST_PIECES = 4
 """Into which a head is cut here that is made in chunks, for the same reason."""
-_SPARE_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,11 @@ class PlannedStep:
         return self._memory.device_bytes
 
     def _room(self) -> tuple[int, int]:
-        """Return the bytes of slots and of the gradient buffer once the rest was given away: as of `SpareMemory`."""
-        (least_slots, most_slots), (least, most) = self.plan.range(SLOT), self.plan.range(BUFFER)
+        """Return the bytes of slots and of the gradient buffer once the rest was given away."""
+        slots, buffer = self.plan.range(SLOT), self.plan.range(BUFFER)
         if self.budget_bytes is None:
-            return least_slots, least
-        room = self.budget_bytes - (self.device_bytes - least_slots - least)
-        buffer = most if room >= most + least_slots else least
-        stretch = min((room - buffer) // _SPARE_ALIGNMENT * _SPARE_ALIGNMENT, most_slots)
-        return (stretch, buffer) if stretch > least_slots else (least_slots, least)
+            return slots[0], buffer[0]
+        return shared_out(self.budget_bytes - (self.device_bytes - slots[0] - buffer[0]), slots, buffer)
 
     # -- the engine ------------------------------------------------------------------------------------------
 
