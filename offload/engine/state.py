@@ -31,7 +31,7 @@ from offload.engine.units.unit import Unit, put_parameters
 from offload.engine.units.way import Way
 from offload.errors import format_bytes
 from offload.lanes.lane import ThreadLane
-from offload.lanes.opening import open_lanes
+from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.memory import SLOT, WORKSPACE, staging_bytes

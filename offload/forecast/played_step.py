@@ -9,7 +9,6 @@ What is not played: random delays, evaluations, checkpoints, and steps of own lo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -320,10 +319,10 @@ class _PlayedEngine:
         self._saved: dict[int, torch.Tensor] = {}
         self._coming: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
-        self._users: dict[int, list[tuple[Region, ...]]] = {}
+        self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
         for call in calls:
             for region in call.regions:
-                self._users.setdefault(region.index, []).append(call.regions)
+                self._users[region.index].append(call.regions)
         self._number = settings.delay_after
 
     def so_far(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -391,16 +390,7 @@ class _PlayedEngine:
         return work
 
     def _order(self) -> Callable[[Region], float]:
-        """As of `Method._order`."""
-        first = self._executor.first_uses()
-
-        def rank(region: Region) -> float:
-            if self._slots.is_resident(region):
-                return -1
-            users = self._users.get(region.index, ())
-            return min((first.get(self._slots.cargo_of(regions), math.inf) for regions in users), default=math.inf)
-
-        return rank
+        return self._executor.order(lambda region: self._users[region.index])
 
     def _go_on(self, wraps: bool) -> None:
         """As of `Method._go_on`."""

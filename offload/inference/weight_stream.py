@@ -25,7 +25,7 @@ from offload.accelerators import Accelerator
 from offload.engine.units.find import Place, describe_parameters, find_units
 from offload.engine.units.unit import put_parameters
 from offload.hf.sources import Source
-from offload.lanes.opening import open_lanes
+from offload.lanes.streams import open_lanes
 from offload.lanes.ticket import Ticket
 from offload.lanes.waiting import wait_until_done
 from offload.optim.adamw import AdamW

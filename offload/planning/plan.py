@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
-from offload.lanes.opening import overlaps
+from offload.lanes.streams import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles

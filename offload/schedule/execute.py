@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
@@ -102,6 +102,19 @@ class Executor:
         for time, use in enumerate(self._taken):
             found.setdefault(use.cargo, time)
         return found
+
+    def order(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
+        """Return when the next pass will need each region, by the pass that is ending. `users`: the regions of each
+        unit that has a region.
+        """
+        first, slots = self.first_uses(), self._slots
+
+        def rank(region: Region) -> float:
+            if slots.is_resident(region):
+                return -1  # the step begins with it
+            return min((first.get(slots.cargo_of(regions), math.inf) for regions in users(region)), default=math.inf)
+
+        return rank
 
     # -- fetches ---------------------------------------------------------------------------------------------
 

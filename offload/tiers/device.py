@@ -7,7 +7,7 @@ refusals.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -226,6 +226,12 @@ class AcceleratorDevice:
 
 
 Device = CpuDevice | AcceleratorDevice
+
+
+def copy_planes(device: Device, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy each of the targets from the source of its name, between host and device."""
+    for name, target in targets.items():
+        device.copy(target, sources[name])
 
 
 def open_device(accelerator: Accelerator | None, ledger: Ledger, copies_aside: bool) -> Device:

@@ -13,7 +13,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
-from offload.tiers.device import Device
+from offload.tiers.device import Device, copy_planes
 from offload.tiers.store import Store
 
 _SLOT_ALIGNMENT_BYTES = 512
@@ -246,7 +246,7 @@ class Slots(Cargoes):
             targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **rides}.items()}
             num_bytes = sum([target.nbytes for target in targets.values()])
             ticket = self._lanes.h2d.submit(
-                partial(self._copy, targets, lease.planes),
+                partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,
                 fills=fills,
                 name=region.name,
@@ -256,10 +256,6 @@ class Slots(Cargoes):
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
         return self._put_together(region, flat, tickets, is_ahead) if self._gathers else tickets
-
-    def _copy(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        for name, target in targets.items():
-            self._device.copy(target, sources[name])
 
     def _put_together(
         self, region: Region, flat: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool

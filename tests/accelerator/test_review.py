@@ -24,8 +24,7 @@ from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import ActivationOffload, OnHost
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.inference.weight_stream import WeightStream
-from offload.lanes.opening import open_lanes
-from offload.lanes.streams import StreamLanes
+from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.waiting import wait_until_done
 from offload.machine import probe
 from offload.native import kernels, torch_fallback

@@ -13,7 +13,7 @@ import pytest
 from offload.lanes.lane import InlineLane, ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.link import Link
-from offload.lanes.opening import open_lanes, overlaps
+from offload.lanes.streams import open_lanes, overlaps
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.telemetry.timeline import LaneTime, Timeline

@@ -16,7 +16,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
 from offload.telemetry.counters import Counters
-from offload.tiers.device import Device
+from offload.tiers.device import Device, copy_planes
 from offload.tiers.lease import Lease
 from offload.tiers.ring import Ring
 
@@ -133,7 +133,7 @@ class OnDevice:
 
         up_bytes = sum(flat.nbytes for flat in there.values())
         up = self._lanes.update_up.submit(
-            partial(self._copy, here, there),
+            partial(copy_planes, self._device, here, there),
             reads=(*tile.fence.before_read(), *tile.lease.reads, *self._begun),
             fills=stretch.fills,
             name=tile.name,
@@ -150,7 +150,7 @@ class OnDevice:
         stretch.fence.fill(updated)
         down_bytes = sum(flat.nbytes for flat in changed.values())
         down = self._lanes.update_down.submit(
-            partial(self._copy, changed, here),
+            partial(copy_planes, self._device, changed, here),
             reads=stretch.fence.before_read(),
             fills=tile.lease.fills,
             name=tile.name,
@@ -162,10 +162,6 @@ class OnDevice:
         self._counters.h2d_bytes += up_bytes
         self._counters.d2h_bytes += down_bytes
         return down
-
-    def _copy(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        for name, target in targets.items():
-            self._device.copy(target, sources[name])
 
     @staticmethod
     def _run(tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: _Counts) -> None:

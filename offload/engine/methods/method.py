@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
@@ -67,14 +66,7 @@ class Method(ABC):
     def _order(self) -> Callable[[Region], float]:
         """Return when the next step will need each region, by the pass that is ending."""
         state = self._state
-        first = state.executor.first_uses()
-
-        def rank(region: Region) -> float:
-            if state.slots.is_resident(region):
-                return -1  # the step begins with it
-            return min(first.get(state.slots.cargo_of(unit.regions), math.inf) for unit in state.users[region.index])
-
-        return rank
+        return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
 
     def _go_on(self, is_batch: bool) -> None:
         """It is known how all is updated: begin to bring up the weights of the next step. `is_batch`: of which the

@@ -10,7 +10,7 @@ import torch
 from offload.engine.gradients.updates import Updates, Work
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
-from offload.tiers.device import Device
+from offload.tiers.device import Device, copy_planes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -58,7 +58,7 @@ class Pending:
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
-                partial(self._copy, lease.planes, planes),
+                partial(copy_planes, self._device, lease.planes, planes),
                 reads=self._lanes.mark(),
                 fills=lease.fills,
                 name=region.name,
@@ -71,10 +71,6 @@ class Pending:
             self._updates.is_updating = False
             self._store.came_down(num_bytes)
         assert not any(region in self._works for region in due), "a cargo came up without its master weights"
-
-    def _copy(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        for name, target in targets.items():
-            self._device.copy(target, sources[name])
 
     def check(self) -> None:
         """The passes of a step are over: refuse weights that are no longer finite, as far as the device alone knew."""
