@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from offload.config.sections import OptimizerSection
-from offload.distributed.comm import Comm
-from offload.distributed.imagined import ImaginedRanks
+from offload.distributed.comm import Comm, ImaginedRanks
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,23 +24,21 @@ class Caches:
 
     def turn_off(self) -> None:
         """Say that there are none."""
-        for config, _ in self._given:
-            config.use_cache = False
+        _say((config, False) for config, _ in self._given)
 
     def restore(self) -> None:
         """Say what was said before."""
-        for config, used in self._given:
-            config.use_cache = used
+        _say(self._given)
 
     @contextmanager
     def as_given(self, undo: Undo) -> Iterator[None]:
         """Within, the model's configuration is as it was given."""
         now = [(config, config.use_cache) for config, _ in self._given]
-
-        def restore() -> None:
-            for config, value in now:
-                config.use_cache = value
-
-        with undo.afterwards(restore):
+        with undo.afterwards(lambda: _say(now)):
             self.restore()
             yield
+
+
+def _say(uses: Iterable[tuple[Any, Any]]) -> None:
+    for config, used in uses:
+        config.use_cache = used

@@ -15,6 +15,7 @@ from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.update_place import InPlace, OnDevice
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
@@ -34,7 +35,7 @@ from offload.lanes.lane import ThreadLane
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
-from offload.planning.memory import SLOT, WORKSPACE, staging_bytes
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS, SLOT, WORKSPACE, staging_bytes
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -113,7 +114,15 @@ class EngineState:
             debug=debug,
         )
         self.gradients = GradientFlow(
-            self.store, infos, self.device, self.lanes, counters, plan, settings, self._stage(self._staged)
+            self.store,
+            infos,
+            self.device,
+            self.lanes,
+            counters,
+            settings,
+            self._stage(self._staged),
+            {name: plan.of("device", name).num_bytes for name in (BUFFER, SHARDS, SCRATCH)},
+            Measures(self.store, infos, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
-from offload.distributed.imagined import ImaginedRanks
+from offload.distributed.comm import ImaginedRanks
 from offload.engine.assemble import Prepared, prepare
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure

@@ -1,8 +1,8 @@
 """What a training step takes, played before it is made: the engine's own parts over lanes in counted time.
 
-The `Executor`, `Slots`, `Store`, `Nvme`, `Landing`, `Updates`, `Pending` and `ActivationOffload` here are those of an
-engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link; their memory is
-mapped and never touched. Here stands only in what order a method of training calls them.
+The `Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `Pending` and `ActivationOffload` here are those of
+an engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link; their memory
+is mapped, and nobody touches it but for padding. Here stands only in what order a method of training calls them.
 
 What is not played: random delays, evaluations, checkpoints, and steps of own loops that add several backwards up.
 """
@@ -16,18 +16,17 @@ from typing import Any
 
 import torch
 
-from offload.distributed.imagined import ImaginedRanks
-from offload.engine.gradients.landing import Landing
+from offload.distributed.comm import ImaginedRanks
+from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import BringDown, Measures
-from offload.engine.gradients.reduction import Reduction
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
 from offload.engine.gradients.updates import Updates, Work
 from offload.engine.methods.pending import Pending
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.lanes.played import PlayedLanes, Seconds
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Ticket
 from offload.layout.regions import DiskLayout, Region
-from offload.planning.memory import BUFFER
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
@@ -35,7 +34,6 @@ from offload.tiers.device import CpuDevice
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme, Stripes
-from offload.tiers.ring import Ring, Stretch
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store, Tile
 
@@ -185,71 +183,6 @@ class _PlayedMeasures(Measures):
         """Ranks exchange a few numbers."""
 
 
-class _PlayedFlow:
-    """Gradients on their way from a backward to their landing, in the engine's buffer."""
-
-    accumulates = False
-
-    def __init__(self, plan: PlayedPlan, store: Store, device: CpuDevice, lanes: PlayedLanes) -> None:
-        self._plan, self._store, self._lanes = plan, store, lanes
-        self.opens: Callable[[], None] | None = None
-        limit = plan.settings.max_grad_norm or 1.0
-        self.measures = _PlayedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0)
-        self._buffer = Ring(device.allocate(BUFFER, plan.buffer_bytes), BUFFER)
-        counters, reduction = Counters(), None
-        if store.comm.size > 1:
-            shards, scratch = device.allocate("shards", plan.shard_bytes), torch.empty(0, dtype=torch.uint8)
-            reduction = Reduction(store, self.measures, lanes, counters, shards=shards, scratch=scratch, debug=False)
-        staging = device.allocate("staging", plan.staging_bytes)
-        self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=False)
-        lasting = [region for region in plan.regions if region.trainable and region.index in plan.lasting]
-        self._lasting = {region: device.allocate("lasting", 4 * region.numel).view(torch.float32) for region in lasting}
-
-    def begin_step(self) -> None:
-        """Forget the last step's gradients."""
-        self.landing.begin_step()
-        self._buffer.reset()
-
-    def open(self, regions: Sequence[Region]) -> Stretch | None:
-        """As of `GradientFlow.open`: compute may write the gradients of a unit."""
-        opens, self.opens = self.opens, None
-        if opens is not None:
-            opens()
-        passing = self._passing(regions)
-        if not passing:
-            return None
-        stretch = self._buffer.take(sum(region.numel * self._dtype(region).itemsize for region in passing))
-        assert stretch is not None, "the buffer was planned for the largest unit"
-        self._lanes.compute_after((), fills=stretch.fills)
-        return stretch
-
-    def close(self, regions: Sequence[Region], stretch: Stretch | None) -> None:
-        """As of `GradientFlow.close`: the gradients of a unit land."""
-        if stretch is None:
-            return
-        end = 0
-        for region in self._passing(regions):
-            dtype = self._dtype(region)
-            begin, end = end, end + region.numel * dtype.itemsize
-            self.landing.land(region, stretch.flat[begin:end].view(dtype), stretch.fence)
-        stretch.is_open = False
-
-    def land_rest(self) -> None:
-        """The backward is over: land what lasted."""
-        for region, flat in self._lasting.items():
-            self.landing.land(region, flat, Fence("lasting gradients"), is_final=True)
-
-    def finish(self) -> None:
-        """Wait until all has landed."""
-        self.landing.finish()
-
-    def _passing(self, regions: Sequence[Region]) -> list[Region]:
-        return [region for region in regions if region.trainable and region not in self._lasting]
-
-    def _dtype(self, region: Region) -> torch.dtype:
-        return torch.bfloat16 if region.is_bf16 and not self._plan.wide else torch.float32
-
-
 class _Place:
     """Where updates run, of which each tile costs the host something."""
 
@@ -296,10 +229,22 @@ class _PlayedEngine:
         self._slots = Slots(
             self._store, (), device, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
         )
-        flow = self._flow = _PlayedFlow(plan, self._store, device, lanes)
-        self._executor = Executor(
-            self._slots, plan.lookahead, plan.most, lands_late=lambda region: region.index in plan.lasting
+        limit = settings.max_grad_norm or 1.0
+        flow = self._flow = GradientFlow(
+            self._store,
+            (),
+            device,
+            lanes,
+            self._counters,
+            settings,
+            device.allocate("staging", plan.staging_bytes),
+            {BUFFER: plan.buffer_bytes, SHARDS: plan.shard_bytes, SCRATCH: 0},
+            _PlayedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0),
         )
+        for region in plan.regions:
+            if region.index in plan.lasting:
+                flow.make_lasting(region)
+        self._executor = Executor(self._slots, plan.lookahead, plan.most, lands_late=flow.lasts)
         place: InPlace | OnDevice = InPlace(self._store.updating, device, nullcontext)
         if plan.update_ring_bytes:
             ring = device.allocate("update ring", plan.update_ring_bytes)
@@ -364,6 +309,7 @@ class _PlayedEngine:
 
     def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
+        self._flow.is_wide = self._plan.wide
         self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
@@ -418,11 +364,11 @@ class _PlayedEngine:
     def _backward(self, number: int, call: Call) -> None:
         if call.regions:
             self._executor.enter(call.regions, True)
-        stretch = self._flow.open(call.regions)
+        self._flow.open(call.regions)
         for part in range(call.num_parts):
             self._bring_back(number, part)
             self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
-        self._flow.close(call.regions, stretch)
+        self._flow.close(call.regions)
         if call.regions:
             self._executor.leave(call.regions, self._lanes.mark())
 

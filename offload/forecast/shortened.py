@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def _shortened(
     chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in left]
     used = {region.index for call in chosen for region in call.regions}
     gone = {region.index for call in calls for region in call.regions} - used
-    regions = [region for region in plan.regions if region.index not in gone]
+    regions = tuple(region for region in plan.regions if region.index not in gone)
 
     def streaming(its: Sequence[Call]) -> int:
         return sum({r.index: r.weight_bytes for c in its for r in c.regions if r.index not in plan.resident}.values())
@@ -90,22 +90,7 @@ def _shortened(
     window = min(size, _WINDOW * largest, after)
     if size < before and before > window:
         size = window + (size - window) * (after - window) // (before - window)
-    return _renumbered(chosen, replace(plan, regions=tuple(regions), capacity_bytes=max(size, largest)))
-
-
-def _renumbered(calls: Sequence[Call], plan: PlayedPlan) -> tuple[list[Call], PlayedPlan]:
-    """Give the regions that are left the numbers of their places."""
-    new = {region.index: replace(region, index=number) for number, region in enumerate(plan.regions)}
-
-    def chosen(indices: Iterable[int]) -> frozenset[int]:
-        return frozenset(new[index].index for index in indices if index in new)
-
-    on_disk = {new[index].index: planes for index, planes in plan.layout.planes.items() if index in new}
-    layout = replace(plan.layout, planes=on_disk, staying=chosen(plan.layout.staying))
-    moved = [replace(call, regions=tuple(new[region.index] for region in call.regions)) for call in calls]
-    return moved, replace(
-        plan, regions=tuple(new.values()), layout=layout, resident=chosen(plan.resident), lasting=chosen(plan.lasting)
-    )
+    return chosen, replace(plan, regions=regions, capacity_bytes=max(size, largest))
 
 
 @contextmanager

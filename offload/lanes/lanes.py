@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offload.lanes.lane import InlineLane, Lane, ThreadLane
-from offload.lanes.link import Link
+from offload.lanes.lane import InlineLane, Lane, Link, ThreadLane
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
 from offload.lanes.waiting import wait_until_done
@@ -78,7 +77,8 @@ class Lanes:
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
-        self.here, self.here_together = Here(self), Here(self)
+        self.here: Lane = Here(self)
+        self.here_together: Lane = Here(self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))  # a failure's way

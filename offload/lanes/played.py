@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.lanes.lane import Lane
-from offload.lanes.lanes import Here, Lanes
+from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES
 from offload.lanes.ticket import Ticket
 
@@ -153,7 +153,7 @@ class PlayedLanes(Lanes):
         self._last: Sequence[Ticket] = ()
         super().__init__(overlap=not inline, throttle={})
         self._compute = PlayedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
-        self.here, self.here_together = self._here("here"), self._here("collective")
+        self.here, self.here_together = self._inline("here"), self._inline("collective")
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
@@ -162,10 +162,6 @@ class PlayedLanes(Lanes):
 
     def _inline(self, name: str) -> Lane:
         return _ByCompute(name, self, self._seconds.get(name, lambda _: 0.0))
-
-    def _here(self, link: str) -> Here:
-        made: Here = _ByCompute(COMPUTE, self, self._seconds.get(link, lambda _: 0.0))  # type: ignore[assignment]
-        return made
 
     def _open_returning(self) -> Lane:
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # which overtakes on a CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from offload.machine.bounds import find_bounds
 from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware
 from offload.machine.limits import integrated_note, least, lockable_bytes, memory_limits, node_bytes
-from offload.machine.nvml import nvml_gpus
 from offload.machine.probe import probe
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
@@ -114,3 +114,40 @@ def _pages(num_bytes: int) -> Any:
     import torch
 
     return Arena(num_bytes).take(num_bytes, torch.uint8)
+
+
+def nvml_gpus() -> list[dict[str, Any]]:
+    """Return what there is to tell of each GPU as plain data; nothing without the library, or its driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_describe(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _describe(nvml: Any, index: int) -> dict[str, Any]:
+    """Return what one GPU tells; kinds differ in what they have."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = nvml.nvmlDeviceGetName(handle)
+    found: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
+    asked = {
+        "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # the current one is lower while nothing moves
+        "pcie_lanes": nvml.nvmlDeviceGetCurrPcieLinkWidth,
+        "pcie_most_lanes": nvml.nvmlDeviceGetMaxPcieLinkWidth,
+        "power_limit_watts": lambda one: nvml.nvmlDeviceGetEnforcedPowerLimit(one) / 1000,
+        "num_processes": lambda one: len(nvml.nvmlDeviceGetComputeRunningProcesses(one)),
+    }
+    for key, ask in asked.items():
+        with suppress(nvml.NVMLError):
+            found[key] = ask(handle)
+    return found

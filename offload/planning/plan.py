@@ -13,13 +13,13 @@ from offload.lanes.streams import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
-from offload.planning.host import check_host
 from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
     bytes_on,
     check_budgets,
+    check_host,
     plan_memory,
     resident_regions,
     slot_bytes,

@@ -169,7 +169,7 @@ class Slots(Cargoes):
         """Bring the resident regions up again, after an update; counted for the next step."""
         chosen = None if regions is None else {region.index for region in regions}
         for index, fence in self._staying.items():
-            region = self._store.states[index].region
+            region = self._store.region(index)
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
                 fence.fill(*self._bring_up(region, self._flats[index], fence.before_fill(), is_ahead=True))
 
@@ -181,7 +181,7 @@ class Slots(Cargoes):
     def restore(self, versions: Mapping[int, int]) -> None:
         """Bring up again what of the resident regions was written to since then, or is resident since then."""
         now = self.versions()
-        changed = [self._store.states[index].region for index in now if now[index] != versions.get(index)]
+        changed = [self._store.region(index) for index in now if now[index] != versions.get(index)]
         if changed:
             self._lanes.wait(self._lanes.mark())
             self.refresh(changed, always=True)

@@ -232,6 +232,7 @@ class Store:
             self._state(region, {plane.name: made[region, plane.name] for plane in planes})
             for region, planes in wanted.items()
         ]
+        self._by_index = {state.region.index: state for state in self.states}
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():
@@ -294,7 +295,7 @@ class Store:
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         for (region, _), flat in self._allocate("gradients", wanted).items():
-            state, start = self.states[region.index], self.sharding.held(region, "gradients").start
+            state, start = self[region], self.sharding.held(region, "gradients").start
             own = self.sharding.own(region)
             # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
             state.gradients = flat[own.start - start : own.stop - start]
@@ -342,7 +343,11 @@ class Store:
         }
 
     def __getitem__(self, region: Region) -> RegionState:
-        return self.states[region.index]
+        return self._by_index[region.index]
+
+    def region(self, index: int) -> Region:
+        """Return a region by its index."""
+        return self._by_index[index].region
 
     @property
     def pinned_bytes(self) -> int:
@@ -355,7 +360,7 @@ class Store:
         `dtype`, any float one. Collective with `source`: that rank's alone is asked.
         """
         region, position = self._home[parameter]
-        state, info = self.states[region], self._infos[parameter]
+        state, info = self._by_index[region], self._infos[parameter]
         is_shared = source is not None and self.comm.size > 1
         for begin in range(0, info.numel, _PIECE):
             end = min(begin + _PIECE, info.numel)
@@ -401,7 +406,7 @@ class Store:
         of what the device uses (bf16, or fp32). Collective.
         """
         region, _ = self._home[parameter]
-        dtype = self.states[region].region.plane("weights").dtype if travelling else torch.float32
+        dtype = self._by_index[region].region.plane("weights").dtype if travelling else torch.float32
         found = torch.empty(end - begin, dtype=dtype)
         for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
             weights = planes["weights"][mine].cpu()
@@ -413,7 +418,7 @@ class Store:
         this rank has to hold all of its weights.
         """
         region, position = self._home[parameter]
-        state, info = self.states[region], self._infos[parameter]
+        state, info = self._by_index[region], self._infos[parameter]
         found = torch.empty(info.numel, dtype=state.region.plane("weights").dtype)
         for tiles in (state.tiles, *state.others.values()):
             for planes, mine, its in self._opened(state, position, tiles, MASTER[:1], 0, info.numel, changes=False):
@@ -425,7 +430,7 @@ class Store:
         others have.
         """
         region, position = self._home[parameter]
-        state, what = self.states[region], f"weights of {self._infos[parameter].name}"
+        state, what = self._by_index[region], f"weights of {self._infos[parameter].name}"
         if self.sharding.num_ranges > 1:
             start = state.span(position).start + begin
             for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
@@ -442,7 +447,7 @@ class Store:
         `changes`, to write.
         """
         region, position = self._home[parameter]
-        state, end = self.states[region], self._infos[parameter].numel if end is None else end
+        state, end = self._by_index[region], self._infos[parameter].numel if end is None else end
         return self._opened(state, position, state.tiles, names, begin, end, changes)
 
     def _opened(
@@ -506,6 +511,7 @@ class Store:
     def close(self) -> None:
         """Let go of the planes."""
         self.states.clear()
+        self._by_index.clear()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()

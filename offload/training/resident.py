@@ -17,8 +17,8 @@ from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
 from offload.native import kernels
-from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
+from offload.optim.update import clip_coefficient, total_norm
 from offload.training.objectives import Batch
 
 Part = tuple[Batch, float]

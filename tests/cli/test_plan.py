@@ -152,7 +152,8 @@ def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path
     code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", stage)
     assert code == 0
     rates = Hardware.read("rtx-4090").rates
-    assert found["nvme_written_bytes_per_step"] <= rates.nvme_write_bytes_per_s * found["step_seconds"]
+    most_bytes = rates.nvme_write_bytes_per_s * found["step_seconds"]
+    assert found["nvme_written_bytes_per_step"] <= most_bytes * (1 + 1e-9)
 
 
 def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

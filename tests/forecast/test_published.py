@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.distributed.imagined import ImaginedRanks
+from offload.distributed.comm import ImaginedRanks
 from offload.engine.assemble import prepare
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate

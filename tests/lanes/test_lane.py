@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lane import InlineLane, ThreadLane
+from offload.lanes.lane import InlineLane, Link, ThreadLane
 from offload.lanes.lanes import Lanes
-from offload.lanes.link import Link
 from offload.lanes.streams import open_lanes, overlaps
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket

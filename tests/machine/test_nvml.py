@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.machine.nvml import nvml_gpus
+from offload.machine.diagnosis import nvml_gpus
 
 
 class PlayedError(Exception):

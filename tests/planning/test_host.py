@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload import AdamW, Engine, MeZO, Placement
 from offload.errors import DoesNotFitError
 from offload.machine import limits
-from offload.planning.host import check_host
-from offload.planning.memory import Allocation
+from offload.planning.memory import Allocation, check_host
 from tests import forks
 from tests.engine.device import cpu_only
 from tests.machine.groups import real_group, second_version

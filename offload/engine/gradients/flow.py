@@ -8,7 +8,7 @@ waits in an fp32 buffer on the device and lands when the backward is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,6 @@ from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
-from offload.planning.plan import Plan
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
@@ -51,11 +50,14 @@ class GradientFlow:
         device: Device,
         lanes: Lanes,
         counters: Counters,
-        plan: Plan,
         settings: Settings,
         staging: torch.Tensor,
+        sizes: Mapping[str, int],
+        measures: Measures,
     ) -> None:
-        """`staging`: memory beside the states, through which what comes down passes."""
+        """`staging`: memory beside the states, through which what comes down passes. `sizes`: bytes of the device's
+        buffers, by the names that the plan has for them.
+        """
         self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
         self._exist = settings.optimizer.has_gradients
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
@@ -64,7 +66,7 @@ class GradientFlow:
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
         self.opens: Callable[[], None] | None = None
-        self._buffer = Ring(device.allocate(BUFFER, plan.of("device", BUFFER).num_bytes), BUFFER)
+        self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # of these, what is not for good
         self._places = {
@@ -73,7 +75,7 @@ class GradientFlow:
             for position, index in enumerate(state.region.parameters)
         }
         self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
-        self.measures = Measures(store, infos, device, lanes)
+        self.measures = measures
         reduction = None
         if store.comm.size > 1:
             reduction = Reduction(
@@ -81,8 +83,8 @@ class GradientFlow:
                 self.measures,
                 lanes,
                 counters,
-                shards=device.allocate(SHARDS, plan.of("device", SHARDS).num_bytes),
-                scratch=device.allocate(SCRATCH, plan.of("device", SCRATCH).num_bytes),
+                shards=device.allocate(SHARDS, sizes[SHARDS]),
+                scratch=device.allocate(SCRATCH, sizes[SCRATCH]),
                 debug=debug,
             )
         self.landing = Landing(store, self.measures, reduction, device, lanes, counters, staging, debug=debug)
@@ -281,6 +283,6 @@ class GradientFlow:
         if self.is_over:
             return
         for index, flat in self._lasting.items():
-            region = self._store.states[index].region
+            region = self._store.region(index)
             if self.landing.lands(region):
                 self.landing.land(region, flat, Fence("lasting gradients"), is_final=True)

@@ -120,7 +120,7 @@ class Measures:
             )
             self._shares.clear()
         for index in list(self._pending):
-            self.measured(self._store.states[index].region)
+            self.measured(self._store.region(index))
 
     def _brought_down(self, values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Return values on the host, there once the lane has done its present work."""

@@ -19,9 +19,8 @@ from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
-from offload.optim.clip import clip_coefficient, total_norm
 from offload.optim.rule import UpdateRule
-from offload.optim.update import update_tile
+from offload.optim.update import clip_coefficient, total_norm, update_tile
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store, Tile
