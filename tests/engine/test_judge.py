@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from offload import SGD, Engine, MeZO
+from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.methods import side_by_side
-from offload.engine.units import call, unit
+from offload.engine.units import arguments, call, unit
 from offload.engine.units.call import Call, Surroundings, UnitFunction
 from offload.engine.units.condition import Condition
 from offload.engine.units.traits import BatchAxis, UnitTraits
@@ -174,6 +176,26 @@ class Collects(Stack):
         return self.head(h) * sum(self.norms)
 
 
+class Appends(Block):
+    """Puts a loss of its own into a list among its arguments."""
+
+    def forward(self, h: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+        h = super().forward(h)
+        losses.append(h.square().mean())
+        return h
+
+
+class AppendsToItsArgument(Stack):
+    def __init__(self) -> None:
+        super().__init__(Appends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, losses = self.embedding(x), list[Tensor]()
+        for block in self.blocks:
+            h = block(h, losses)
+        return self.head(h) * (1.0 + 0.01 * sum(losses))
+
+
 class Normalises(Block):
     """Makes its weight anew in a hook, as torch's older spectral_norm does."""
 
@@ -216,6 +238,12 @@ def test_notes_that_passes_would_share_are_found(monkeypatch: pytest.MonkeyPatch
     assert "one after the other" in verdict(build(Collects), optimizer=MeZO(lr=1e-3))
 
 
+def test_what_units_put_into_lists_and_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not verdict(build(AppendsToItsArgument))
+    monkeypatch.setattr(arguments, "_changes", lambda *_: [])
+    assert re.search(r"not that of the model: (the loss is|result)", verdict(build(AppendsToItsArgument)))
+
+
 def test_a_gradient_that_plain_pytorch_does_not_make_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict(build(Freezes))
     assert not found or "blocks.0.up.weight" in found
@@ -238,7 +266,13 @@ def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
     assert "graphs are kept" in found
 
 
-def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_were() -> None:
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_were(
+    is_mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards of trials leave what is outside of the model alone, and else it is put back with all that they met."""
+    if not is_mended:
+        monkeypatch.setattr(GradientFlow, "lands_nowhere", False)
     temperature, seen = nn.Parameter(torch.ones(())), []
 
     def loss_fn(outputs: Any, batch: Any) -> Tensor:
