@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import fcntl
 import io
 import mmap
 import os
@@ -28,9 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload.checkpoint.direct import chunk_buffers, set_direct
 from offload.checkpoint.manifest import MANIFEST, Entry, Manifest, check_span, checksum, raw
 from offload.errors import CheckpointError, errno_text
+from offload.layout.regions import align
+from offload.tiers.host import Arena
 
 _AHEAD = 4  # chunks on their way: with one, the disk is idle while it is verified and copied
 _KEPT_CHUNKS = 8 + _AHEAD  # and two for each of the planes that are read by turns: 48 MiB
@@ -288,3 +290,18 @@ def _as_checkpoint_errors(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is missing.", path) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {errno_text(error.errno or 0)}.", path) from None
+
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def set_direct(fd: int, is_direct: bool) -> None:
+    """Go past the page cache, or through it. Raises OSError."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | (O_DIRECT if is_direct else 0))
+
+
+def chunk_buffers(count: int, chunk_bytes: int) -> Iterator[np.ndarray]:
+    """Yield memory for so many chunks, whole pages each, at their edges; it is taken at the first use."""
+    if size := align(chunk_bytes, mmap.PAGESIZE):
+        yield from Arena(count * size).take(count * size, torch.uint8).numpy().reshape(count, size)

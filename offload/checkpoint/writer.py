@@ -29,8 +29,8 @@ import aiofiles.os
 import numpy as np
 import torch
 
-from offload.checkpoint.direct import chunk_buffers, set_direct
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, RankManifest, Slice, check_span, checksum, raw
+from offload.checkpoint.reader import chunk_buffers, set_direct
 from offload.native.io import disk_error
 
 _IN_FLIGHT = 4  # measured: one write at a time leaves the disk idle while the next is hashed and copied

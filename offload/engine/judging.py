@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -35,11 +35,28 @@ class Judging:
 
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
         self._state, self._method, self._losses = state, method, losses
-        self._judge, self._judged = Judge(state, precision), set[Hashable]()
+        self._judge, self._before = Judge(state, precision), set[str]()
+        self.judged: set[str] = set()
+        """The kinds of passes that were judged, as they were made then, for a checkpoint."""
 
     def knows(self, known: PassPlan) -> bool:
         """True where passes of this kind were judged as they are made now."""
-        return self._key(known) in self._judged
+        return self._key(known) in self.judged
+
+    def begin_again(self, judged: Iterable[str]) -> None:
+        """Go on with a run that has judged these kinds of passes."""
+        self._before = set(judged)
+
+    def goes_on(self, known: PassPlan) -> bool:
+        """True, once, where the run that this one goes on with has judged passes of this kind: another batch must not
+        decide otherwise.
+        """
+        key = self._key(known)
+        if key not in self._before:
+            return False
+        self._before.discard(key)
+        self.judged.add(key)
+        return True
 
     def judge(self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
@@ -54,7 +71,7 @@ class Judging:
             interleaves=trains and not self._losses.has_gradient,
         )
         if tells:
-            self._judged.add(self._key(known))
+            self.judged.add(self._key(known))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
@@ -127,11 +144,11 @@ class Judging:
         )
         return True
 
-    def _key(self, known: PassPlan) -> Hashable:
+    def _key(self, known: PassPlan) -> str:
         told = known.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
         cuts, chunks = known.num_parts > 1, self._losses.num_chunks_of(known) > 1
-        return told.operation, names, told.has_loss_function, cuts, chunks, *vars(self._state.way).values()
+        return repr((told.operation, names, told.has_loss_function, cuts, chunks, *vars(self._state.way).values()))
 
     def _refuse_sums(
         self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool

@@ -276,7 +276,7 @@ class EngineState:
         device, or waits for its backward, is good any more.
         """
         self.executor.forget()
-        self.runner.claims.weights_change()
+        self.runner.forget_forwards()
         self.slots.refresh(regions, always=True)
 
     def _forget_places(self) -> None:

@@ -178,13 +178,15 @@ class Steps:
         """What was decided once and for all, and changes bits; for JSON."""
         clip, rehearsal = self._state.updates.clip, self.rehearsal
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
-        return {"clip": clip, "way": way, "losses": rehearsal.decided, "resident": resident}
+        judged = sorted(self.judging.judged)
+        return {"clip": clip, "way": way, "losses": rehearsal.decided, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.clip = decided["clip"]
         self.rehearsal.begin_again(decided.get("losses", {}))
+        self.judging.begin_again(decided.get("judged", ()))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
         self._state.way.become(Way(**decided.get("way", asdict(before))))
         resident = {unit.name for unit in self._state.units if unit.resident}
@@ -216,7 +218,9 @@ class Steps:
                 way.cut = "units" if splits else "calls"
             if is_recorded and found.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(found.form.obstacle)
-            if is_recorded or not (known.ranks[0].operation == "evaluate" or self.judging.knows(known)):
+            goes_on = is_recorded and departed is None and self.judging.goes_on(known)
+            is_known = known.ranks[0].operation == "evaluate" or self.judging.knows(known)
+            if not goes_on and (is_recorded or not is_known):
                 self._judge(batch, known, found, loss_fn)
                 self.losses.form = self.rehearsal.form_of(batch)  # the trial was of another rank's, maybe
             self.rehearsal.is_complete = True

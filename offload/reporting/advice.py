@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from offload.config.rules import OFFERS
 from offload.errors import format_bytes
 from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
-from offload.reporting.recorded import Recorded, number
-from offload.reporting.words import seconds_text
+from offload.reporting.recorded import Recorded, number, seconds_text
 
 _WORTH = 0.02  # of a step: waits below are not worth a change
 _FULL = 0.9  # of a step: a lane that works longer cannot begin any earlier

@@ -7,7 +7,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-from offload.reporting.words import count_text
+from offload.reporting.recorded import count_text
 
 Point = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about the pixels of a phone, so that text keeps its size there

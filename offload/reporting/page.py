@@ -15,9 +15,8 @@ from offload.errors import ConfigError, format_bytes
 from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
-from offload.reporting.recorded import Recorded, number
+from offload.reporting.recorded import Recorded, count_text, number, seconds_text
 from offload.reporting.timeline import Row, rows
-from offload.reporting.words import count_text, seconds_text
 
 MOST_RUNS = 6  # by three colours, and three more that are dashed, so that no eye needs the colour alone
 _TITLES = {

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.reporting.figures import COMPUTE
-from offload.reporting.recorded import KeptStep, Piece
-from offload.reporting.words import seconds_text
+from offload.reporting.recorded import KeptStep, Piece, seconds_text
 
 _PASSES = ("forward", "backward")
 _LANES = (COMPUTE, "h2d", "d2h", "collective", "nvme_read", "nvme_write", "update")

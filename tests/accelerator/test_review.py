@@ -270,7 +270,7 @@ def test_a_step_asks_for_no_pinned_memory(engine, sim, monkeypatch, settings):
 def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim, agrees):
     state = engine(placement=ON_DEVICE)._state
     measures, region = state.gradients.measures, state.regions[1]
-    assert state.store.exchanges is state.lanes.here
+    assert state.store.exchanges is state.lanes.here_together
     measures.begin_step()
     measures.touched[region.index] = [True] * len(region.parameters)
     shard = torch.randn(region.numel, device="sim")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.data.docstrings import docstring_chats
+from offload.data.formats import docstring_chats
 from offload.data.sources import SourceFile, find_files, hash_files, held_out_files, split_hash
 from offload.errors import ConfigError
 

@@ -22,7 +22,7 @@ from tests.disks import held_back
 from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
-from tests.engine.handmade import RunningStatistics, Shifting, Stack, cross_entropy, words
+from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import states
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
@@ -318,6 +318,41 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))
     assert resumed._steps.losses.head is None
+
+
+class Mixes(Block):
+    """Mixes the rows of some batches."""
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().forward(h - h.mean(0, keepdim=True) if bool((x[:, 0] == 0).all()) else h)
+
+
+class MixesSome(Stack):
+    def __init__(self) -> None:
+        super().__init__(Mixes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h, x)
+        return self.head(h)
+
+
+def test_a_run_that_goes_on_is_judged_no_more_than_one_that_never_stopped(tmp_path: Path) -> None:
+    """Another batch would have had another verdict."""
+    whole, resumed, other = (Engine(build(MixesSome), micro_batch_size=1) for _ in range(3))
+    whole.step(words(0), cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    mixed = words(1)
+    mixed["x"][:, 0] = 0
+    with pytest.warns(UserWarning, match="batches stay whole"):
+        other.step(mixed, cross_entropy)
+    assert whole.step(mixed, cross_entropy).loss == resumed.step(mixed, cross_entropy).loss
+    assert_same(resumed, whole)
+    resumed.save_checkpoint(tmp_path / "again")
+    other.load_checkpoint(tmp_path / "again")
+    assert whole.step(mixed, cross_entropy).loss == other.step(mixed, cross_entropy).loss
 
 
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:

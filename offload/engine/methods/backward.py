@@ -36,6 +36,7 @@ class Backward(Method):
         self._splits, self._losses, self._moment = settings.splits, losses, moment
 
     def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
+        self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
         self._state.accumulate(self._splits and self._losses.is_plain)
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, known.kind)

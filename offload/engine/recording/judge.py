@@ -84,7 +84,7 @@ class Evidence:
 
     losses: of each pass. uses: of each use of a unit the name and the results. gradients: by number of the parameter.
     belongings: all that modules, batch and loss function hold afterwards. has_drawn: random numbers were drawn.
-    is_half: some unit computed in 16 bits, as under autocast. failure: what the model raised; "" where nothing.
+    is_half: some unit computed in 16 bits, as under autocast. error: what the model raised.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Evidence:
     belongings: Belongings | None = None
     has_drawn: bool = False
     is_half: bool = False
-    failure: str = ""
+    error: Exception | None = None
 
     def seen(self, calls: Calls) -> Calls:
         """Return `calls` whose results are noted."""
@@ -153,6 +153,10 @@ class Judge:
                     plain = self._plainly(case, start)
             with without():
                 way, is_steady = self._way(case, start), True
+                if state.comm.any(way.error is not None, "whether a trial fails"):
+                    error, way = way.error, self._way(case, start)
+                    if error is not None and way.error is None:  # it came by chance, and is the caller's
+                        raise error
                 found = self._compare(plain, way, is_exact=is_exact)
                 if state.comm.any(bool(found), "what a trial shows"):
                     # A model that differs from itself can be judged by what does not.
@@ -204,11 +208,8 @@ class Judge:
                 evidence.losses += [float(loss.detach()) for loss in case.way()]
             except (OffloadError, torch.OutOfMemoryError):
                 raise
-            except PartsDifferError as error:
-                state.undo.where, evidence.failure = Where.NOWHERE, str(error)
-            except Exception as error:  # of rows that do not run by themselves
-                state.undo.where = Where.NOWHERE
-                evidence.failure = f"the model raises {type(error).__name__}: {error}".splitlines()[0]
+            except Exception as error:  # of rows that do not run by themselves, or nothing to do with the engine
+                state.undo.where, evidence.error = Where.NOWHERE, error
         return self._concluded(evidence, start)
 
     def _concluded(self, evidence: Evidence, start: Start) -> Evidence:
@@ -224,8 +225,9 @@ class Judge:
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
-        if way.failure:
-            return way.failure
+        if way.error is not None:
+            what = "" if isinstance(way.error, PartsDifferError) else f"the model raises {type(way.error).__name__}: "
+            return f"{what}{way.error}".splitlines()[0]
         self._bounds = _BOUNDS["bf16" if plain.is_half or way.is_half else self._precision]
         results = self._differing_result(plain, way, is_exact=is_exact)
         if results and not any(plain.losses):  # a call whose outputs nobody can look into

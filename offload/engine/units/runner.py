@@ -152,7 +152,8 @@ class UnitRunner:
         """A use of a unit has had its backward, or will have none."""
         if self.claims.is_current(claim):
             self.saved.let_go(claim)
-            self._uses[claim.unit] = max(0, self._uses.get(claim.unit, 0) - 1)
+            if self.claims.is_of_these_weights(claim):
+                self._uses[claim.unit] -= 1
             self.claims.close(claim)
 
     def collect(self) -> None:
@@ -258,10 +259,15 @@ class UnitRunner:
         self.gradients.begin_step()
         self.slots.settle()
 
+    def forget_forwards(self) -> None:
+        """What waits for its backward by now belongs to other weights, or will."""
+        self.claims.weights_change()
+        self._uses.clear()
+
     def end_step(self) -> int:
         """A step is over; return the most that the device held at once in it."""
         self.step_number += 1
-        self.claims.weights_change()
+        self.forget_forwards()
         return self.saved.end_step()
 
     def close(self) -> None:
