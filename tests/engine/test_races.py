@@ -34,6 +34,7 @@ from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel
 from offload.tiers.ring import Ring
 from offload.tiers.store import Tile
 from tests.engine.compare import same_bits, weights
+from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.inside import stored_plane, stored_weights
@@ -431,6 +432,8 @@ def computing(engine: Engine) -> Iterator[None]:
     lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
     yield
     time.sleep(_chance_s)
+    if own_device().type != "cpu":  # what it was given is in its stream, which a busy machine may not have come to
+        torch.accelerator.current_stream().synchronize()
     with lanes.lock:
         ticket.finish()
     settle(engine)

@@ -95,7 +95,7 @@ class Rehearsal:
         a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows of whole length,
         where a rank has departed from what was recorded: this one, or not (None: none has).
         """
-        signature = self._signature(batch, loss_fn)
+        signature, self._sample_left = self._signature(batch, loss_fn), None
         if not is_new and departed is None:
             return self._found[signature]
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
