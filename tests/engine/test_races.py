@@ -436,6 +436,7 @@ def computing(engine: Engine) -> Iterator[None]:
         torch.accelerator.current_stream().synchronize()
     with lanes.lock:
         ticket.finish()
+    vars(lanes).pop("mark")  # the memory of what comes next may be what compute is still poisoning
     settle(engine)
 
 

@@ -694,7 +694,8 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
         models.build(spec),
         RULES[rule] if rule else None,
         precision=settings.get("precision", "fp32"),
-        max_grad_norm=settings.get("max_grad_norm"),
+        max_grad_norm=settings.get("max_grad_norm", 1.0),
+        seed=settings.get("seed", 0),
         micro_batch_size=None if models.mixes_rows(spec) else rows,  # their batches stay whole
         group=sum_by_layer,
     )
