@@ -500,16 +500,16 @@ def follow(player: Player, op: Op, wanted: Seen, where: str, is_tight: bool, out
 
 def do_counted(player: Player, op: Op) -> Any:
     """Do an op; count the places for faults where one is to come into the next. What failed on a lane that worked ahead
-    comes out in it, and costs that attempt only."""
-    owes, player.owes_fault = player.owes_fault, False
+    comes out in the first op that needs it, and costs that attempt only."""
     try:
         if player.faults is None or not op.get("counted"):
             return player.do(op)
         with player.faults.counting():
             return player.do(op)
     except Told:
-        if not owes:
+        if not player.owes_fault:
             raise
+        player.owes_fault = False
         return do_counted(player, op)
 
 
