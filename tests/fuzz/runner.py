@@ -578,7 +578,7 @@ def fail(player: Player, op: Op, before: Seen, after: Seen, where: str, outcome:
             raise Wrong(f"{where}: refused: {refused}") from refused
     except Exception as error:
         raise Wrong(f"{where}: {type(error).__name__}: {error}\n{_trace(error)}") from error
-    player.owes_fault = op["where"] == "lane" and faults.has_raised
+    player.owes_fault |= op["where"] == "lane" and faults.has_raised
     outcome.notes[f"fault in {op['where']}{'' if faults.has_raised else ', missed'}"] += 1
     try:
         recover(player, of, sound, num_steps, before, after, where, outcome)
