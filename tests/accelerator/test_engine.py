@@ -31,6 +31,7 @@ from offload.tiers.slots import Slots
 from tests.accelerator.control import Control
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
+from tests.engine.inside import parts_of
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
@@ -186,7 +187,7 @@ def some_stay(**settings: Any) -> Engine:
     """Return an engine with room for some moments on its device."""
     placement = Placement("cpu", "auto", device_memory="1400KiB")
     engine = Engine(build(deep), placement=placement, device="sim", update="device", **settings)
-    stays = [bool(engine._state.store[region].stays) for region in engine._state.regions]
+    stays = [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
     assert any(stays)
     assert not all(stays)
     return engine
@@ -211,17 +212,17 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
     with some_stay(max_grad_norm=None) as engine:
         engine.step(words(0))
         engine.finish()
-        updates, store = engine._state.updates, engine._state.store
+        updates, store = parts_of(engine).updates, parts_of(engine).store
         state = next(state for state in store.states if state.stays)
         if broken:
-            monkeypatch.setattr(engine._state.lanes, "mark", lambda: ())
+            monkeypatch.setattr(parts_of(engine).lanes, "mark", lambda: ())
         gradients = torch.ones(state.region.numel)
         with sim.held(torch.accelerator.current_stream()):
             state.planes["exp_avg_sq"].fill_(0.0)
             updates._place.begin_step()
             updates._submit(Landed(state.region, gradients, Fence("gradients")), [True] * len(state.region.parameters))
             time.sleep(0.2 if broken else 0.02)
-        engine._state.lanes.finish()
+        parts_of(engine).lanes.finish()
         assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)
 
 
@@ -448,14 +449,14 @@ def test_memory_that_a_copy_fills_is_nobody_elses_before(
     engine = Engine(build(llama), device="sim")
     engine.step(words(0))
     engine.finish()
-    slots, lane = engine._state.slots, engine._state.lanes.h2d
+    slots, lane = parts_of(engine).slots, parts_of(engine).lanes.h2d
     cargo = next(number for number, regions in enumerate(slots.cargoes) if regions)
     if broken:
         memory_is_freed_at_once(monkeypatch)
     size = slots.capacity_bytes
-    engine._state._forget_places()
+    parts_of(engine)._forget_places()
     slots.resize(size)
-    engine._state.lanes.finish()
+    parts_of(engine).lanes.finish()
     with sim.held(lane._stream):  # type: ignore[attr-defined]
         slots.fetch(cargo, 0)
         lane.finish()

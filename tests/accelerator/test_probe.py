@@ -15,6 +15,7 @@ from offload.errors import DoesNotFitError
 from offload.machine import limits
 from offload.machine.probe import Sizes, probe
 from tests.accelerator.control import Control, Cost
+from tests.engine.inside import parts_of
 from tests.machine.groups import second_version
 
 pytestmark = pytest.mark.accelerator
@@ -71,4 +72,4 @@ def test_an_integrated_device_s_memory_is_the_host_s(
     second_version(tmp_path, {"/": (on_host + (8 << 20), 0, 0)})
     with open_engine() as engine:
         given = 4 * sum(parameter.numel() for _, parameter in engine.named_parameters())
-        assert engine._state.device.ledger.budget_bytes == int(0.9 * ((8 << 20) + given))
+        assert parts_of(engine).device.ledger.budget_bytes == int(0.9 * ((8 << 20) + given))

@@ -40,6 +40,7 @@ from tests.engine import families
 from tests.engine.device import twin
 from tests.engine.families import build, llama
 from tests.engine.handmade import WIDTH, Block, Stack
+from tests.engine.inside import parts_of
 from tests.lanes.patience import eventually
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
@@ -171,7 +172,7 @@ def test_an_update_on_the_device_that_overflows_is_reported_by_its_step(engine, 
 
 
 def test_what_is_brought_up_is_there_whatever_the_host_does_next(engine, sim):
-    device = engine()._state.device
+    device = parts_of(engine()).device
     stream, given = torch.accelerator.current_stream(), torch.arange(6.0).view(2, 3).t()
     with sim.held(stream):
         found = []
@@ -189,7 +190,7 @@ def test_what_is_brought_up_is_there_whatever_the_host_does_next(engine, sim):
 
 
 def test_what_is_brought_down_is_what_it_was_then(engine, sim):
-    device = engine()._state.device
+    device = parts_of(engine()).device
     value = torch.tensor(3.0, device="sim")
     with sim.held(torch.accelerator.current_stream()):
         first = device.bring_down(value)
@@ -263,12 +264,12 @@ def test_a_step_asks_for_no_pinned_memory(engine, sim, monkeypatch, settings):
     monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append(k) or empty(*a, **k))
     one.step(tokens(2))
     staged = sum(bool(how.get("pin_memory")) for how in asked)
-    assert staged <= 2 < len(one._state.regions), "none a region; of a batch's two tensors as many as were under way"
+    assert staged <= 2 < len(parts_of(one).regions), "none a region; of a batch's two tensors as many as were under way"
 
 
 @pytest.mark.parametrize("agrees", [False, True])
 def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim, agrees):
-    state = engine(placement=ON_DEVICE)._state
+    state = parts_of(engine(placement=ON_DEVICE))
     measures, region = state.gradients.measures, state.regions[1]
     assert state.store.exchanges is state.lanes.here_together
     measures.begin_step()
@@ -324,13 +325,13 @@ def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
     placement = Placement(activations="cpu")
     longest = engine(placement=placement)
     longest.step(tokens(length=16))
-    most = longest._state.host.allocations["activation checkpoints"]
+    most = parts_of(longest).host.allocations["activation checkpoints"]
     one, host = engine(placement=placement), []
     ranges = []
     for length in (8, 16, 9, 10, 11, 12, 13, 14, 15, 7, 16):
         one.step(tokens(length, length=length))
         ranges.append(sim.registered())
-        host.append(one._state.host.allocations["activation checkpoints"])
+        host.append(parts_of(one).host.allocations["activation checkpoints"])
     assert set(ranges[1:]) == {ranges[1]}
     assert host[0] < host[1] == most
     assert set(host[1:]) == {most}
@@ -444,7 +445,7 @@ def test_evaluations_keep_few_events(engine, monkeypatch):
     one = engine()
     for seed in range(6):
         one.evaluate(tokens(seed))
-    assert len(one._state.lanes.timed) <= 40
+    assert len(parts_of(one).lanes.timed) <= 40
 
 
 # -- memory of the device ------------------------------------------------------------------------------------------
@@ -480,14 +481,14 @@ def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkey
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
     assert losses(one, range(5)) == large.losses
-    assert len(one._state.runner.saved._policy._kept) == num_kept
+    assert len(parts_of(one).runner.saved._policy._kept) == num_kept
     assert one.counters.peak_device_bytes <= free
 
 
 def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, sim):
     one = engine(recompute="auto")
     found = losses(one, range(3))
-    policy = one._state.runner.saved._policy
+    policy = parts_of(one).runner.saved._policy
     assert len(policy._kept) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
@@ -499,7 +500,7 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
 
 def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):
     one, other = engine(), engine()
-    slots = one._state.slots
+    slots = parts_of(one).slots
     for seed in range(3):
         one.step(tokens(seed))
         other.step(tokens(seed))
@@ -527,7 +528,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_what_to_change_and_the_next_o
 
 
 def test_what_a_stream_still_uses_counts_as_held(engine, sim):
-    device = engine()._state.device
+    device = parts_of(engine()).device
     device.take_recent_peak()
     side = torch.sim.Stream()
     with sim.held(side):

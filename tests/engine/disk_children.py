@@ -30,6 +30,7 @@ from offload.planning import disk
 from tests import forks
 from tests.disks import nameless
 from tests.engine.families import build, tokens
+from tests.engine.inside import parts_of
 from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
 
@@ -146,7 +147,7 @@ def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
         engine = make(folder, ALL)
         train(engine, wanted, 0, 3)
         assert digest(engine) == wanted[2][1]
-        name = engine._state._nvme._io.name
+        name = parts_of(engine)._nvme._io.name
         engine.close()
     print(json.dumps([name, [str(each.message) for each in caught]]))
 

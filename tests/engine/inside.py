@@ -11,10 +11,28 @@ from typing import Any
 import torch
 
 from offload import Engine
+from offload.engine.recovery import Recovery
+from offload.engine.state import EngineState
+from offload.engine.steps import Steps
 from offload.layout.planes import MASTER
 from offload.layout.regions import Region
 from offload.tiers.store import Store
 from tests.engine.device import own_device
+
+
+def parts_of(engine: Engine) -> EngineState:
+    """Return what an engine is made of."""
+    return engine._state
+
+
+def steps_of(engine: Engine) -> Steps:
+    """Return what makes the steps of an engine."""
+    return engine._steps
+
+
+def recovery_of(engine: Engine) -> Recovery:
+    """Return what an engine does about what failed."""
+    return engine._recovery
 
 
 @dataclass
@@ -31,15 +49,15 @@ class State:
 def states(engine: Engine) -> dict[str, State]:
     """Return copies of the optimizer states by parameter name."""
     found = {}
-    store = engine._state.store
-    engine._recovery.settle("read the states")
+    store = parts_of(engine).store
+    recovery_of(engine).settle("read the states")
     for state in store.states:
         for position, index in enumerate(state.region.parameters):
             names = [plane.name for plane in state.region.table if plane.name not in (*MASTER, "gradients")]
             moments = {name: stored_plane(store, index, name) for name in names}
             adamw = [moments.pop(name, None) for name in ("exp_avg", "exp_avg_sq")]
             factors = {name: values.clone() for name, values in state.factors_of(position).items()}
-            found[engine._state.infos[index].name] = State(*adamw, state.steps[position], moments | factors)
+            found[parts_of(engine).infos[index].name] = State(*adamw, state.steps[position], moments | factors)
     return found
 
 
@@ -54,41 +72,41 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
 
 def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     """Return copies of what the rule keeps of a parameter beside the planes, by name."""
-    region, position = engine._state.store._home[[info.name for info in engine._state.infos].index(name)]
-    engine._recovery.settle("read the factors")
-    return {key: flat.clone() for key, flat in engine._state.store.states[region].factors_of(position).items()}
+    region, position = parts_of(engine).store._home[[info.name for info in parts_of(engine).infos].index(name)]
+    recovery_of(engine).settle("read the factors")
+    return {key: flat.clone() for key, flat in parts_of(engine).store.states[region].factors_of(position).items()}
 
 
 def disk_files(engine: Engine, kind: str = "states") -> list[Path]:
     """Return the files of `states` or `activations`, which have no names, as paths to open them by."""
-    return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(engine._state._nvme, f"_{kind}")._files]
+    return [Path(f"/proc/self/fd/{file.fd}") for file in getattr(parts_of(engine)._nvme, f"_{kind}")._files]
 
 
 def stored_weights(engine: Engine, region: Region) -> torch.Tensor:
     """Return the weights of a region that rests in memory, flat, as they are stored."""
-    (part,) = engine._state.store[region].tiles
+    (part,) = parts_of(engine).store[region].tiles
     return part.planes["weights"]
 
 
 def unit_names(engine: Engine) -> list[str]:
-    return [unit.name for unit in engine._state.units]
+    return [unit.name for unit in parts_of(engine).units]
 
 
 def resident_names(engine: Engine) -> list[str]:
-    return [unit.name for unit in engine._state.units if unit.resident]
+    return [unit.name for unit in parts_of(engine).units if unit.resident]
 
 
 def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Return what will hold every step's gradients by parameter, flat, as they are before the update."""
-    flow, kept = engine._state.gradients, {}
+    flow, kept = parts_of(engine).gradients, {}
     finish = flow.landing.finish
 
     def finish_and_keep() -> None:
         finish()
-        for state in engine._state.store.states:
+        for state in parts_of(engine).store.states:
             for position, index in enumerate(state.region.parameters):
                 if state.gradients is not None:
-                    kept[engine._state.infos[index].name] = state.gradients[state.span(position)].clone()
+                    kept[parts_of(engine).infos[index].name] = state.gradients[state.span(position)].clone()
 
     flow.landing.finish = finish_and_keep
     return kept
@@ -96,7 +114,7 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 def updating_device(engine: Engine) -> torch.device:
     """Return where the optimizer states are updated."""
-    state = engine._state
+    state = parts_of(engine)
     return state.device.torch_device if state.plan.tiers[1] == "device" else torch.device("cpu")
 
 
@@ -108,7 +126,7 @@ def step_peak(engine: Engine, step: Callable[[], Any]) -> int:
     step()
     if own_device().type == "cpu":
         return engine.counters.peak_device_bytes
-    device, found = engine._state.device, []
+    device, found = parts_of(engine).device, []
 
     def look() -> int:
         found.append(torch.accelerator.max_memory_allocated(device.torch_device))
@@ -122,7 +140,7 @@ def step_peak(engine: Engine, step: Callable[[], Any]) -> int:
 
 def lane_threads(engine: Engine) -> list[threading.Thread]:
     """Return the threads that the lanes of an engine have begun."""
-    found = [getattr(lane, "_thread", None) for lane in engine._state.lanes._all]
+    found = [getattr(lane, "_thread", None) for lane in parts_of(engine).lanes._all]
     return [thread for thread in found if thread is not None]
 
 

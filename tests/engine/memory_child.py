@@ -19,6 +19,7 @@ from torch import nn
 
 from offload import AdamW, Engine, Placement
 from offload.tiers.host import trim_heap
+from tests.engine.inside import parts_of
 from tests.engine.sizes import elements
 
 SHAPE = {
@@ -66,7 +67,7 @@ def filled(folder: Path, states: str = "fp32") -> dict[str, Any]:
     engine = Engine(built.model, AdamW(states=states), precision="bf16", fill=built.fill)
     for _ in range(2):
         engine.step(batch())
-    kept = sum(region.numel for region in engine._state.regions if region.rule)
+    kept = sum(region.numel for region in parts_of(engine).regions if region.rule)
     return {"largest": largest, "total": total, "kept": kept, "peak": resident_bytes("VmHWM") - before}
 
 

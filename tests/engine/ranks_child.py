@@ -39,6 +39,7 @@ from offload.planning import disk
 from tests import accelerator
 from tests.engine.families import SPECIAL, build, gpt2, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 from tests.engine.ranks import serve
 from tests.engine.reference import Batch, LossFunction, comparable, count_labels, count_shifted
 from tests.engine.test_clipping import Spiking
@@ -258,7 +259,7 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
     engine = opened(comm, known, **settings)
     assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
-        engine._state.spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
+        parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
     for step, seed in enumerate(seeds):
         whole = known.batch(seed, sum(rows))
         if unlabelled is not None:
@@ -592,7 +593,7 @@ def steps(way: str, stage: int, folder: str) -> None:
             if engine.rank == 1:
                 leave(way)
             if engine.rank == 1 and way == "update":
-                engine._state.updates._store[engine._state.regions[-1]].count = leave
+                parts_of(engine).updates._store[parts_of(engine).regions[-1]].count = leave
         return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     for number in range(10**9):

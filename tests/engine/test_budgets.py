@@ -16,6 +16,7 @@ from tests.engine.compare import train_both
 from tests.engine.device import LEDGER, own_device
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 from tests.engine.sizes import elements, tier_bytes
 
 
@@ -39,18 +40,18 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(make: Any, tier: str, s
 @pytest.mark.parametrize("rule", [AdamW(), LOMO()])
 def test_gradients_that_do_not_wait_pass_through_memory_that_is_planned(rule: UpdateRule) -> None:
     engine = Engine(build(llama), rule, Placement("device", "device"), max_grad_norm=None)
-    planned = {each.name: each.num_bytes for each in engine._state.plan.allocations if each.num_bytes}
+    planned = {each.name: each.num_bytes for each in parts_of(engine).plan.allocations if each.num_bytes}
     assert {name: size for _, name, size in engine.allocations} == planned
 
 
 def test_states_of_a_small_rule_leave_the_device_room_for_activations() -> None:
     """What a rule keeps less of may fit the budget just so; a step would not."""
     there = Engine(build(llama), LOMO(), Placement("device", "device"), max_grad_norm=None)
-    needed = sum(each.num_bytes for each in there._state.plan.allocations if each.tier == "device")
+    needed = sum(each.num_bytes for each in parts_of(there).plan.allocations if each.tier == "device")
     for share, tier in ((1.05, "cpu"), (2.0, "device")):
         place = Placement("auto", "auto", device_memory=int(share * needed))
         engine = Engine(build(llama), LOMO(), place, max_grad_norm=None)
-        assert engine._state.plan.tiers[1] == tier
+        assert parts_of(engine).plan.tiers[1] == tier
         engine.step(tokens())
 
 

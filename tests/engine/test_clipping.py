@@ -14,7 +14,7 @@ from offload.errors import ConfigError, NonFiniteError, TornError
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
-from tests.engine.inside import keep_gradients, states
+from tests.engine.inside import keep_gradients, parts_of, states
 from tests.matrix import matrix
 
 RULE = AdamW(lr=1e-3)
@@ -46,7 +46,7 @@ def pair(max_grad_norm: float, **settings: Any) -> tuple[Engine, Engine]:
 def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any], gradients: Any, scale: float) -> Any:
     """Return what AdamW makes of these fp32 states, computed in float64, and its largest change."""
     wanted, largest = {}, 0.0
-    infos = {info.name: info for info in engine._state.infos}
+    infos = {info.name: info for info in parts_of(engine).infos}
     for name, weight in before.items():
         state, decay = moments[name], infos[name].weight_decay
         step, (beta1, beta2) = state.num_steps + 1, RULE.betas
@@ -73,11 +73,11 @@ def test_speculative_against_float64(factor: float, precision: str, num_steps_be
     norms = []
     for engine in (deferred, speculative):
         engine.model.factor = factor
-        engine._state.updates._max_norm = 0.01
+        parts_of(engine).updates._max_norm = 0.01
         result = engine.step(words(7), loss_fn=cross_entropy)
         norms.append(result.grad_norm)
     assert norms[0] == norms[1]
-    assert result.corrected == len([r for r in speculative._state.regions if r.trainable]) - 1, "all but the last"
+    assert result.corrected == len([r for r in parts_of(speculative).regions if r.trainable]) - 1, "all but the last"
     so_far = math.sqrt(sum(float(gradients[f"head.{name}"].double().square().sum()) for name in ("weight", "bias")))
     ratio = norms[0] / so_far
     assert result.coarse == (ratio > 8) == is_coarse

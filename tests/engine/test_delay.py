@@ -16,6 +16,7 @@ from offload.planning import disk
 from offload.tiers.store import Tile
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import batches, build, gemma2, llama, tokens
+from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, SMOOTH, trained
 from tests.engine.reference import Reference
@@ -216,8 +217,8 @@ def test_weights_on_disk_are_refused(tmp_path):
 def test_what_it_costs_is_in_the_plan():
     plain = Engine(build(llama), RULE, placement=Placement(**HOST))
     late = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
-    numel = sum(region.numel for region in late._state.regions)
-    assert dict(late._state.host.allocations) == dict(plain._state.host.allocations) | {"shown": 4 * numel}
+    numel = sum(region.numel for region in parts_of(late).regions)
+    assert dict(parts_of(late).host.allocations) == dict(parts_of(plain).host.allocations) | {"shown": 4 * numel}
 
 
 def test_ranks_are_late_alike_at_every_stage():

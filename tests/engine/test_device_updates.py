@@ -21,7 +21,7 @@ from offload.planning.device_updates import UPDATE_RING
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import TWO_KERNELS
 from tests.engine.families import build, llama, tokens
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, states
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained
 from tests.engine.sizes import elements, tier_bytes
@@ -61,7 +61,7 @@ def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[s
     """Return what each step gave, and the weights; a step in the middle is skipped where that is allowed."""
     found = []
     for seed in range(num_steps):
-        spikes = seed == 3 and engine._state.updates._skips
+        spikes = seed == 3 and parts_of(engine).updates._skips
         loss_fn = (lambda outputs, batch: outputs.loss * float("inf")) if spikes else None
         result = engine.step(tokens(seed), loss_fn=loss_fn)
         found.append((result.loss.item(), result.grad_norm, result.skipped, result.corrected))
@@ -185,7 +185,7 @@ ROOM = {"fp32": "1000KiB", "bf16": "800KiB"}
 
 
 def held_by_region(engine: Engine) -> list[bool]:
-    return [bool(engine._state.store[region].stays) for region in engine._state.regions]
+    return [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
 
 
 @TWO_KERNELS
@@ -234,7 +234,7 @@ def test_what_stays_does_not_move() -> None:
     for optimizer in ("cpu", "auto"):
         placement = Placement("cpu", optimizer, device_memory=ROOM["fp32"])
         with Engine(build(deep), placement=placement, update="device", prefetch=0) as engine:
-            kept = sum(region.numel for region in engine._state.regions if engine._state.store[region].stays)
+            kept = sum(region.numel for region in parts_of(engine).regions if parts_of(engine).store[region].stays)
             assert bool(kept) == (optimizer == "auto")
             train(engine, 3)
             moved[optimizer] = engine.counters.d2h_bytes
@@ -351,7 +351,7 @@ def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.Monkey
     engine = Engine(build(llama), update="device", debug=1)
     engine.step(tokens(0))
     engine.finish()
-    submit, left = getattr(engine._state.lanes, lane).submit, [3]
+    submit, left = getattr(parts_of(engine).lanes, lane).submit, [3]
 
     def fail() -> None:
         raise OSError("told to")
@@ -360,7 +360,7 @@ def test_a_way_that_fails_tears_the_states(lane: str, monkeypatch: pytest.Monkey
         left[0] -= 1
         return submit(fail if left[0] == 0 else work, **how)
 
-    monkeypatch.setattr(getattr(engine._state.lanes, lane), "submit", broken)
+    monkeypatch.setattr(getattr(parts_of(engine).lanes, lane), "submit", broken)
     with pytest.raises((OSError, TornError), match="told to"):
         steps_and_settles(engine, 1)
     with pytest.raises(TornError, match="told to"):

@@ -60,7 +60,7 @@ from tests.engine.disk_children import (
 )
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
-from tests.engine.inside import disk_files, num_threads
+from tests.engine.inside import disk_files, num_threads, parts_of
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
@@ -505,7 +505,7 @@ def steps(engine: Engine) -> None:
 def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -> None:
     engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
     for lane, throttle in parse_throttle(GLACIAL).items():
-        engine._state.lanes.links[lane].throttle = throttle
+        parts_of(engine).lanes.links[lane].throttle = throttle
     timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
     begin = time.monotonic()
     timer.start()
@@ -531,7 +531,7 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
         real(*given)
 
     monkeypatch.setattr(GradientFlow, "take", take)
-    for unit in engine._state.units:  # hooks are set where parameters are made
+    for unit in parts_of(engine).units:  # hooks are set where parameters are made
         unit._live.clear()
     with pytest.raises(Told):
         engine.step(tokens(9))

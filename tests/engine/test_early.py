@@ -20,7 +20,7 @@ from offload.tiers.nvme import RING_TILES, UPDATE_RING, Stripes
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, states
 from tests.matrix import quick
 
 
@@ -66,8 +66,8 @@ class Pair:
 
     def do(self, work: Callable[[Engine], Any]) -> None:
         assert work(self.on_disk) == work(self.in_memory)
-        assert not self.on_disk._state.updates._early._leases
-        ring = self.on_disk._state.store._nvme.updates._ring
+        assert not parts_of(self.on_disk).updates._early._leases
+        ring = parts_of(self.on_disk).store._nvme.updates._ring
         assert not [stretch for stretch in ring._taken if stretch.is_open]
 
     def compare(self) -> None:
@@ -145,7 +145,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(EarlyReads, "begin", counted)
     pair.do(steps)
-    tiles = sum(len(state.tiles) for state in pair.on_disk._state.store.states)
+    tiles = sum(len(state.tiles) for state in parts_of(pair.on_disk).store.states)
     assert max(early) == min(4 + request.param, tiles)
     yield pair
     pair.on_disk.close()
@@ -169,8 +169,8 @@ def test_what_was_read_early_is_given_back_where_states_are_loaded(pair: Pair, t
 
 def test_weights_without_a_gradient_stay_on_the_device() -> None:
     engine = Engine(build(Fickle), placement=Placement(device_memory="8MiB"), clip="deferred", max_grad_norm=0.2)
-    slots = engine._state.slots
-    cargoes = [slots.cargo_of(unit.regions) for unit in engine._state.units if "blocks" in unit.name]
+    slots = parts_of(engine).slots
+    cargoes = [slots.cargo_of(unit.regions) for unit in parts_of(engine).units if "blocks" in unit.name]
     steps(engine)
     engine.evaluate(words(), loss_fn=cross_entropy)
     assert set(cargoes) <= set(slots.held())
@@ -193,7 +193,7 @@ def test_no_more_is_read_early_than_host_memory_has_room_for(
         with Engine(build(Fickle), placement=placement, clip="deferred") as engine:
             step(engine)
             own_loop(engine)
-            return engine._state.plan.rings[UPDATE_RING], engine.counters.peak_host_bytes
+            return parts_of(engine).plan.rings[UPDATE_RING], engine.counters.peak_host_bytes
 
     with monkeypatch.context() as patched:
         patched.setattr(disk, "_MOST_EARLY_TILES", 0)
@@ -218,7 +218,7 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patched:
             patched.setattr(Stripes, "read", _fail)
             early(reads)
-            pair.on_disk._state.lanes.update_read.finish()
+            parts_of(pair.on_disk).lanes.update_read.finish()
 
     pair.on_disk.save_checkpoint(tmp_path / "saved")
     with monkeypatch.context() as patched:
@@ -243,8 +243,8 @@ def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPat
     pair.on_disk.finish()  # the last step's updates read as well
     with monkeypatch.context() as patched:
         patched.setattr(Stripes, "read", _fail)
-        for info in pair.on_disk._state.infos:
+        for info in parts_of(pair.on_disk).infos:
             with pytest.raises(DiskError, match="on purpose"):
-                pair.on_disk._state.store.read(info.index)
+                parts_of(pair.on_disk).store.read(info.index)
     pair.do(steps)
     pair.compare()

@@ -23,6 +23,7 @@ from offload.tiers import store
 from tests.engine.compare import same_bits
 from tests.engine.exporting_jobs import ON_DISK, exported, refused
 from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
+from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import numbers, small_tiles
 from tests.matrix import matrix
@@ -141,7 +142,7 @@ class Tied(nn.Module):
 
 def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
     engine = Engine(build(Tied))
-    assert {unit.resident for unit in engine._state.units} == {True, False}
+    assert {unit.resident for unit in parts_of(engine).units} == {True, False}
     engine.export(tmp_path / "out")
     assert sorted(tensors(tmp_path / "out")) == sorted(name for name, _ in engine.named_parameters())
     engine.close(restore=True)

@@ -17,7 +17,7 @@ from tests.engine.compare import assert_same, assert_weights, same_bits, weights
 from tests.engine.device import cpu_only, own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Log, Shifting, Stack, cross_entropy, words
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference, count_labels
 from tests.matrix import matrix
 
@@ -254,13 +254,13 @@ def test_backward_twice_over_one_forward_is_refused() -> None:
 def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> None:
     engine = mined()
     step(engine)
-    measures, finish = engine._state.gradients.measures, engine._state.gradients.landing.finish
+    measures, finish = parts_of(engine).gradients.measures, parts_of(engine).gradients.landing.finish
 
     def finish_hugely() -> None:
         finish()
         measures.squares = [1e308 + index * 1e304 for index in range(len(measures.squares))]
 
-    engine._state.gradients.landing.finish = finish_hugely  # type: ignore[method-assign]
+    parts_of(engine).gradients.landing.finish = finish_hugely  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match=r"norm of the gradients is inf.*blocks\.2\.down\.bias"):
         step(engine, 1)
     engine.close()

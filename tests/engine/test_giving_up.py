@@ -25,7 +25,7 @@ from offload.optim import adamw
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, tokens
 from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
-from tests.engine.inside import lane_threads, num_threads
+from tests.engine.inside import lane_threads, num_threads, parts_of
 from tests.engine.test_overlap import deep
 from tests.matrix import matrix
 
@@ -134,8 +134,8 @@ def test_an_exception_on_a_lane(lane: str, mode: dict[str, Any], monkeypatch: py
         original = adamw.kernels.adamw
         monkeypatch.setattr(adamw.kernels, "adamw", fail)
     else:
-        original = engine._state.device.copy
-        monkeypatch.setattr(engine._state.device, "copy", fail)
+        original = parts_of(engine).device.copy
+        monkeypatch.setattr(parts_of(engine).device, "copy", fail)
     with ends_soon():
         try:  # an update that fails behind a step is found out in the next
             engine.step(tokens(2))
@@ -177,7 +177,7 @@ def test_ctrl_c_while_the_lanes_crawl(mode: dict[str, Any], delay_s: float) -> N
 
 def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, undisturbed = breaking(debug=1), breaking()
-    original = engine._state.device.copy
+    original = parts_of(engine).device.copy
 
     def fail(*arguments: Any) -> None:
         if threading.current_thread().name == "offload h2d":
@@ -187,7 +187,7 @@ def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatc
 
     for seed in range(3):
         if seed == 1:
-            monkeypatch.setattr(engine._state.device, "copy", fail)
+            monkeypatch.setattr(parts_of(engine).device, "copy", fail)
             with pytest.raises(Told):
                 engine.model(words(9)["x"])
         for one in (engine, undisturbed):
@@ -340,7 +340,7 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
 
     engine.save_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved")
-    monkeypatch.setattr(engine._state.slots, "settle", settle)
+    monkeypatch.setattr(parts_of(engine).slots, "settle", settle)
     with pytest.raises(Told):
         step(engine, 0)
     assert step(engine, 1) == step(undisturbed, 1)
@@ -360,7 +360,7 @@ def test_a_step_that_is_counted_and_not_updated_is_no_step(
         monkeypatch.undo()
         raise error
 
-    monkeypatch.setattr(engine._state.executor, "expect", expect)
+    monkeypatch.setattr(parts_of(engine).executor, "expect", expect)
     with pytest.raises(error):
         step(engine, 1)
     with pytest.raises(TornError, match="belong to no step"):
@@ -394,7 +394,7 @@ def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Pa
 def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that returns is one whose every byte is there: not the next step is torn, but this call says it."""
     engine, wanted = saved_on_a_slow_disk(tmp_path)
-    lane, left = engine._state.lanes.update_write, [0]
+    lane, left = parts_of(engine).lanes.update_write, [0]
     original = lane.submit
 
     def submit(work: Callable[[], None], *args: Any, **settings: Any) -> Any:

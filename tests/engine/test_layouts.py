@@ -17,6 +17,7 @@ from offload.engine.units.activation_offload import Layout
 from tests.engine.compare import assert_weights, train_both, weights
 from tests.engine.families import build
 from tests.engine.handmade import WORDS, cross_entropy, words
+from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
 TEN = 10
@@ -105,7 +106,7 @@ def test_so_do_the_micro_batches_of_an_input(activations: str, tmp_path: Path) -
         placement = Placement(activations=place, nvme_dir=str(tmp_path))
         engine = Engine(model, micro_batch_size=1, placement=placement)
         norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
-        assert engine._steps.losses.splits
+        assert steps_of(engine).losses.splits
         results[place] = [norms, weights(engine)]
         engine.close()
     (norms, found), (wanted_norms, wanted) = results[activations], results["device"]

@@ -16,6 +16,7 @@ from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import own_device, twin
 from tests.engine.families import batches, build, gpt2, llama, tokens
 from tests.engine.handmade import Shifting, cross_entropy, words
+from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
@@ -52,7 +53,7 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
                 p.copy_(p.cpu().add_(gradient if scale == 1.0 else gradient * scale, alpha=-0.3))
         assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
     engine.finish()
-    assert engine._state.runner.step_number == 3
+    assert parts_of(engine).runner.step_number == 3
 
 
 @matrix(
@@ -107,7 +108,7 @@ def test_no_more_than_two_units_have_a_gradient(rule: LOMO) -> None:
     for seed in range(3):
         engine.step(tokens(seed))
     engine.finish()
-    largest = max(sum(region.weight_bytes for region in unit.regions) for unit in engine._state.units)
+    largest = max(sum(region.weight_bytes for region in unit.regions) for unit in parts_of(engine).units)
     held = {(tier, name): size for tier, name, size in engine.allocations}
     assert not [name for _, name in held if name in ("gradients", "exp avg")]
     assert held["cpu", "gradient staging"] <= 2 * largest
@@ -115,8 +116,8 @@ def test_no_more_than_two_units_have_a_gradient(rule: LOMO) -> None:
     states = sum(size for (tier, name), size in held.items() if tier == "cpu" and name != "gradient staging")
     assert engine.counters.peak_host_bytes <= states + 2 * largest
     small = sum(size for (_, name), size in held.items() if name in ("row var", "col var", "variance"))
-    total = sum(info.numel for info in engine._state.infos)
-    assert states - small <= 4 * total + 4 * 2048 * len(engine._state.regions), "weights, and nothing else"
+    total = sum(info.numel for info in parts_of(engine).infos)
+    assert states - small <= 4 * total + 4 * 2048 * len(parts_of(engine).regions), "weights, and nothing else"
 
 
 def test_the_engines_norm_is_that_of_the_rule_unless_it_has_one() -> None:
@@ -188,14 +189,14 @@ def test_both_passes_count_and_gradients_come_down_in_one() -> None:
     for rule in (LOMO(lr=0.1), LOMO(lr=0.1, clip_norm=0.2)):
         places = {"parameters": "cpu", "optimizer": "cpu"}
         engine = Engine(build(llama), rule, Placement(**places), max_grad_norm=None, throttle={"h2d": 1e12})
-        submitted, submit = [], engine._state.lanes.h2d.submit
+        submitted, submit = [], parts_of(engine).lanes.h2d.submit
 
         def count(work: Any, submit: Any = submit, submitted: list[int] = submitted, **how: Any) -> Any:
             submitted.append(how.get("num_bytes", 0))
             return submit(work, **how)
 
         engine.step(tokens(0))  # which records first
-        so_far, engine._state.lanes.h2d.submit = engine.counters.next_h2d_bytes, count
+        so_far, parts_of(engine).lanes.h2d.submit = engine.counters.next_h2d_bytes, count
         counted = 0
         for seed in range(1, 5):
             engine.step(tokens(seed))

@@ -16,7 +16,7 @@ from tests.engine import matrix_jobs
 from tests.engine.compare import assert_same, step_by_step, train_both, weights
 from tests.engine.device import LEDGER, own_device, twin
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
-from tests.engine.inside import stored_factors, stored_plane
+from tests.engine.inside import parts_of, stored_factors, stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.reference import Reference
@@ -46,13 +46,13 @@ def test_tiers_change_no_bit(rule: str, place: str, precision: str, tmp_path: Pa
     names = {name for _, name, _ in engine.allocations}
     assert ("exp avg" in names) is (rule == "muon")
     assert ({"row var", "col var", "variance"} <= names) is (rule != "muon")
-    for info in engine._state.infos:
+    for info in parts_of(engine).infos:
         for name, found in stored_factors(engine, info.name).items():
             assert torch.equal(found.cpu(), reference.states[info.name][name].cpu()), (info.name, name)
     if rule == "muon":
-        index = next(info.index for info in engine._state.infos if "up_proj" in info.name)
-        found = stored_plane(engine._state.store, index, "momentum_buffer")
-        name = engine._state.infos[index].name
+        index = next(info.index for info in parts_of(engine).infos if "up_proj" in info.name)
+        found = stored_plane(parts_of(engine).store, index, "momentum_buffer")
+        name = parts_of(engine).infos[index].name
         assert torch.equal(found, reference.states[name]["momentum_buffer"].view(-1).cpu())
 
 
@@ -61,7 +61,7 @@ def test_experts_and_convolutions(rule: str, make: Any) -> None:
     """Of Muon each matrix of the experts is one, and a convolution is none."""
     engine, _ = train_both(build(make), batches(2), optimizer=RULES[rule], debug=True)
     if rule == "muon":
-        chosen = {info.name: info.rule for info in engine._state.infos}
+        chosen = {info.name: info.rule for info in parts_of(engine).infos}
         assert {rule for name, rule in chosen.items() if "conv1d.weight" in name} <= {1}
         assert {rule for name, rule in chosen.items() if "experts." in name and len(name) > 0} <= {0}
         assert {rule for name, rule in chosen.items() if "embed" in name or "head" in name} == {1}
@@ -133,7 +133,7 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
         Engine(build(llama), rule, Placement(**places, **{key: needed})).close()
         with pytest.raises(DoesNotFitError, match="row var|update workspace"):
             Engine(build(llama), rule, Placement(**places, **{key: needed - 1}))
-    infos = engine._state.infos
+    infos = parts_of(engine).infos
     largest = max(RULES["muon"].workspace_bytes(info.shape) for info in infos if info.rule == 0)
     assert ("device", "update workspace", largest) in engine.allocations
 

@@ -16,6 +16,7 @@ from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import TWO_KERNELS, twin
 from tests.engine.families import SPECIAL, build, gemma2, gpt2, llama, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
+from tests.engine.inside import parts_of, steps_of
 from tests.engine.reference import Batch, count_labels
 from tests.matrix import matrix
 
@@ -63,7 +64,7 @@ def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, setting
 def test_two_fetches_a_block_and_one_of_the_head(rows: int) -> None:
     """The head is fetched for its forward, and still there for its backward; the norm goes up once, after an update."""
     model = build(llama)
-    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in Engine(build(llama))._state.units}
+    region = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(Engine(build(llama))).units}
     engine = Engine(model, micro_batch_size=rows)
     for seed in range(2):
         engine.step(tokens(seed))
@@ -102,8 +103,8 @@ def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> 
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
-    assert engine._steps.losses.splits
-    assert all(unit.traits.grows for unit in engine._state.units if not unit.resident and "wpe" not in unit.name)
+    assert steps_of(engine).losses.splits
+    assert all(unit.traits.grows for unit in parts_of(engine).units if not unit.resident and "wpe" not in unit.name)
 
 
 class TakesTheBatchSize(Block):
@@ -156,7 +157,7 @@ def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> N
     settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}
     batch_list = [words(s) for s in range(2)]
     engine, _ = train_both(build(BatchSizeAsArgument), batch_list, loss_fn=cross_entropy, **settings)
-    assert engine._steps.losses.splits
+    assert steps_of(engine).losses.splits
 
 
 class CentresTheBatch(Block):

@@ -26,7 +26,7 @@ from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, gemma2, gpt2, llama, mixtral, t5, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
-from tests.engine.inside import disk_files, states
+from tests.engine.inside import disk_files, parts_of, states
 from tests.engine.sizes import tier_bytes
 from tests.engine.test_overlap import MODES, SLOW, deep
 from tests.matrix import matrix
@@ -92,7 +92,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
     """Return the budget in which that fraction of what could be on disk stays in memory."""
     engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
     states_bytes = sum(tier_bytes(engine, "cpu").values())
-    regions = engine._state.regions
+    regions = parts_of(engine).regions
     everything = disk.DiskLayout({r.index: tuple(p.name for p in r.table) for r in regions}, TILE)
     engine.close()
     return int(fraction * states_bytes) + sum(disk.ring_bytes(everything, regions).values())
@@ -262,14 +262,14 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
         **MODES["deferred"],
     )
     width = 4 if precision == "fp32" else 2
-    regions = engine._state.regions
+    regions = parts_of(engine).regions
     numel = sum(region.numel for region in regions)
     waits = width if gradients == "nvme" else 0
     at_hand = 4 if gradients == "nvme" else 16
-    assert engine._state.plan.rings[nvme.UPDATE_RING] == at_hand * (12 + waits) * TILE
+    assert parts_of(engine).plan.rings[nvme.UPDATE_RING] == at_hand * (12 + waits) * TILE
     assert {region.numel % TILE for region in regions} == {0}
     num_tiles = numel // TILE
-    assert [r.numel for r in regions if engine._state.slots.is_resident(r)] == [TILE]
+    assert [r.numel for r in regions if parts_of(engine).slots.is_resident(r)] == [TILE]
     forward = num_tiles - at_hand - 2  # what stays, and the first unit
     backward = (
         num_tiles - at_hand - (1 if gradients == "auto" else 0)
@@ -296,7 +296,7 @@ def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
     engine.step(tokens(0))
     engine.finish()
     gate = threading.Event()
-    engine._state.lanes.update_write.submit(gate.wait)  # a slow disk
+    parts_of(engine).lanes.update_write.submit(gate.wait)  # a slow disk
     engine.step(tokens(1))
     left = files()
     threading.Timer(0.05, gate.set).start()
@@ -314,7 +314,7 @@ def test_finish_tells_of_an_update_that_failed(folder: Path) -> None:
 
     engine = Engine(build(deep), placement=on_disk(folder), **MODES["deferred"])
     engine.step(tokens(0))
-    engine._state.lanes.update_write.submit(fail)
+    parts_of(engine).lanes.update_write.submit(fail)
     with pytest.raises(TornError, match="no such disk"):
         engine.finish()
     engine.close()
@@ -329,7 +329,7 @@ def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.
     engine.finish()
     wanted = weights(engine)
     gate = threading.Event()
-    engine._state.lanes.update_write.submit(gate.wait)
+    parts_of(engine).lanes.update_write.submit(gate.wait)
     with monkeypatch.context() as patched:
         patched.setattr("offload.lanes.lane.wait_until_done", interrupted)
         with pytest.raises(KeyboardInterrupt):

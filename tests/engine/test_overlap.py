@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, gpt2, llama, t5, tokens
+from tests.engine.inside import parts_of
 from tests.matrix import matrix
 
 NUM_STEPS = 3
@@ -129,7 +130,7 @@ def test_another_order_departs_and_is_learned_anew() -> None:
             losses.append(engine.step(tokens(seed, length=8 + 4 * (seed % 2))).loss.item())
             if seed % 3 == 2:
                 losses.append(engine.evaluate(tokens(seed)).item())
-        assert engine._state.executor.num_departures == 0
+        assert parts_of(engine).executor.num_departures == 0
         engine.close()
         return losses
 

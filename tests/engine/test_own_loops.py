@@ -33,7 +33,7 @@ from tests.engine.handmade import (
     cross_entropy,
     words,
 )
-from tests.engine.inside import states
+from tests.engine.inside import states, steps_of
 from tests.engine.reference import Reference
 from tests.matrix import matrix, quick
 
@@ -85,7 +85,7 @@ def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradi
 def recordings(engine: Engine) -> list[Any]:
     """Return a list that grows with every call that is recorded, or watched."""
     found: list[Any] = []
-    rehearsal = engine._steps.rehearsal
+    rehearsal = steps_of(engine).rehearsal
     record, watch = rehearsal._record, rehearsal._watched
     rehearsal._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
     rehearsal._watched = lambda run: (found.append("watch"), watch(run))[1]  # type: ignore[method-assign]

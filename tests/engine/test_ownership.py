@@ -22,6 +22,7 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 from tests.matrix import matrix
 
 HELD = r"engine that was not closed.*close\(restore=True\)"
@@ -437,7 +438,7 @@ def test_with_gives_the_model_back_where_that_was_asked() -> None:
 def test_a_failure_while_closing_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build(Stack))
     with pytest.raises(KeyError, match="mine") as caught, engine:  # noqa: PT012
-        monkeypatch.setattr(engine._state.store, "close", lambda: [][0])
+        monkeypatch.setattr(parts_of(engine).store, "close", lambda: [][0])
         raise KeyError("mine")
     assert "IndexError" in "".join(caught.value.__notes__)
 

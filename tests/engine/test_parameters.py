@@ -15,7 +15,7 @@ from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.device import twin
 from tests.engine.families import batches, build, gemma2, llama, t5, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference, count_labels
 from tests.engine.sizes import elements, tier_bytes
 from tests.matrix import matrix, quick
@@ -349,7 +349,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> None:
     engine = Engine(build(Stack))
-    units, slots = engine._state.units, engine._state.slots
+    units, slots = parts_of(engine).units, parts_of(engine).slots
     wanted = [slots.cargo_of(unit.regions) for unit in units]
     assert len(set(wanted)) > 2
     pairs = list(zip(units, wanted, strict=True))

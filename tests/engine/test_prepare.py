@@ -17,6 +17,7 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import DescribedMachine
 from offload.planning.settings import Settings
+from tests.engine.inside import parts_of
 
 GPU = Hardware(
     "a GPU", "cuda", 1, 1 << 24, 1 << 26, None, None, False, Rates(20e9, 20e9, 40e9, {"bf16": 1e14}, 1e12, 1e11, 1e-5)
@@ -65,7 +66,7 @@ def test_the_list_is_that_of_an_engine(where: str, states: str, tmp_path: Path) 
     settings = Settings(optimizer=AdamW(states=states), placement=placement, device="cpu")
     planned = prepare(on_meta(), settings, Comm(), DescribedMachine(CPU)).plan
     with Engine(LlamaForCausalLM(config()), settings=settings) as engine:
-        made = engine._state.plan
+        made = parts_of(engine).plan
         held = {(tier, name): size for tier, name, size in engine.allocations}
     assert planned == made
     assert {(a.tier, a.name): a.num_bytes for a in planned.allocations} == held

@@ -37,7 +37,7 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
-from tests.engine.inside import stored_plane, stored_weights
+from tests.engine.inside import parts_of, stored_plane, stored_weights
 from tests.engine.test_overlap import deep
 
 Change = Callable[[pytest.MonkeyPatch], None]
@@ -419,15 +419,15 @@ def a_chance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def settle(engine: Engine) -> None:
-    for lane in engine._state.lanes._all:
+    for lane in parts_of(engine).lanes._all:
         lane.drain()
-    engine._state.lanes.finish()  # what an accelerator's put into their streams
+    parts_of(engine).lanes.finish()  # what an accelerator's put into their streams
 
 
 @contextmanager
 def computing(engine: Engine) -> Iterator[None]:
     """Within, what compute was given is not done yet, as on a GPU. Copies get every chance to come too early."""
-    lanes = engine._state.lanes
+    lanes = parts_of(engine).lanes
     ticket = Ticket("compute")
     lanes.mark = lambda: (ticket,)  # type: ignore[method-assign]
     yield
@@ -466,7 +466,7 @@ def take_away(broken: bool, kind: str, wait: str, patch: pytest.MonkeyPatch) -> 
 def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, units = engine._state.slots, engine._state.units
+    slots, units = parts_of(engine).slots, parts_of(engine).units
     one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
     take_away(broken, "slot", "before_fill", monkeypatch)
     slots.fetch(slots.cargo_of(one), 0)
@@ -474,7 +474,7 @@ def test_a_fetch_waits_for_the_compute_that_reads_what_it_overwrites(
     shown = slots.place(one)[one[0]]
     seen: list[bool] = []
     with computing(engine):
-        slots.used(slots.cargo_of(one), one, engine._state.lanes.mark())
+        slots.used(slots.cargo_of(one), one, parts_of(engine).lanes.mark())
         slots.fetch(slots.cargo_of(two), 0)
         time.sleep(_chance_s)
         seen.append(torch.equal(shown.cpu(), stored_weights(engine, one[0])))
@@ -487,7 +487,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the update follows at once, a slot is stale before the kernels that read it are done."""
-    slots, units = engine._state.slots, engine._state.units
+    slots, units = parts_of(engine).slots, parts_of(engine).units
     one, two = (unit.regions for unit in units if ".layers." in unit.name and int(unit.name[-1]) in (1, 2))
     if broken:
         monkeypatch.setattr(type(slots), "_retire", lambda self, gone: [self._lying.pop(s.cargo) for s in gone])
@@ -506,7 +506,7 @@ def test_a_fetch_waits_for_the_backward_whose_weights_are_stale_already(
 def test_an_update_waits_for_the_fetch_that_reads_the_weights(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._state
+    parts = parts_of(engine)
     unit = next(unit for unit in parts.units if unit.name.endswith("layers.1"))
     region, state = unit.regions[0], parts.store[unit.regions[0]]
     before = stored_weights(engine, region).clone()
@@ -526,7 +526,7 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(
 def test_states_come_down_once_the_fetch_has_read_the_weights(
     streaming: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = streaming._state
+    parts = parts_of(streaming)
     unit, state = of_one_tile(streaming)
     index = state.region.parameters[0]
     before = parts.store.read(index)
@@ -543,7 +543,7 @@ def test_states_come_down_once_the_fetch_has_read_the_weights(
 def test_gradients_land_once_those_before_went_up(
     streaming: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = streaming._state
+    parts = parts_of(streaming)
     _, state = of_one_tile(streaming)
     assert state.gradients is not None
     state.gradients.fill_(0.0)
@@ -561,7 +561,7 @@ def test_gradients_land_once_those_before_went_up(
 def test_the_host_reads_states_after_their_update(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._state
+    parts = parts_of(engine)
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state, index = parts.store[region], region.parameters[0]
     before = parts.store.read(index)
@@ -579,7 +579,7 @@ def test_the_host_reads_states_after_their_update(
 def test_gradients_wait_for_the_update_that_reads_those_before(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._state
+    parts = parts_of(engine)
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state = parts.store[region]
     assert state.gradients is not None
@@ -600,7 +600,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
 
 @BROKEN
 def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine, broken: bool) -> None:
-    parts = engine._state
+    parts = parts_of(engine)
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state, source = parts.store[region], torch.zeros(region.numel)
     assert state.gradients is not None
@@ -619,7 +619,7 @@ def test_gradients_leave_the_device_once_compute_has_written_them(engine: Engine
 def test_an_activation_waits_for_the_copy_that_reads_its_buffer(
     engine: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = engine._state
+    parts = parts_of(engine)
     checkpoints = parts.runner.saved._offload
     assert checkpoints is not None
     take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
@@ -651,16 +651,16 @@ def gradients_on_disk(tmp_path: Path) -> Iterator[Engine]:
 
 def of_one_tile(engine: Engine) -> tuple[Any, Any]:
     """Return a unit with one region, which is one tile, and the state of that."""
-    unit = next(unit for unit in engine._state.units if unit.name.endswith("embed_tokens"))
+    unit = next(unit for unit in parts_of(engine).units if unit.name.endswith("embed_tokens"))
     (region,) = unit.regions
-    state = engine._state.store[region]
+    state = parts_of(engine).store[region]
     assert len(state.tiles) == 1
     return unit, state
 
 
 def land(engine: Engine, state: Any, value: float) -> None:
     """Let gradients of one value land in a new step."""
-    flow, region = engine._state.gradients, state.region
+    flow, region = parts_of(engine).gradients, state.region
     flow.begin_step()
     flow.measures.touched[region.index] = [True] * len(region.parameters)
     flow.landing.land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
@@ -669,7 +669,7 @@ def land(engine: Engine, state: Any, value: float) -> None:
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update, from gradients on disk where none are given."""
     landed = Landed(state.region, gradients, Fence("gradients on disk"))
-    engine._state.updates._submit(landed, [True] * len(state.region.parameters))
+    parts_of(engine).updates._submit(landed, [True] * len(state.region.parameters))
 
 
 class Copy:
@@ -687,7 +687,7 @@ def without_events(broken: bool, patch: pytest.MonkeyPatch) -> None:
 
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
     """Begin to fetch a unit; return where the weights of the first parameter of its region come to lie."""
-    slots = engine._state.slots
+    slots = parts_of(engine).slots
     slots.fetch(slots.cargo_of(unit.regions), 0)
     return slots.place(unit.regions)[state.region][state.span(0)]
 
@@ -697,7 +697,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two waits see to it: the update's for the copy that goes up, and its write's for the read."""
-    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     (region,), index = unit.regions, state.region.parameters[0]
     before = parts.store.read(index)
     fill = Fence.before_fill
@@ -714,7 +714,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
 
 def read_early(engine: Engine, state: Any) -> None:
     """Begin to read a region's states for its next update."""
-    updates = engine._state.updates
+    updates = parts_of(engine).updates
     updates._early.follow([state.region])
     updates._early.begin()
     assert len(updates._early._leases) == 1
@@ -724,7 +724,7 @@ def read_early(engine: Engine, state: Any) -> None:
 def test_weights_go_up_from_the_ring_once_they_were_read(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.read(state.region.parameters[0])
     take_away(broken, UPDATE_RING, "before_read", monkeypatch)
     parts.store._nvme.updates._ring.memory.zero_()
@@ -740,7 +740,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two waits see to it: that for the weights, and that for their place."""
-    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     wait = Fence.before_read
     if broken:
         monkeypatch.setattr(Fence, "before_read", lambda f: () if f.kind in ("weights", UPDATE_RING) else wait(f))
@@ -756,7 +756,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
 def test_an_update_waits_until_what_was_read_early_has_gone_up(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (unit, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.read(state.region.parameters[0])
     if broken:
         monkeypatch.setattr(Tile, "renewed", lambda self, lease: lease)
@@ -773,7 +773,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
 def test_the_host_reads_records_after_their_update_was_written(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
     index = state.region.parameters[0]
     before = parts.store.read(index)
     take_away(broken, "record", "before_read", monkeypatch)
@@ -788,7 +788,7 @@ def test_the_host_reads_records_after_their_update_was_written(
 def test_the_host_waits_for_what_it_reads_from_disk(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = on_disk._state, of_one_tile(on_disk)
+    parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
     index = state.region.parameters[0]
     before = parts.store.read(index)
     if broken:
@@ -803,7 +803,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
 def test_gradients_are_written_once_the_update_has_read_those_before(
     gradients_on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, (_, state) = gradients_on_disk._state, of_one_tile(gradients_on_disk)
+    parts, (_, state) = parts_of(gradients_on_disk), of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)
     settle(gradients_on_disk)
     parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
@@ -821,7 +821,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(
 def test_an_activation_is_written_once_the_one_before_was_read(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, checkpoints = on_disk._state, on_disk._state.runner.saved._offload
+    parts, checkpoints = parts_of(on_disk), parts_of(on_disk).runner.saved._offload
     assert checkpoints is not None
     take_away(broken, "activation checkpoints", "before_fill", monkeypatch)
     put = checkpoints.put(torch.full((1000,), 1.0))
@@ -841,11 +841,11 @@ def test_activations_leave_the_device_once_compute_has_made_them(
     tier: str, broken: bool, request: pytest.FixtureRequest
 ) -> None:
     engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints, made = engine._state.runner.saved._offload, torch.zeros(1000)
+    checkpoints, made = parts_of(engine).runner.saved._offload, torch.zeros(1000)
     assert checkpoints is not None
     with computing(engine):
         if broken:
-            engine._state.lanes.mark = lambda: ()  # type: ignore[method-assign]
+            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
         put = checkpoints.put(made)
         time.sleep(_chance_s)
         made.fill_(2.0)
@@ -860,13 +860,13 @@ def test_activations_come_back_once_compute_has_let_go_of_the_memory(
     tier: str, broken: bool, request: pytest.FixtureRequest
 ) -> None:
     engine: Engine = request.getfixturevalue("engine" if tier == "cpu" else "on_disk")
-    checkpoints = engine._state.runner.saved._offload
+    checkpoints = parts_of(engine).runner.saved._offload
     assert checkpoints is not None
     put = checkpoints.put(torch.full((1000,), 1.0))
     settle(engine)
     with computing(engine):
         if broken:
-            engine._state.lanes.mark = lambda: ()  # type: ignore[method-assign]
+            parts_of(engine).lanes.mark = lambda: ()  # type: ignore[method-assign]
         back, *_ = checkpoints.get(put)
         time.sleep(_chance_s)
         back.fill_(2.0)  # what lay there before
@@ -886,7 +886,7 @@ def test_the_disk_writes_a_stretch_once_a_gpu_has_filled_it(
     lease.planes["gradients"].fill_(1.0)
     copy.fire()
     settle(on_disk)
-    found = stored_plane(on_disk._state.store, state.region.parameters[0], "gradients")
+    found = stored_plane(parts_of(on_disk).store, state.region.parameters[0], "gradients")
     assert found is not None
     assert bool((found == 1).all()) == (not broken)
 
@@ -898,10 +898,10 @@ def test_the_disk_fills_a_stretch_once_a_gpu_has_read_it(
     _, state = of_one_tile(on_disk)
     without_events(broken, monkeypatch)
     lease, copy = state.tiles[0].fetch(False), Copy()
-    on_disk._state.lanes.wait(lease.reads)
+    parts_of(on_disk).lanes.wait(lease.reads)
     shown, before = lease.planes["weights"], lease.planes["weights"].clone()
     lease.done_reading(Ticket("h2d", is_done=True, event=copy))
-    for tile in on_disk._state.store.states[1].tiles:  # once around the ring
+    for tile in parts_of(on_disk).store.states[1].tiles:  # once around the ring
         tile.fetch(False).done_reading(Ticket("h2d", is_done=True))
     time.sleep(_chance_s)
     assert torch.equal(shown.cpu(), before) == (not broken)

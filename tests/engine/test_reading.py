@@ -30,6 +30,7 @@ from tests.engine.compare import same_bits
 from tests.engine.device import cpu_only, twin
 from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
+from tests.engine.inside import parts_of, recovery_of
 from tests.matrix import matrix, quick
 
 HOST = torch.device("cpu")
@@ -543,7 +544,7 @@ def test_an_update_of_another_weight_that_fails_is_heard_of(monkeypatch: pytest.
     """Its own update is done by then: what is read would be of a step that never was."""
     engine = Engine(build(tied), throttle={"update": {"bandwidth": "100GiB"}})
     engine.step(tokens())
-    lanes, may_fail = engine._state.lanes, threading.Event()
+    lanes, may_fail = parts_of(engine).lanes, threading.Event()
     lanes.drain_updates()
     drain = lanes.drain_updates
 
@@ -853,7 +854,7 @@ def test_what_was_given_back_is_an_ordinary_model() -> None:
 
 def test_a_torn_engine_is_read_by_nobody() -> None:
     engine = Engine(build(tied))
-    engine._recovery.torn = "an update failed"
+    recovery_of(engine).torn = "an update failed"
     with pytest.raises(TornError, match="belong to no step"):
         engine.model.state_dict()
 

@@ -23,7 +23,7 @@ from tests.engine.compare import assert_same, assert_weights, step_by_step, trai
 from tests.engine.device import own_device, twin
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
-from tests.engine.inside import stored_plane
+from tests.engine.inside import parts_of, stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained, wide_llama
 from tests.engine.reference import Reference
@@ -100,9 +100,9 @@ def test_planes_of_bytes_and_of_blocks_are_those_of_the_reference(place: str, pr
     engine.finish()
 
     def compare(engine: Engine) -> None:
-        for info in engine._state.infos:
+        for info in parts_of(engine).infos:
             for plane in ("code", "largest"):
-                found = stored_plane(engine._state.store, info.index, plane)
+                found = stored_plane(parts_of(engine).store, info.index, plane)
                 assert torch.equal(found, reference.states[info.name][plane].view(-1).cpu()), (info.name, plane)
 
     compare(engine)
@@ -167,13 +167,14 @@ def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
     rule = AdamW(lr=0.01, groups=groups)
     engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path))
     engine.finish()
-    for info in engine._state.infos:
+    for info in parts_of(engine).infos:
         own = [
-            plane.name for plane in engine._state.store.states[engine._state.store._home[info.index][0]].region.states
+            plane.name
+            for plane in parts_of(engine).store.states[parts_of(engine).store._home[info.index][0]].region.states
         ]
         kind = "times" if "norm" in info.name else "code" if "mlp" in info.name else "exp_avg"
         assert kind in own
-        found = stored_plane(engine._state.store, info.index, kind)
+        found = stored_plane(parts_of(engine).store, info.index, kind)
         assert torch.equal(found, reference.states[info.name][kind].view(-1).cpu()), info.name
 
 
@@ -184,14 +185,14 @@ def test_a_rule_has_the_planes_that_it_names(place: str, precision: str, tmp_pat
     )
     assert "exp avg" not in {name for _, name, _ in engine.allocations}
     engine.finish()
-    for info in engine._state.infos:
-        times = stored_plane(engine._state.store, info.index, "times")
+    for info in parts_of(engine).infos:
+        times = stored_plane(parts_of(engine).store, info.index, "times")
         assert torch.equal(times, torch.full((info.numel,), 3, dtype=torch.int16)), info.name
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
     other = Engine(build(llama), optimizer=Counting(), precision=precision)
     other.load_checkpoint(tmp_path / "saved")
-    assert stored_plane(other._state.store, 0, "times").eq(3).all()
+    assert stored_plane(parts_of(other).store, 0, "times").eq(3).all()
     with pytest.raises(ConfigError, match=r"times int16 for .*, and the model .* --optimizer\.name"):
         Engine(build(llama), precision=precision).load_checkpoint(tmp_path / "saved")
 
@@ -334,10 +335,10 @@ SMALL: dict[str, UpdateRule] = {
 
 def assert_planes(engine: Engine, reference: Reference) -> None:
     engine.finish()
-    for info in engine._state.infos:
+    for info in parts_of(engine).infos:
         for plane, wanted in reference.states[info.name].items():
             if plane != "weights":
-                found = stored_plane(engine._state.store, info.index, plane)
+                found = stored_plane(parts_of(engine).store, info.index, plane)
                 assert torch.equal(found, wanted.cpu()), (info.name, plane)
 
 
@@ -349,7 +350,7 @@ def test_small_states_are_those_of_the_kernel_and_go_on_from_a_checkpoint(
     settings = {"optimizer": SMALL[rule], "precision": precision, "max_grad_norm": 0.2 if precision == "bf16" else None}
     engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
     assert_planes(engine, reference)
-    types = {plane.name: plane.dtype for region in engine._state.regions for plane in region.states}
+    types = {plane.name: plane.dtype for region in parts_of(engine).regions for plane in region.states}
     assert types["exp_avg"] in (torch.float32, torch.bfloat16, torch.uint8)
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
@@ -370,8 +371,8 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
         for number in range(2):
             engine.step(tokens(number))
         engine.finish()
-        info = next(info for info in engine._state.infos if "up_proj" in info.name)
-        found.append(stored_plane(engine._state.store, info.index, "exp_avg").clone())
+        info = next(info for info in parts_of(engine).infos if "up_proj" in info.name)
+        found.append(stored_plane(parts_of(engine).store, info.index, "exp_avg").clone())
     assert torch.equal(*found) == ("int8" in rule)
 
 
@@ -427,7 +428,7 @@ def test_small_states_take_the_bytes_that_are_promised(
     """In bf16, of the parameters that have them, to the byte: 2 for the gradient where it waits for the norm."""
     settings = {"precision": "bf16", "max_grad_norm": 1.0 if clips else None, "clip": "deferred"}
     engine = Engine(build(wide_llama), rule, placed(place, tmp_path), **settings)
-    layout = engine._state
+    layout = parts_of(engine)
     small = sum(r.numel for r in layout.regions if r.rule == 0)
     kept = sum(r.numel for r in layout.regions) - small
     whole = 12 if isinstance(rule, AdamW) else 8
@@ -454,7 +455,7 @@ def test_a_step_moves_as_many_bytes_fewer_from_and_to_the_disk(
         engine.step(tokens(length=4))
         engine.finish()
         moved.append(engine.counters.nvme_read_bytes + engine.counters.nvme_write_bytes)
-        small = sum(region.numel for region in engine._state.regions if region.trainable and region.rule == 0)
+        small = sum(region.numel for region in parts_of(engine).regions if region.trainable and region.rule == 0)
         engine.close()
     fewer = 2 * 2 * (4 - moment_bytes) * small
     assert moved[0] - moved[1] == pytest.approx(fewer, rel=0.02)
@@ -483,7 +484,7 @@ def test_sgd_is_plain_torch_with_its_kernel(momentum: float, place: str, precisi
         build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path), **settings
     )
     assert_planes(engine, reference)
-    names = {plane.name for region in engine._state.regions for plane in region.states}
+    names = {plane.name for region in parts_of(engine).regions for plane in region.states}
     assert names - {"weights", "low"} == ({"momentum_buffer"} if momentum else set())
 
 

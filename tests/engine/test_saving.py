@@ -23,7 +23,7 @@ from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, recovery_of, states, steps_of
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
 
@@ -97,9 +97,9 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     train(source, 0)
     source.save_checkpoint(tmp_path / "saved")
     train(engine, 0)
-    nvme, reads = engine._state.store._nvme, []
+    nvme, reads = parts_of(engine).store._nvme, []
     assert nvme is not None
-    engine._recovery.settle("test")
+    recovery_of(engine).settle("test")
     nvme.updates._ring.memory.fill_(0xFF)  # NaN
     read = Channel.read
 
@@ -111,10 +111,10 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     engine.load_checkpoint(tmp_path / "saved")
     assert not [name for name in reads if name.startswith("update")]
     monkeypatch.setattr(Channel, "read", read)
-    for state in engine._state.store.states:
+    for state in parts_of(engine).store.states:
         for part in state.held:
             lease = part.lend(*part.states)
-            engine._state.lanes.wait(lease.reads, fills=lease.fills)
+            parts_of(engine).lanes.wait(lease.reads, fills=lease.fills)
             for plane in lease.planes.values():
                 assert not (plane != plane).any()
             lease.done_reading(Ticket("compute", is_done=True))
@@ -207,7 +207,7 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     engine.close()
     engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=size + size // 2), max_grad_norm=0.2)
     train(engine, 0)
-    host = engine._state.host
+    host = parts_of(engine).host
     with engine.begin_checkpoint(tmp_path / "saved") as saving:
         assert host.current_bytes == host.budget_bytes
         host.reserve("something", size // 4)
@@ -306,18 +306,18 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     other.step(text(8))
-    assert whole._steps.losses.head is not None
-    assert other._steps.losses.head is not None
-    assert whole._steps.rehearsal.decided == other._steps.rehearsal.decided
+    assert steps_of(whole).losses.head is not None
+    assert steps_of(other).losses.head is not None
+    assert steps_of(whole).rehearsal.decided == steps_of(other).rehearsal.decided
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
     # What was decided holds, whatever a probe would say now.
-    (key,) = whole._steps.rehearsal.decided
-    whole._steps.rehearsal.decided[key][2] = 0
+    (key,) = steps_of(whole).rehearsal.decided
+    steps_of(whole).rehearsal.decided[key][2] = 0
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))
-    assert resumed._steps.losses.head is None
+    assert steps_of(resumed).losses.head is None
 
 
 class Mixes(Block):
@@ -362,8 +362,8 @@ def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> Non
     resumed.load_checkpoint(tmp_path / "saved")
     ordinary = rare(1, rank=1)
     assert whole.step(ordinary, cross_entropy).loss == resumed.step(ordinary, cross_entropy).loss
-    assert whole._steps.losses.is_plain
-    assert resumed._steps.losses.is_plain
+    assert steps_of(whole).losses.is_plain
+    assert steps_of(resumed).losses.is_plain
     assert_same(resumed, whole)
 
 

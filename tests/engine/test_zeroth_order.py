@@ -24,6 +24,7 @@ from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
 from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
 from tests.engine.handmade import Log
+from tests.engine.inside import parts_of, steps_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -162,13 +163,13 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: 
     slots, host = (
         Engine(make_model(), rule, precision=precision, update=update, **PLACES[place]) for update in ("auto", "cpu")
     )
-    regions, resident = slots._state.regions, slots._state.slots.is_resident
+    regions, resident = parts_of(slots).regions, parts_of(slots).slots.is_resident
     down_bytes = 0
     for number, batch in enumerate(batches(4)):
         assert slots.step(batch).measured == host.step(batch).measured
         if place != "cpu":
             continue
-        touched = slots._steps.method.descent.touched(number + 1, 0)
+        touched = steps_of(slots).method.descent.touched(number + 1, 0)
         assert slots.counters.d2h_bytes == down_bytes
         assert host.counters.d2h_bytes == 0
         up_bytes = sum(region.weight_bytes for region in regions)
@@ -190,7 +191,7 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     for batch in batches(2):
         slots.step(batch)
         host.step(batch)
-    assert slots._steps.method._pending._works
+    assert steps_of(slots).method._pending._works
     if look == "evaluate":
         assert slots.evaluate(tokens(9)) == host.evaluate(tokens(9))
     elif look == "forward":
@@ -263,7 +264,7 @@ def test_the_host_holds_two_bytes_a_parameter() -> None:
         engine = Engine(make_model(), rule, precision=precision, **PLACES["cpu"])
         engine.step(tokens())
         sizes[width] = {name: num_bytes for tier, name, num_bytes in engine.allocations if tier == "cpu"}
-        num_elements = sum(region.numel for region in engine._state.regions)
+        num_elements = sum(region.numel for region in parts_of(engine).regions)
         engine.close()
     assert sizes["bf16"] == {"weights": 2 * num_elements, "low": 2 * num_elements}
     assert sizes["alone"] == {"weights": 2 * num_elements}
@@ -275,7 +276,9 @@ def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) ->
     engine = Engine(make_model(), rule, precision=precision, placement=where)
     engine.step(tokens())
     (on_disk,) = (num_bytes for tier, _, num_bytes in engine.allocations if tier == "nvme")
-    assert on_disk == sum(region.weight_bytes for region in engine._state.regions if engine._state.store[region].tiles)
+    assert on_disk == sum(
+        region.weight_bytes for region in parts_of(engine).regions if parts_of(engine).store[region].tiles
+    )
     engine.save_checkpoint(tmp_path / "saved")
     num_elements = sum(value.numel() for value in weights(engine).values())
     engine.close()
@@ -366,7 +369,7 @@ def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
             found = engine.step(batch)
             assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-5)
         if "head_chunk_bytes" in settings:
-            assert engine._steps.losses.head is not None
+            assert steps_of(engine).losses.head is not None
         engine.close()
     whole.close()
 
@@ -601,7 +604,7 @@ def test_an_interrupt_where_a_step_becomes_one_tears(
         each.step(tokens())
     engine.save_checkpoint(tmp_path / "saved")
 
-    owner = engine._state.runner if where == "end_step" else engine._steps.method._pending
+    owner = parts_of(engine).runner if where == "end_step" else steps_of(engine).method._pending
     original = getattr(owner, where)
 
     def interrupted(*how: Any, **named: Any) -> None:
@@ -625,16 +628,16 @@ def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(mon
     engine, twin = (Engine(make_model(2), RULE, **PLACES["cpu"]) for _ in range(2))
     for each in (engine, twin):
         each.step(tokens())
-    descend = engine._state.updates.descend
+    descend = parts_of(engine).updates.descend
 
     def interrupted(*how: Any) -> None:
         descend(*how)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._state.updates, "descend", interrupted)
+    monkeypatch.setattr(parts_of(engine).updates, "descend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.evaluate(tokens(2))
-    monkeypatch.setattr(engine._state.updates, "descend", descend)
+    monkeypatch.setattr(parts_of(engine).updates, "descend", descend)
     assert_same(weights(engine), weights(twin))
     engine.close()
     twin.close()
@@ -757,7 +760,7 @@ def test_any_settings_and_whatever_happens_between_steps(seed: int, tmp_path: Pa
     rule, precision = of(width, rule).values()
     plain = PlainMeZO(model, rule, precision, seed=number)
     engine = Engine(model, rule, precision=precision, seed=number, head_chunk_bytes=None, **place)
-    descent, infos, regions = engine._steps.method.descent, engine._state.infos, engine._state.regions
+    descent, infos, regions = steps_of(engine).method.descent, parts_of(engine).infos, parts_of(engine).regions
     for step, batch in enumerate(batches(4)):
         touched = descent.touched(step + 1, number)
         names = {

@@ -19,6 +19,7 @@ from torch import nn
 
 import offload
 from offload import Engine
+from tests.engine.inside import parts_of
 
 _PACKAGE = str(Path(offload.__file__).parent)
 
@@ -46,7 +47,7 @@ class Faults:
 
     def watch(self, engine: Engine) -> None:
         """Watch the lanes of an engine."""
-        lanes = engine._state.lanes
+        lanes = parts_of(engine).lanes
         for lane in lanes._all:
             lane.submit = self._submitting(lane.name, lane.submit)  # type: ignore[method-assign]
 

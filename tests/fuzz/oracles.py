@@ -17,7 +17,7 @@ from torch import Tensor
 from offload import Engine
 from tests.disks import nameless
 from tests.engine.compare import same_bits
-from tests.engine.inside import states
+from tests.engine.inside import parts_of, states
 
 _PATIENCE_S = 5.0
 """For threads that end by themselves."""
@@ -73,7 +73,7 @@ def all_states(engine: Engine) -> dict[str, Tensor | int | None]:
 
 def check_ledgers(engine: Engine, after_step: bool) -> None:
     """The budgets hold, and after a whole step nothing of it is still on the device."""
-    parts = engine._state
+    parts = parts_of(engine)
     for ledger in (parts.device.ledger, parts.host, parts.nvme_ledger):
         if ledger.budget_bytes is not None and ledger.peak_bytes > ledger.budget_bytes:
             raise Wrong(f"{ledger.tier} held {ledger.peak_bytes} bytes, and its budget is {ledger.budget_bytes}")

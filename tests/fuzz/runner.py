@@ -31,6 +31,7 @@ from offload.errors import (
     TornError,
 )
 from offload.planning import device_updates, disk
+from tests.engine.inside import parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import forwards, habits, models
 from tests.fuzz.cases import Case, Op
@@ -447,7 +448,7 @@ def record(case: Case, comm: Comm, folder: Path, ops: list[Op]) -> list[Seen]:
             seen.append(Seen(result, player.weights() if looks else None))
         if seen:
             seen[-1].weights = player.weights()
-            _last.update(blocks=[unit.name for unit in player.engine._state.units if unit.is_block])
+            _last.update(blocks=[unit.name for unit in parts_of(player.engine).units if unit.is_block])
             _last.update(states=all_states(player.engine), buffers=buffers(player.engine))
     return seen
 
@@ -661,7 +662,7 @@ def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Ma
                 player.engine.load_checkpoint(folder / "probe")
                 with suppress(Refused):
                     player.do(of)
-        parts = player.engine._state
+        parts = parts_of(player.engine)
         peaks = comm.gather_objects((parts.device.ledger.peak_bytes, parts.host.peak_bytes), "peaks")
     finally:
         player.engine.close()

@@ -17,7 +17,7 @@ from torch import nn
 from offload import Engine, Placement
 from offload.engine.units.unit import Unit
 from tests.engine.compare import PROPORTIONAL
-from tests.engine.inside import keep_gradients
+from tests.engine.inside import keep_gradients, parts_of, steps_of
 from tests.engine.reference import Batch, Reference, count_labels, count_shifted, sum_by_layer
 from tests.zoo.families import ROWS, Family
 
@@ -167,7 +167,7 @@ def compare(
         # Poisoned slots: a graph that is kept must find its weights where they are fetched again.
         engine = Engine(model, placement=Placement(), recompute=mode.recompute, debug=mode is NEVER, **shared)
         gradients = keep_gradients(engine)
-        infos = engine._state.infos
+        infos = parts_of(engine).infos
         kept = {info.name for info in infos if info.compute == "fp32"}
         group = sum_by_layer if by_layer else lambda model: None
         reference = Plain(plain, kept=kept.__contains__, group=group, **shared)
@@ -197,8 +197,10 @@ def compare(
         _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
         messages = [str(warning.message) for warning in caught]
         outcome.reported = [text for text in messages if "is read from outside" in text]
-        if not engine._steps.losses.splits:
-            outcome.unsplit = {unit.name: _why_not_split(unit) for unit in engine._state.units if _refuses_parts(unit)}
+        if not steps_of(engine).losses.splits:
+            outcome.unsplit = {
+                unit.name: _why_not_split(unit) for unit in parts_of(engine).units if _refuses_parts(unit)
+            }
         _check_streamed(outcome, engine)
         _check_restored(engine, model, cached)
         return outcome
@@ -227,7 +229,7 @@ def _why_not_split(unit: Unit) -> str:
 
 
 def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[str, torch.Tensor], reference: Plain) -> None:
-    infos, parts = engine._state.infos, engine._state
+    infos, parts = parts_of(engine).infos, parts_of(engine)
     for state in parts.store.states:
         region = state.region
         wanted = [reference.gradients.get(infos[index].name) for index in region.parameters]
@@ -244,8 +246,8 @@ def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[str, torch
 
 
 def _measure_order(outcome: Outcome, engine: Engine, reference: Plain, whole: Plain) -> None:
-    for unit in engine._state.units:
-        names = {engine._state.infos[place.parameter].name for place in unit.places} & reference.gradients.keys()
+    for unit in parts_of(engine).units:
+        names = {parts_of(engine).infos[place.parameter].name for place in unit.places} & reference.gradients.keys()
         pairs = [(reference.gradients[name], whole.gradients[name]) for name in names]
         scale = max((wanted.abs().max().item() for wanted, _ in pairs), default=0.0)
         for wanted, got in pairs:
@@ -263,7 +265,7 @@ def _compare_evaluation(outcome: Outcome, engine: Engine, reference: Plain, batc
 
 def _check_streamed(outcome: Outcome, engine: Engine) -> None:
     """Every parameter belongs to a unit; all units stream but the small ones and those that the engine warned of."""
-    units, infos = engine._state.units, engine._state.infos
+    units, infos = parts_of(engine).units, parts_of(engine).infos
     sizes = {unit.name: {place.parameter: infos[place.parameter].numel for place in unit.places} for unit in units}
     stay = {index: size for unit in units if unit.resident for index, size in sizes[unit.name].items()}
     outcome.num_units, outcome.num_parameters = len(units), sum(info.numel for info in infos)
