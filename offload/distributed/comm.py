@@ -28,6 +28,7 @@ import torch.distributed as dist
 from offload.distributed.agreement import difference, digest
 from offload.distributed.watch import Position, Times, Watch, connect, left, moved
 from offload.errors import ConfigError, RankLostError, common
+from offload.interrupts import interrupts
 
 LOOK_S = 0.2
 """How often a rank that waits on gloo, which cannot be interrupted, looks whether another was lost."""
@@ -331,6 +332,7 @@ class Ranks(Comm):
                 with suppress(RuntimeError):
                     work.wait(timedelta(seconds=LOOK_S))
                 self._check()
+                interrupts.look()
             try:
                 work.wait()  # raises what went wrong
             except RuntimeError as error:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.units.undo import Undo
-
 
 class Caches:
     """What the configurations in a model say of caches."""
@@ -31,12 +29,14 @@ class Caches:
         _say(self._given)
 
     @contextmanager
-    def as_given(self, undo: Undo) -> Iterator[None]:
+    def as_given(self) -> Iterator[None]:
         """Within, the model's configuration is as it was given."""
         now = [(config, config.use_cache) for config, _ in self._given]
-        with undo.afterwards(lambda: _say(now)):
-            self.restore()
+        self.restore()
+        try:
             yield
+        finally:
+            _say(now)
 
 
 def _say(uses: Iterable[tuple[Any, Any]]) -> None:

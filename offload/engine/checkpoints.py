@@ -323,7 +323,7 @@ def _conversions(engine: EngineState) -> dict[str, Any]:
 
 def _configuration(engine: EngineState) -> dict[str, bytes]:
     """Return the files that say how to build the model again, by name, as it was given."""
-    with TemporaryDirectory() as folder, engine.caches.as_given(engine.undo):
+    with TemporaryDirectory() as folder, engine.caches.as_given():
         write_configuration(engine.model, Path(folder))
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 

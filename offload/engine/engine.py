@@ -29,7 +29,6 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
-from offload.engine.recovery import Recovery
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held, refuse_sparse
 from offload.errors import ConfigError, nearest
@@ -97,15 +96,21 @@ class Engine:
                 self._owned_comm.close(error)
             raise
         self.device = self._state.device.torch_device
-        self._recovery = Recovery(self._state)
-        self._reading = Reading(self._state, self._recovery, self.counters)
-        self._steps = Steps(self._state, self._recovery, self.counters, settings)
-        self._own_loop = OwnLoop(self._state, self._recovery, self._steps)
-        self._recovery.on_give_up += [
-            self._steps.rehearsal.give_up,
-            self._state.spare_memory.give_up,
-            self._own_loop.forget,
-        ]
+        self._recovery = self._state.recovery
+        self._reading = Reading(self._state, self.counters)
+        self._steps = Steps(self._state, self.counters, settings)
+        self._own_loop = OwnLoop(self._state, self._steps)
+        self._recovery.also(self._steps.rehearsal.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
+
+    def _settle(self, operation: str) -> None:
+        """Let every update that is on its way arrive, before the host reads the states. Collective."""
+        self._recovery.check_usable()
+        meet(self.comm, operation)
+        with self._recovery.working():
+            self._state.updates.flush()
+            self._state.lanes.drain_updates()
+            if self.comm.size > 1:
+                self._state.lanes.finish()
 
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
@@ -127,7 +132,8 @@ class Engine:
         self._state.snapshot.check(trains=True)
         self._own_loop.refuse_middle("engine.step")
         self._own_loop.is_open = False  # a forward of an own loop that had no backward is dropped
-        return self._steps.step(batch, loss_fn)
+        with self._recovery.working():
+            return self._steps.step(batch, loss_fn)
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Return the loss that `step` would report, in eval mode and without a trace: no gradients, counters and
@@ -136,7 +142,8 @@ class Engine:
         with torch.inference_mode(False):  # tensors of its kind are good for no later step
             self._recovery.check_usable()
             self._state.snapshot.check(trains=False)
-            return self._steps.evaluate(batch, loss_fn)
+            with self._recovery.working():
+                return self._steps.evaluate(batch, loss_fn)
 
     def replay(self, records: Iterable[Any]) -> None:
         """Make the steps of a run with MeZO again, bit for bit, from the weights that it began with: `records` are what
@@ -146,7 +153,7 @@ class Engine:
         Raises ConfigError where the rule is another one, or has other settings than the run's, and where a step is
         missing: one that was skipped is told by its line, or by no slopes, (step, 0, ()).
         """
-        self._recovery.settle("replay")
+        self._settle("replay")
         self._own_loop.refuse_middle("engine.replay")
         with self.counters.unchanged():
             self._steps.replay(records)
@@ -309,7 +316,7 @@ class Engine:
         """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
         once; all of them, or those that were not frozen at `Engine()`. Collective: all ranks ask for all of them.
         """
-        self._recovery.settle("named_parameters")
+        self._settle("named_parameters")
         for info in self._state.infos:
             if trained_only and not info.trainable:
                 continue
@@ -338,7 +345,7 @@ class Engine:
         if unknown is not None:
             raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
         self._own_loop.refuse_middle("engine.edit")
-        self._recovery.settle(f"edit({', '.join(wanted)})")
+        self._settle(f"edit({', '.join(wanted)})")
         self.catch_up()
         return self._edited([infos[name] for name in wanted])
 
@@ -346,11 +353,11 @@ class Engine:
         """Yield each parameter, and write it back. Between two of them anything may be called: nothing is stale."""
         state = self._state
         for info in infos:
-            self._recovery.settle(f"edit of {info.name}")
+            self._settle(f"edit of {info.name}")
             with self._recovery.working(), self.counters.unchanged():
                 value = state.store.read(info.index)
             yield info.name, value
-            self._recovery.settle(f"edit of {info.name}")
+            self._settle(f"edit of {info.name}")
             if num_wrong := value.numel() - int(value.isfinite().sum()):
                 raise ConfigError(
                     f"engine.edit was left {num_wrong} of {value.numel()} values of {info.name} that are not finite; "
@@ -365,7 +372,7 @@ class Engine:
         """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
         few thousand of its fp32 master weights. Collective.
         """
-        self._recovery.settle("weights_mark")
+        self._settle("weights_mark")
         found = xxhash.xxh64()
         for info in self._state.infos:
             if self.comm.size > 1:
@@ -404,7 +411,7 @@ class Engine:
         """
         self._recovery.check_open()
         self._state.snapshot.check(trains=False)
-        self._recovery.settle("export")
+        self._settle("export")
         with self._recovery.working(), self.counters.unchanged():
             export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)
 
@@ -435,7 +442,7 @@ class Engine:
 
     def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
         self._own_loop.refuse_middle(f"engine.{name}")
-        self._recovery.settle(name)
+        self._settle(name)
         with self._recovery.working(), self.counters.unchanged():
             return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, **how)
 
@@ -459,7 +466,7 @@ class Engine:
                 anew = check_contents(self._state, reader, may_reset=reset)
             if anew and self.comm.rank == 0:
                 warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
-            self._recovery.torn = f"{path} was read in part"
+            self._recovery.tear(f"{path} was read in part")
             self._steps.method.forget()
             self._state.store.forgive()
             self._state.lanes.forget_failures()
@@ -470,7 +477,7 @@ class Engine:
             self._state.slots.settle()
         self._steps.decide_again(decided)
         self._state.lanes.settle()
-        self._state.updates.is_updating, self._recovery.torn = False, None
+        self._recovery.mend()
         self._own_loop.forget()
         return meta
 
@@ -478,7 +485,7 @@ class Engine:
         """Let what is computed next see the newest weights. It is for the end of a run whose updates come late: between
         its steps an evaluation sees the weights that the next step would compute with. Collective.
         """
-        self._recovery.settle("catch_up")
+        self._settle("catch_up")
         with self._recovery.working(), self.counters.unchanged():
             self._state.updates.catch_up()
             self._state.weights_changed()
@@ -486,20 +493,20 @@ class Engine:
     @property
     def closed(self) -> bool:
         """True once `close` was called."""
-        return self._state.closed
+        return self._recovery.is_closed
 
     def close(self, restore: bool = False) -> None:
         """Free every tier. The model gets its weights back in their original dtype with `restore`; otherwise it is left
         without, and refuses to run, to be saved and to be trained again.
         """
-        if self._state.closed:
+        if self._recovery.is_closed:
             return
         if self.comm.size == 1:
             self._recovery.recover()
         error = sys.exc_info()[1]  # of the block that this call cleans up after
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
         if is_sound and (restore or (self.comm.size > 1 and self.comm.stands)):
-            self._recovery.settle(f"close(restore={restore})")
+            self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()

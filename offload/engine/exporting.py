@@ -52,7 +52,7 @@ def export_model(
         return values
 
     try:
-        with state.caches.as_given(state.undo), state.at_rest():
+        with state.caches.as_given(), state.at_rest():
             write_model(state.model, get, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
         if is_reading or comm.size == 1:  # the others are not where they could be told

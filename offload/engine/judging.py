@@ -22,6 +22,7 @@ from offload.engine.recording.judge import Case, Judge, Verdict
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
+from offload.hf.models import in_eval_mode
 from offload.tiers.host import trim_heap
 
 _CHUNKS = 2
@@ -182,7 +183,7 @@ class Judging:
         is_cut, has_chunks = cuts and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
         parts = plan_alone(told, sample, 1 if is_cut else None)
         case = self._case(sample, rule, loss_fn, trains, parts, _CHUNKS if has_chunks else 1)
-        with nullcontext() if trains else self._state.undo.in_eval_mode(self._state.model):
+        with nullcontext() if trains else in_eval_mode(self._state.model):
             return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
 
     def _case(

@@ -12,7 +12,6 @@ from torch import nn
 
 from offload.engine.loss.batch_agreement import meet
 from offload.engine.methods.result import StepResult
-from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_copy
@@ -23,8 +22,8 @@ from offload.planning.settings import check_max_grad_norm
 class OwnLoop:
     """A step whose forwards and backwards are called from outside, as many as there are."""
 
-    def __init__(self, state: EngineState, recovery: Recovery, steps: Steps) -> None:
-        self._state, self._recovery, self._steps = state, recovery, steps
+    def __init__(self, state: EngineState, steps: Steps) -> None:
+        self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         state.hold.has_gradients = weakref.WeakMethod(self.has_gradients)

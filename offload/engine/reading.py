@@ -6,7 +6,6 @@ import weakref
 
 import torch
 
-from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
@@ -16,8 +15,8 @@ from offload.telemetry.counters import Counters
 class Reading:
     """Answers what hangs in a model: a parameter at a time, as it is after every update so far."""
 
-    def __init__(self, state: EngineState, recovery: Recovery, counters: Counters) -> None:
-        self._state, self._recovery, self._counters = state, recovery, counters
+    def __init__(self, state: EngineState, counters: Counters) -> None:
+        self._state, self._recovery, self._counters = state, state.recovery, counters
         state.hold.read = weakref.WeakMethod(self.read)
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
@@ -31,8 +30,7 @@ class Reading:
         """
         state, recovery = self._state, self._recovery
         recovery.check_open()
-        if recovery.has_failed:  # a loss.backward() of the caller's own, around which there is nothing of the engine's
-            recovery.give_up()
+        recovery.recover()
         if not recovery.is_idle:
             raise ConfigError(
                 f"{info.name} was read while the engine is at work, where the recording pass had seen nobody read it: "

@@ -2,97 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
-from offload.engine.loss.batch_agreement import meet
-from offload.engine.state import EngineState
-from offload.engine.units.undo import Where
+from offload.distributed.comm import Comm
+from offload.engine.gradients.updates import Updates
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.unit import Unit
 from offload.errors import OffloadError, TornError
+from offload.interrupts import interrupts
+from offload.schedule.execute import Executor
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
 
 
 class Recovery:
     """Ends what fails or is interrupted, so that nothing of it stays, or nothing may follow.
 
-    `torn`: why the states belong to no step, if they do not. `on_give_up`: what others do when a step is given up, in
-    this order.
+    `torn`: why the states belong to no step, if they do not. `is_closed`: the states are gone.
     """
 
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        executor: Executor,
+        updates: Updates,
+        runner: UnitRunner,
+        units: Sequence[Unit],
+        comm: Comm,
+    ) -> None:
+        self._store, self._slots, self._executor = store, slots, executor
+        self._updates, self._runner, self._units, self._comm = updates, runner, units, comm
         self.torn: str | None = None
-        self.on_give_up: list[Callable[[], None]] = []
-        self._is_busy = False  # between two calls: one was interrupted, and has to be given up
-        state.router.give_up = self.give_up
+        self._num_forced = interrupts.num_forced
+        self.is_closed = False
+        self._also: list[Callable[[], None]] = []
+        self._depth = 0  # of work
+
+    def also(self, *give_up: Callable[[], None]) -> None:
+        """Have these called when a step is given up, in this order."""
+        self._also += give_up
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within, the engine works on its states for somebody, and interrupts come at borders. An exception leaves all
+        in order.
+        """
+        with interrupts:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
 
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Within, an exception ends the step: nothing of it stays, or, where some units are updated already, nothing
         may follow.
         """
-        self._is_busy, with_grad = True, torch.is_grad_enabled()
-        try:
-            yield
-        except BaseException:
-            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
-            self.give_up()
-            raise
-        self._is_busy = False
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Within, the engine works on its states for somebody. An exception leaves all in order; an interrupt, which
-        may come at any line, does not, and the next call gives up what is under way.
-        """
-        self._is_busy, with_grad = True, torch.is_grad_enabled()
-        try:
-            yield
-        except BaseException as error:
-            torch.set_grad_enabled(with_grad)  # an interrupt may have come right before torch's own way out
-            self._is_busy = not isinstance(error, Exception)
-            raise
-        self._is_busy = False
+        with self.working():
+            try:
+                yield
+            except BaseException:
+                self.give_up()
+                raise
 
     def give_up(self) -> None:
-        """End what is under way; where some units are updated already, nothing may follow. An interrupt may come here
-        as well: then the next call begins anew with it.
-        """
-        state = self._state
-        self._is_busy = True
-        self.torn = state.updates.give_up() or self.torn
-        state.store.reset()
-        state.executor.forget()
-        # Over ranks nothing was given up, and the others may be elsewhere; what is torn is of no use on the device.
-        if state.comm.size == 1 and not self.torn:
-            state.slots.refresh()  # what stays may have been on its way
-        state.runner.reset()
-        for unit in state.units:
-            unit.drop_gradients()
-            unit.rest()
-        for also in self.on_give_up:
-            also()
-        self._is_busy = False
+        """End what is under way; where some units are updated already, nothing may follow."""
+        with interrupts, interrupts.firm():
+            self.torn = self._updates.give_up() or self.torn
+            self._store.reset()
+            self._executor.forget()
+            # Over ranks nothing was given up, and the others may be elsewhere; what is torn is of no use on the device.
+            if self._comm.size == 1 and not self.torn:
+                self._slots.refresh()  # what stays may have been on its way
+            self._runner.reset()
+            for unit in self._units:
+                unit.drop_gradients()
+                unit.rest()
+            for give_up in self._also:
+                give_up()
 
     @property
     def is_idle(self) -> bool:
-        """True where nothing was interrupted, or has failed half done."""
-        return not self._is_busy and self._state.undo.where not in (Where.ENGINE, Where.FAILED)
-
-    @property
-    def has_failed(self) -> bool:
-        """True where nobody is at work, and a pass has failed half done, which the next call gives up."""
-        return not self._is_busy and self._state.undo.where is Where.FAILED
+        """True where the engine is not at work, and nothing has failed half done."""
+        return not (self._depth or self._runner.is_at_work or self._runner.has_failed)
 
     def recover(self) -> None:
-        """Give up what an interrupt has left half done."""
-        if not self.is_idle:
+        """Give up a pass that has failed half done, in a call around which there was nothing of the engine's: a forward
+        or a `loss.backward()` of the caller's own.
+        """
+        if self._runner.has_failed and not self._depth:
             self.give_up()
 
     def check_open(self) -> None:
         """Raise OffloadError where the engine is closed."""
-        if self._state.closed:
+        if self.is_closed:
             raise OffloadError("the engine is closed: its states are gone. Make a new one.")
 
     def check_usable(self) -> None:
@@ -103,15 +109,21 @@ class Recovery:
 
     def check_sound(self) -> None:
         """Raise TornError where the states belong to no step."""
-        self.torn = self.torn or self._state.updates.failure()
+        self.torn = self.torn or self._updates.failure()
+        if interrupts.num_forced > self._num_forced:
+            self.torn = self.torn or "a second interrupt came in the middle of the first one's way out"
         if self.torn:
             raise TornError(f"{self.torn}: the states belong to no step. Load the last checkpoint, or start over.")
 
-    def settle(self, operation: str) -> None:
-        """Let every update that is on its way arrive, before the host reads the states. Collective."""
-        self.check_usable()
-        meet(self._state.comm, operation)
-        self._state.updates.flush()
-        self._state.lanes.drain_updates()
-        if self._state.comm.size > 1:
-            self._state.lanes.finish()
+    def mend(self) -> None:
+        """All states were written anew."""
+        self._updates.mend()
+        self.torn, self._num_forced = None, interrupts.num_forced
+
+    def tear(self, why: str) -> None:
+        """The states belong to no step until `mend`."""
+        self.torn = why
+
+    def close(self) -> None:
+        """The states are gone."""
+        self.is_closed = True

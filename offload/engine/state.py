@@ -19,6 +19,7 @@ from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.update_place import InPlace, OnDevice
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
+from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.engine.units.find import Candidate
@@ -27,7 +28,6 @@ from offload.engine.units.residency import Hold, Snapshot
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit, put_parameters
 from offload.engine.units.way import Way
 from offload.errors import format_bytes
@@ -64,7 +64,7 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.closed = self.is_ours = False
+        self.is_ours = False
         self.way = Way()
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
@@ -130,7 +130,6 @@ class EngineState:
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, place, workspace)
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
-        self.undo = Undo()
         self.runner = UnitRunner(
             self.device,
             self.lanes,
@@ -142,14 +141,13 @@ class EngineState:
                 self.lanes,
                 RecomputePolicy(settings.recompute, self.device, self.slots.holds, self.way),
                 self._activation_offload(placement.activations, counters),
-                self.undo,
             ),
-            self.undo,
             seed=settings.seed,
             comm=comm,
         )
-        self.router = Router(self.runner)
         self.units: list[Unit] = []
+        self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
+        self.router = Router(self.runner, self.recovery.recover)
         for number, candidate in enumerate(candidates):
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
@@ -212,14 +210,11 @@ class EngineState:
     @contextmanager
     def as_ours(self) -> Iterator[None]:
         """Within, the model's forward is called by the engine, not by an own loop."""
-        before = self.is_ours
-
-        def restore() -> None:
-            self.is_ours = before
-
-        with self.undo.afterwards(restore):
-            self.is_ours = True
+        before, self.is_ours = self.is_ours, True
+        try:
             yield
+        finally:
+            self.is_ours = before
 
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
         """Go backward. A pass that is made for the norm alone, or as a trial, gives gradients to nothing outside of the
@@ -235,15 +230,13 @@ class EngineState:
     def at_rest(self) -> Iterator[None]:
         """Hang what stands for parameters in the model, also for those that stay on the device: nothing is read."""
         resident = [unit for unit in self.units if unit.resident]
-
-        def restore() -> None:
+        for unit in resident:
+            unit.install(unit.resting)
+        try:
+            yield
+        finally:
             for unit in resident:
                 unit.install(unit.live())
-
-        with self.undo.afterwards(restore):
-            for unit in resident:
-                unit.install(unit.resting)
-            yield
 
     def make_resident(self, names: set[str]) -> None:
         """Units that are read from outside stay on the device, if it has room."""
@@ -345,7 +338,7 @@ class EngineState:
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()
-        self.closed = True
+        self.recovery.close()
 
 
 def _put_buffers(model: nn.Module, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -24,12 +24,12 @@ from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import Measured, StepResult
 from offload.engine.recording.rehearsal import Found, Rehearsal
-from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError, PartsDifferError
 from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
+from offload.hf.models import in_eval_mode
 from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
 from offload.planning.machines import MeasuredSpeeds
 from offload.planning.settings import Settings
@@ -54,8 +54,8 @@ def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
 class Steps:
     """Makes steps and evaluations of batches, by the `method` of training that the update rule asks for."""
 
-    def __init__(self, state: EngineState, recovery: Recovery, counters: Counters, settings: Settings) -> None:
-        self._state, self._recovery, self._counters = state, recovery, counters
+    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
+        self._state, self._recovery, self._counters = state, state.recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes, has_backward)
@@ -135,10 +135,11 @@ class Steps:
         with (
             self._recovery.ending(),
             self._counters.unchanged(),
-            state.undo.afterwards(lambda: state.device.set_random_state(random)),
-            state.undo.in_eval_mode(state.model),
+            ExitStack() as undo,
+            in_eval_mode(state.model),
             torch.no_grad(),
         ):
+            undo.callback(state.device.set_random_state, random)
             state.updates.flush()
             state.slots.settle()
             state.executor.begin(known.kind)

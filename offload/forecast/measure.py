@@ -17,7 +17,6 @@ from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
-from offload.engine.units.undo import Undo
 from offload.engine.units.unit import put_parameters
 from offload.forecast.unit_use import SeenUse, SeenUses
 from offload.forecast.watch import UnknownValueError, Watch
@@ -373,7 +372,7 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
     base, loss = getattr(model, "base_model", None), getattr(model, "loss_function", None)
     if batch.kind != "causal" or batch.length < 4 or base is None or base is model:
         return None
-    return ChunkedHead(model, base, Undo()) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
+    return ChunkedHead(model, base) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
 
 
 def _num_logits(model: nn.Module) -> int:

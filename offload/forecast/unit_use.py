@@ -10,7 +10,6 @@ import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
-from offload.engine.units.undo import Undo
 from offload.forecast.watch import Watch
 from offload.forecast.workload import NO_WORK, UnitWork
 
@@ -50,7 +49,7 @@ class SeenUses:
         watch, inputs = self._watch, arguments.tensors
         cost, before = watch.cost, watch.begin()
         with torch.no_grad():
-            result = run_over_copies(forward, arguments, inputs, arguments.others, Undo())
+            result = run_over_copies(forward, arguments, inputs, arguments.others)
         forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
         numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
         sources = [numbers.get(id(tensor)) for tensor in result.tensors]
@@ -73,7 +72,7 @@ class SeenUses:
         hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
         before = watch.begin()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            again = run_over_copies(forward, arguments, leaves, arguments.others, Undo()).tensors
+            again = run_over_copies(forward, arguments, leaves, arguments.others).tensors
         cost = watch.cost
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload.errors import OffloadError, format_bytes
+from offload.hf.models import in_eval_mode
 from offload.machine.environment import memory
 
 Batch = dict[str, torch.Tensor]
@@ -31,14 +32,8 @@ class Probe:
 def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     """Run the engine's model on the first tokens of a batch's first row, in eval mode."""
     short = {key: value[:1, :num_tokens] for key, value in batch.items()}
-    modes = [(module, module.training) for module in engine.model.modules()]
-    engine.model.eval()
-    try:
-        with torch.no_grad():
-            outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_eval_mode(engine.model), torch.no_grad():
+        outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
     return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
 
 

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from offload.interrupts import interrupts
+
 _T = TypeVar("_T")
+_LOOK_S = 0.1
 
 
 class _GivenUpError(BaseException):
-    """Raised in a branch whose neighbour has failed. No `except Exception` of a model's takes it for its own."""
-
-
-class _Branch:
-    """A function that a thread is to run, once, however often it is given to one."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-        self.has_ended = False
-        self._wakes: SimpleQueue[None] = SimpleQueue()
-
-    def run(self) -> None:
-        function, self._function = self._function, None
-        if function is None:
-            return
-        try:
-            function()
-        finally:
-            self.has_ended = True
-            self._wakes.put(None)
-
-    def join(self) -> None:
-        while not self.has_ended:
-            self._wakes.get()
-
-
-class _Thread:
-    """A thread that runs one branch after the other. It holds none in between, nor who gives them."""
-
-    def __init__(self, name: str) -> None:
-        self._given: SimpleQueue[_Branch | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(self._given,), name=name, daemon=True)
-        weakref.finalize(self, self._given.put, None)
-        try:
-            self._thread.start()
-        except BaseException:  # an interrupt: it may have started
-            self._given.put(None)
-            raise
-
-    @staticmethod
-    def _serve(given: SimpleQueue[_Branch | None]) -> None:
-        while (branch := given.get()) is not None:
-            branch.run()
-            del branch
-
-    def give(self, branch: _Branch) -> None:
-        self._given.put(branch)
-
-    def close(self) -> None:
-        self._given.put(None)
-        self._thread.join()
+    """Raised in a function whose neighbour has failed. No `except Exception` of a model's takes it for its own."""
 
 
 class Lockstep(Generic[_T]):
@@ -78,10 +29,8 @@ class Lockstep(Generic[_T]):
     def __init__(self, switched: Callable[[int, int], None]) -> None:
         self._switched = switched
         self.current = 0
-        # An interrupt may come between any two lines. So `current` alone says whose turn it is, in one assignment, and
-        # a wake only has a waiting thread look at it: it may come twice.
-        self._wakes: list[SimpleQueue[None]] = []
-        self._threads: list[_Thread] = []
+        self._turns: list[SimpleQueue[None]] = []  # where each function waits for its turn
+        self._threads: list[ThreadPoolExecutor] = []
         self._alive: list[int] = []
         self._results: dict[int, _T] = {}
         self._error: BaseException | None = None
@@ -89,52 +38,36 @@ class Lockstep(Generic[_T]):
     def run(self, functions: Sequence[Callable[[], _T]]) -> list[_T]:
         """Return the results of all functions. What one of them raises ends the others, one by one, at their turns."""
         self.current, self._error, self._results = 0, None, {}
-        self._wakes = [SimpleQueue() for _ in functions]
+        self._turns = [SimpleQueue() for _ in functions]
         self._alive = list(range(len(functions)))
-        branches = [_Branch(partial(self._begin, number, each)) for number, each in enumerate(functions[1:], 1)]
+        while len(self._threads) < len(functions) - 1:
+            self._threads.append(ThreadPoolExecutor(1, f"pass {len(self._threads) + 1}"))
+        others = [
+            thread.submit(self._wait_and_run, number, function)
+            for number, (thread, function) in enumerate(zip(self._threads, functions[1:], strict=False), 1)
+        ]
         try:
-            self._give(branches)
             self._run(0, functions[0])
-        except BaseException as error:  # an interrupt, here
-            self._error = self._error or error
-        while not all(branch.has_ended for branch in branches):
-            try:
-                self._leave(0)
-                self._give(branches)  # again: after an interrupt nobody knows which of them were
-                for branch in branches:
-                    branch.join()
-            except BaseException as error:  # an interrupt: none is left behind, to meet those of the next run
-                self._error = self._error or error
-        failure, self._error = self._error, None
-        if failure is not None:
-            raise failure
+        finally:  # none is left behind, to meet those of the next run
+            while wait(others, _LOOK_S).not_done:
+                self._leave(0)  # which got its turn as an interrupt ended it
+        if self._error is not None:
+            raise self._error
         return [self._results[number] for number in range(len(functions))]
 
     def close(self) -> None:
         """End the threads. Nothing is run."""
         while self._threads:
-            self._threads.pop().close()
+            self._threads.pop().shutdown()
 
     def turn(self) -> None:
         """Let the others run up to their next turn. Called by the function that runs."""
         self._check()
         own, comes = self.current, self._next()
-        if comes == own:
-            return
-        try:
+        if comes != own:
             self._hand_over(own, comes)
-            self._wait(own)
-        except BaseException as error:  # an interrupt: who has the turn ends first, and those behind it
-            self._error = self._error or error
-            self._wait(own)
-            raise
-        self._check()
-
-    def _give(self, branches: Sequence[_Branch]) -> None:
-        while len(self._threads) < len(branches):
-            self._threads.append(_Thread(f"pass {len(self._threads) + 1}"))
-        for thread, branch in zip(self._threads, branches, strict=False):
-            thread.give(branch)
+            self._turns[own].get()
+            self._check()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -147,16 +80,12 @@ class Lockstep(Generic[_T]):
         if self._error is None:
             self._switched(leaves, comes)
         self.current = comes
-        self._wakes[comes].put(None)
+        self._turns[comes].put(None)
 
-    def _wait(self, own: int) -> None:
-        self._wakes[self.current].put(None)  # again, where an interrupt came before the first
-        while self.current != own:
-            self._wakes[own].get()
-
-    def _begin(self, number: int, function: Callable[[], _T]) -> None:
-        self._wait(number)
-        self._run(number, function)
+    def _wait_and_run(self, number: int, function: Callable[[], _T]) -> None:
+        with interrupts.shared():
+            self._turns[number].get()
+            self._run(number, function)
 
     def _run(self, number: int, function: Callable[[], _T]) -> None:
         try:
@@ -164,17 +93,10 @@ class Lockstep(Generic[_T]):
             self._results[number] = function()
         except BaseException as error:
             self._error = self._error or error
-        try:
-            self._leave(number)
-        except BaseException as error:
-            self._error = self._error or error
-            self._leave(number)
+        self._leave(number)
 
     def _leave(self, number: int) -> None:
-        """Give up the turn for good. May be done again, after an interrupt."""
-        if self.current == number:
-            self._alive = [other for other in self._alive if other != number]
-            if self._alive:
-                self._hand_over(number, self._next())
-        else:
-            self._wakes[self.current].put(None)
+        """Give up the turn for good."""
+        self._alive = [other for other in self._alive if other != number]
+        if self.current == number and self._alive:
+            self._hand_over(number, self._next())

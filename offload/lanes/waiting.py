@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 
+from offload.interrupts import interrupts
 from offload.lanes.ticket import Ticket
 
 
@@ -53,7 +54,7 @@ class Countdown:
 
 
 def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
-    """Block until all of them are done. `lock`: of the lanes that they belong to."""
+    """Block until all of them are done, or an interrupt comes. `lock`: of the lanes that they belong to."""
     for ticket in tickets:
         if not ticket.is_done:
             break
@@ -62,5 +63,7 @@ def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Tick
     bell = Bell()
     with lock:
         countdown = Countdown(tickets, bell.ring)
-    while countdown.left:
-        bell.wait()
+    with interrupts.waking(bell.ring):
+        while countdown.left:
+            bell.wait()
+            interrupts.look()

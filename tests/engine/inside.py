@@ -32,7 +32,12 @@ def steps_of(engine: Engine) -> Steps:
 
 def recovery_of(engine: Engine) -> Recovery:
     """Return what an engine does about what failed."""
-    return engine._recovery
+    return parts_of(engine).recovery
+
+
+def settle(engine: Engine) -> None:
+    """Let every update arrive."""
+    engine._settle("look inside")
 
 
 @dataclass
@@ -50,7 +55,7 @@ def states(engine: Engine) -> dict[str, State]:
     """Return copies of the optimizer states by parameter name."""
     found = {}
     store = parts_of(engine).store
-    recovery_of(engine).settle("read the states")
+    settle(engine)
     for state in store.states:
         for position, index in enumerate(state.region.parameters):
             names = [plane.name for plane in state.region.table if plane.name not in (*MASTER, "gradients")]
@@ -73,7 +78,7 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
 def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     """Return copies of what the rule keeps of a parameter beside the planes, by name."""
     region, position = parts_of(engine).store._home[[info.name for info in parts_of(engine).infos].index(name)]
-    recovery_of(engine).settle("read the factors")
+    settle(engine)
     return {key: flat.clone() for key, flat in parts_of(engine).store.states[region].factors_of(position).items()}
 
 

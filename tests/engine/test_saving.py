@@ -23,7 +23,7 @@ from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
-from tests.engine.inside import parts_of, recovery_of, states, steps_of
+from tests.engine.inside import parts_of, settle, states, steps_of
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
 
@@ -99,7 +99,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     train(engine, 0)
     nvme, reads = parts_of(engine).store._nvme, []
     assert nvme is not None
-    recovery_of(engine).settle("test")
+    settle(engine)
     nvme.updates._ring.memory.fill_(0xFF)  # NaN
     read = Channel.read
 

@@ -32,8 +32,8 @@ class Faults:
     """Counts the places where a fault can come, and raises at the one that it is told.
 
     forward: a module of the model is called (by a recompute, too); backward: a gradient passes one; lane: a piece of
-    work of a lane; lines: a line of the package, in the thread that calls (KeyboardInterrupt); time: a moment by the
-    clock (KeyboardInterrupt by a signal, which alone comes into the middle of a wait).
+    work of a lane; lines: a line of the package, in the thread that calls (a signal); time: a moment by the clock (a
+    signal, which alone comes into the middle of a wait).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +113,7 @@ class Faults:
         def line(frame: FrameType, event: str, _argument: Any) -> Any:
             if event == "line" and not is_lock(frame) and self._at("lines"):
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             return line
 
         def call(frame: FrameType, _event: str, _argument: Any) -> Any:
@@ -135,11 +135,11 @@ def is_lock(frame: FrameType) -> bool:
 
 @contextmanager
 def _timer(seconds: float, note: Callable[[], None]) -> Iterator[None]:
-    """Within, KeyboardInterrupt comes once after so many seconds."""
+    """Within, an interrupt comes once after so many seconds."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         note()
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGALRM, interrupt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload.interrupts import interrupts
 from offload.lanes.lockstep import Lockstep
 from tests.forks import PATIENCE_S
 
@@ -88,11 +88,8 @@ def test_a_failure_ends_all_of_them_one_by_one(failing: tuple[int, int]) -> None
     assert {name for name in noted if name.endswith("!")} == {f"{own}!" for own in begun - {str(failing[0])}}
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
-    """It comes to the main thread, which waits: the pass that has the turn goes on to its end first. Or it comes as
-    late as the turn.
-    """
+def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
+    """It comes to the main thread, which waits for its turn: the pass that has it finds out."""
     noted: list[str] = []
     lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
 
@@ -103,84 +100,54 @@ def test_an_interrupt_while_another_pass_runs_ends_both(is_late: bool) -> None:
             noted.append("first")
 
     def second() -> None:
-        if is_late:
-            signal.raise_signal(signal.SIGINT)  # wakes nobody
-        else:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            until = time.monotonic() + PATIENCE_S
-            while lockstep._error is None and time.monotonic() < until:
-                time.sleep(0.001)  # where it came just before the main thread began to wait, another has to wake that
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        noted.append("second goes on")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        until = time.monotonic() + PATIENCE_S
         try:
-            lockstep.turn()
+            while time.monotonic() < until:
+                interrupts.look()
+                time.sleep(0.001)
         finally:
             noted.append("second")
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            lockstep.run([first, second])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert noted == ["second goes on", *(["first", "second"] if is_late else ["second", "first"])]
-    ended(lockstep)
-
-
-def test_interrupts_while_the_last_one_ends_leave_none_behind() -> None:
-    """The first function is over, and the main thread waits: whoever went on would meet the other's next turn."""
-    lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
-    main, ends = threading.main_thread().ident or 0, []
-
-    def long() -> None:
-        lockstep.turn()
-        for _ in range(3):
-            time.sleep(0.05)
-            signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(0.1)
-        ends.append("long")
-
-    with pytest.raises(KeyboardInterrupt):
-        lockstep.run([lockstep.turn, long])
-    assert ends == ["long"]
+    with pytest.raises(KeyboardInterrupt), interrupts:
+        lockstep.run([first, second])
+    assert noted == ["second", "first"]
     assert len(lockstep.run([lambda: None] * 2)) == 2
     ended(lockstep)
 
 
-def test_an_interrupt_at_any_moment_leaves_one_running() -> None:
-    """Wherever it comes, also within the change itself, never two run at once, and all end."""
-    ended_early = 0
+@pytest.mark.parametrize("num_signals", [1, 2, 3])
+def test_interrupts_at_any_moment_leave_none_behind(num_signals: int) -> None:
+    """One is taken at a border, and a second one at once: wherever it comes, all end before it is seen."""
+    main, num_ended = threading.main_thread().ident or 0, 0
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(delay_s: float, over: threading.Event) -> None:
+        time.sleep(delay_s)
+        for _ in range(num_signals):
+            if not over.is_set():
+                signal.pthread_kill(main, signal.SIGINT)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    gc.disable()  # an interrupt in a callback of the collector is lost
-    try:
-        for attempt in range(300):
-            holder = threading.Lock()
-            lockstep: Lockstep[Any] = Lockstep(lambda leaves, comes: None)
+    for attempt in range(60):
+        lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
+        over = threading.Event()
 
-            def one(holder: threading.Lock = holder, lockstep: Lockstep[Any] = lockstep) -> None:
-                for _ in range(50):
-                    assert holder.acquire(blocking=False), "two run at once"
-                    holder.release()
-                    lockstep.turn()
+        def one(lockstep: Lockstep[None] = lockstep) -> None:
+            for _ in range(200):
+                interrupts.look()
+                lockstep.turn()
 
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 7e-6 * attempt)
+        thread = threading.Thread(target=interrupt, args=(1e-5 * attempt**1.5, over))
+        try:
+            thread.start()
+            with interrupts:
                 lockstep.run([one, one])
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                ended_early += 1
-            assert len(set(lockstep.run([threading.get_ident] * 2))) == 2, "it can be used again"
-            lockstep.close()
-            until = time.monotonic() + PATIENCE_S
-            while any(thread.name.startswith("pass ") and thread.is_alive() for thread in threading.enumerate()):
-                assert time.monotonic() < until, "one that came within an interrupt ends as soon"
-                time.sleep(0.001)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    assert ended_early > 100
+                over.set()
+        except KeyboardInterrupt:
+            num_ended += 1
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            thread.join()
+        assert len(lockstep.run([lambda: None] * 2)) == 2
+        ended(lockstep)
+    assert num_ended > 20

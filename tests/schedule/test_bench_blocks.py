@@ -17,7 +17,6 @@ from offload.benches.blocks import Contender, measure, none_left, process_disk_b
 from offload.errors import ConfigError
 from offload.native import kernels
 from tests.disks import nameless
-from tests.engine.inside import parts_of
 
 SEEN_S, HIDDEN_S, PLAIN_S, HIDDEN_BYTES = 1.0, 9.0, 10.0, 90
 
@@ -163,7 +162,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == [f"{name} {group}" for name in ("plain PyTorch", *names)]
     assert len(set(finished)) == 3
     assert all(finished.count(engine) == 2 * (1 + 3) for engine in finished), "before and after every block"
-    assert all(parts_of(engine).closed for engine in finished)
+    assert all(engine.closed for engine in finished)
     for name in names:
         row = found[f"{name} {group}"].fields()
         assert row["reference"] == "plain PyTorch"

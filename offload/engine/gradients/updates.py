@@ -15,6 +15,7 @@ from offload.engine.gradients.early import EarlyReads
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
 from offload.errors import ConfigError, NonFiniteError
+from offload.interrupts import interrupts
 from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
@@ -205,17 +206,17 @@ class Updates:
 
     def _end(self, go_on: Callable[[], None]) -> None:
         """What is left to update is due: let weights come up for the next step, and submit it."""
-        # From here on the step is counted, or about to be: who is interrupted gives its updates up.
-        self.is_updating = self.is_updating or bool(self._due)
-        self._slots.refresh()
-        go_on()
-        self._submit_due()
-        self._settle()
+        self.is_updating = self.is_updating or bool(self._due)  # the step is counted, or about to be
+        with interrupts.firm():
+            self._slots.refresh()
+            go_on()
+            self._submit_due()
+            self._settle()
 
     def _settle(self) -> None:
         self._place.check()
         self._lanes.settle()  # what is on its way belongs to a step that is over
-        self.is_updating = False  # only now: whoever is interrupted before would give those updates up
+        self.is_updating = False
 
     def clip_to(self, max_norm: float | None) -> None:
         """Clip the gradients of this step, whose updates wait for their norm, to another one than usual."""
@@ -288,6 +289,10 @@ class Updates:
         self._lanes.give_up()
         self._place.reset()
         return self.failure()
+
+    def mend(self) -> None:
+        """All states were written anew."""
+        self.is_updating = False
 
     def free(self) -> None:
         """Let go of every buffer."""
@@ -448,7 +453,8 @@ class Updates:
         )
 
     def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
-        """Raise NonFiniteError: an update has made weights that are no numbers."""
+        """Raise NonFiniteError: an update has made weights that are no numbers. The states are not to be used."""
+        self.is_updating = True
         advice = self._store.why_not_finite(
             "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
         )

@@ -18,7 +18,6 @@ from torch import nn
 
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.loss import IGNORED, find_loss
-from offload.engine.units.undo import Undo
 
 
 class _CapturedError(Exception):
@@ -32,18 +31,18 @@ class _CapturedError(Exception):
 class ChunkedHead:
     """Runs a model's head chunk by chunk. `vocabulary` is how many logits a token has."""
 
-    def __init__(self, model: nn.Module, base: nn.Module, undo: Undo) -> None:
-        self._model, self._base, self._undo = model, base, undo
+    def __init__(self, model: nn.Module, base: nn.Module) -> None:
+        self._model, self._base = model, base
         self.vocabulary = 0
 
     @classmethod
-    def of(cls, model: nn.Module, vocabulary: int, undo: Undo) -> ChunkedHead | None:
+    def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
         """Return the head of a model that is known to allow chunks, by its vocabulary; None for 0."""
         if not vocabulary:
             return None
         base = model.base_model
         assert isinstance(base, nn.Module)
-        head = cls(model, base, undo)
+        head = cls(model, base)
         head.vocabulary = vocabulary
         return head
 
@@ -105,19 +104,17 @@ class ChunkedHead:
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
         own = self._base.__dict__.get("forward")
-
-        def restore() -> None:
+        self._base.forward = forward
+        try:
+            yield
+        finally:
             if own is None:
-                self._base.__dict__.pop("forward", None)
+                del self._base.forward
             else:
                 self._base.forward = own
 
-        with self._undo.afterwards(restore):
-            self._base.forward = forward
-            yield
 
-
-def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any], undo: Undo) -> ChunkedHead | None:
+def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any]) -> ChunkedHead | None:
     """Return the model's head in chunks, where that reproduces the whole loss; else None.
 
     The comparison decides: 13 families take `shift_labels` and ignore it. `run` is the model on a batch.
@@ -133,7 +130,7 @@ def find_chunked_head(model: nn.Module, batch: Batch, run: Callable[[Batch], Any
         or labels.shape[1] < 4
     ):
         return None
-    head = ChunkedHead(model, base, undo)
+    head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
     labels[:, labels.shape[1] // 3] = IGNORED
     batch = {**batch, "labels": labels}

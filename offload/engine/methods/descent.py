@@ -73,8 +73,6 @@ class Descent:
         self._pending.flush()  # of units that no pass has come to
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
-        # From here on an interrupt finds some of it put off or made, or the step counted and its update not yet due.
-        self._state.updates.is_updating = True
         self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
         self._state.updates.descend(works, go_on)
 

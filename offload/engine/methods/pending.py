@@ -52,9 +52,7 @@ class Pending:
             if isinstance(num_wrong, torch.Tensor):
                 self._counts.append((region, num_wrong))
             elif num_wrong:
-                self._updates.is_updating = True  # the states are not to be used
                 self._updates.refuse_weights(region, self._lr, num_wrong)
-            self._updates.is_updating = True  # whoever is interrupted here does not know whether it is made
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
@@ -68,7 +66,6 @@ class Pending:
             self._slots.used(self._slots.cargo_of(regions), (), (down,))
             self._lanes.settle()
             del self._works[region]
-            self._updates.is_updating = False
             self._store.came_down(num_bytes)
         assert not any(region in self._works for region in due), "a cargo came up without its master weights"
 
@@ -79,14 +76,12 @@ class Pending:
             told = self._device.bring_down(torch.stack([count for _, count in counts]))().tolist()
             for (region, _), num_wrong in zip(counts, told, strict=True):
                 if num_wrong:
-                    self._updates.is_updating = True
                     self._updates.refuse_weights(region, self._lr, num_wrong)
 
     def flush(self) -> None:
         """Make on the host what is put off still."""
         if self._works:
             works = dict(self._works)
-            self._updates.is_updating = True  # whoever is interrupted from here on does not know if it is made
             self._works.clear()
             self._updates.descend(works, lambda: None)
 

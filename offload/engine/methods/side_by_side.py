@@ -66,21 +66,19 @@ class SideBySide:
 
         def run() -> torch.Tensor:
             with enter(), torch.no_grad():
-                return surroundings.run(function, state.undo)
+                return surroundings.run(function)
 
         return run
 
     @contextmanager
     def _residents_moved(self) -> Iterator[None]:
         """Within, units that stay on the device have the weights of the pass whose turn it is."""
-
-        def restore() -> None:
+        self._move_residents(0)
+        try:
+            yield
+        finally:
             for unit in self._residents:
                 unit.install(unit.live())
-
-        with self._state.undo.afterwards(restore):
-            self._move_residents(0)
-            yield
 
     def _move_residents(self, number: int) -> None:
         for unit in self._residents:

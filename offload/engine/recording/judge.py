@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from offload.engine.state import EngineState
 from offload.engine.units.belongings import Belongings
 from offload.engine.units.router import Calls
 from offload.engine.units.traits import DepartedError, PartsDifferError
-from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.hf.models import in_eval_mode
 
 
 class _Bounds(NamedTuple):
@@ -143,7 +143,7 @@ class Judge:
         """
         state, start = self._state, Start(self._state, case.roots)
         draws_alike = is_exact and state.comm.size == 1
-        without = nullcontext[Any] if draws_alike else lambda: state.undo.within(WithoutDropout())
+        without: Callable[[], AbstractContextManager[Any]] = nullcontext if draws_alike else WithoutDropout
         with state.runner.saved.tried(), start.unseen(), torch.set_grad_enabled(case.has_backward):
             with without():
                 plain = self._plainly(case, start)
@@ -172,27 +172,23 @@ class Judge:
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
         """Within, nothing is drawn, and forwards have no backward: some models refuse one in eval mode."""
-        with self._state.undo.in_eval_mode(self._state.model), torch.no_grad():
+        with in_eval_mode(self._state.model), torch.no_grad():
             yield
 
     def _plainly(self, case: Case, start: Start) -> Evidence:
         state, evidence = self._state, Evidence()
         resident = [unit for unit in state.units if unit.resident]
-
-        def rest() -> None:
-            for unit in resident:
-                unit.install(unit.live())
-
         for number in range(case.num_passes):
             start.draw_again()
             hang = partial(_hang, case, number)
             plain = PlainPass(state, hang)
             with (
-                state.undo.afterwards(rest),
+                ExitStack() as undo,
                 state.router.tried(evidence.seen(plain.call), evidence.receive),
                 plain.open(),
             ):
                 for unit in resident:
+                    undo.callback(unit.install, unit.live())
                     hang(unit)
                 loss = case.loss()
                 if case.has_backward and loss.requires_grad:
@@ -209,7 +205,8 @@ class Judge:
             except (OffloadError, DepartedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of rows that do not run by themselves, or nothing to do with the engine
-                state.undo.where, evidence.error = Where.NOWHERE, error
+                state.runner.fail(False)
+                evidence.error = error
         return self._concluded(evidence, start)
 
     def _concluded(self, evidence: Evidence, start: Start) -> Evidence:

@@ -26,7 +26,7 @@ class PlainPass:
 
     def __init__(self, state: EngineState, hang: Callable[[Unit], None]) -> None:
         """`hang`: hangs the weights of a unit, which are on the device, in its module."""
-        self._runner, self._slots, self._undo, self._hang = state.runner, state.slots, state.undo, hang
+        self._runner, self._slots, self._hang = state.runner, state.slots, hang
         self.weights: dict[int, torch.nn.Parameter] = {}
         """What hung in the modules, by identity."""
         self._handles: list[Any] = []
@@ -48,7 +48,7 @@ class PlainPass:
         self._bring_up(unit)
         self._is_running = True
         try:
-            with self._undo.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
                 result = unit.forward(*args, **kwargs)
         finally:
             self._is_running = False

@@ -286,7 +286,7 @@ class _Saved:
                 self.num_bytes += storage.nbytes()
             return tensor.detach()
 
-        return self._runner.undo.saved_tensors_hooks(pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: bool) -> None:

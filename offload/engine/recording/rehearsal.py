@@ -30,8 +30,8 @@ from offload.engine.recording.recording import Recording
 from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.undo import Where
 from offload.errors import ConfigError, OffloadError
+from offload.hf.models import in_eval_mode
 from offload.telemetry.counters import Counters
 
 _ROWS = (2, 3)
@@ -160,7 +160,7 @@ class Rehearsal:
                 if is_plain:
                     raise
                 self.forget_traffic()
-                self._state.undo.where = Where.NOWHERE
+                self._state.runner.fail(False)
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
             obstacle = f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
             form = replace(form, obstacle=obstacle)
@@ -203,14 +203,14 @@ class Rehearsal:
         probe = self._probe(form, self._samples(batch, form, teller, again)[0])
         with (
             self._unseen(),
-            self._state.undo.in_eval_mode(self._model),
+            in_eval_mode(self._model),
             torch.no_grad(),
         ):  # dropout would blur the comparisons
             # Once: a watch takes as long as a run, and which weights are read does not depend on the labels.
             self._watched(lambda: run(probe))
             rule = probe_loss(self._model, probe, run, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, run, self._state.undo)
+                head = find_chunked_head(self._model, probe, run)
         self.forget_traffic()
         return rule, head
 
@@ -238,7 +238,7 @@ class Rehearsal:
         key = f"{names} {digest(repr(self._flags()).encode())}"
         kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
-        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary, self._state.undo)
+        return LossRule(bool(shifts), bool(takes_count)), ChunkedHead.of(self._model, vocabulary)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True where this kind of call of an own loop was not recorded yet, or with few values of an int, and another
@@ -421,7 +421,7 @@ class Rehearsal:
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.hold.watched(self._state.undo), self._state.undo.within(recording.reads()):
+                with self._state.hold.watched(), recording.reads():
                     result = run(recording)
             except ConfigError:
                 raise

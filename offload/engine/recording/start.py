@@ -49,6 +49,9 @@ class Start:
         """
         state = self._state
         versions = state.slots.versions()
-        with state.undo.afterwards(self.put_back), state.as_ours():
-            yield
+        try:
+            with state.as_ours():
+                yield
+        finally:
+            self.put_back()
         state.slots.restore(versions)

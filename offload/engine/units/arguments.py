@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from offload.engine.units.undo import Undo
-
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
@@ -219,7 +217,6 @@ def run_over_copies(
     arguments: Arguments,
     tensors: Sequence[torch.Tensor],
     others: Sequence[Any],
-    undo: Undo,
 ) -> Arguments:
     """Call a unit's forward over copies of all containers that it may change, so that the caller's change by `deliver`
     alone. Return its result, and what it has changed, as (result, changes).
@@ -227,12 +224,7 @@ def run_over_copies(
     containers: list[Any] = []
     args, kwargs = arguments.fill(tensors, others, containers)
     found = collectors(contextvars.copy_context())
-
-    def restore() -> None:
-        for variable, value in found:
-            variable.set(value)
-
-    with undo.afterwards(restore):
+    try:
         if found:
             tree, around = Arguments([value for _, value in found]), list[Any]()
             for (variable, _), own in zip(found, tree.fill(tree.tensors, containers=around), strict=True):
@@ -241,6 +233,9 @@ def run_over_copies(
         before = list(map(_content, containers))
         result = forward(*args, **kwargs)
         return Arguments((result, _changes(containers, before)), containers)
+    finally:
+        for variable, value in found:
+            variable.set(value)
 
 
 def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:

@@ -20,9 +20,9 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
 from offload.engine.units.saved_inputs import Returning
 from offload.engine.units.traits import Rows
-from offload.engine.units.undo import Undo, Where
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, OffloadError
+from offload.interrupts import interrupts
 
 _T = TypeVar("_T")
 
@@ -38,19 +38,19 @@ class Surroundings:
         self._types = dict.fromkeys(("cpu", device_type))
         self._autocast = self._autocast_now()
 
-    def run(self, function: Callable[[], _T], undo: Undo) -> _T:
+    def run(self, function: Callable[[], _T]) -> _T:
         """Call a function in them; what it collects there goes with it."""
-        return _own_copy(self._context).run(self._run, function, undo)
+        return _own_copy(self._context).run(self._run, function)
 
-    def _run(self, function: Callable[[], _T], undo: Undo) -> _T:
+    def _run(self, function: Callable[[], _T]) -> _T:
         with ExitStack() as within:
             if torch.get_default_device() != self._device:
-                within.enter_context(undo.within(self._device))
+                within.enter_context(self._device)
             for mode in [mode for mode in self._modes if mode not in _function_modes()]:
                 within.enter_context(mode)  # autograd itself forgets those of a backward that ends otherwise
             if self._autocast_now() != self._autocast:
                 for name, enabled, dtype, caches in self._autocast:
-                    within.enter_context(undo.within(torch.autocast(name, dtype, enabled, caches)))
+                    within.enter_context(torch.autocast(name, dtype, enabled, caches))
             return function()
 
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
@@ -198,46 +198,38 @@ class Call:
                 f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
                 "checkpoint), so that its gradients would be none of any model's; run the forward again."
             )
-        before, runner.undo.where = runner.undo.where, Where.ENGINE
         found: list[list[torch.Tensor | None]] = []
         ambient = runner.device.random_state()
-        runner.enter(unit, backward=trains)
-        unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
         try:
-            with unit.frozen_with(self._frozen, runner.undo):
+            runner.enter(unit, backward=trains)
+            unit.install(unit.live())  # a backward may run module code again (torch.utils.checkpoint inside a block)
+            with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(self._micro_batches):
                     found.append(self._backward_of(number, micro_batch, gradients, trains))
             if trains:
                 runner.gradients.close(unit.regions)
+        except BaseException:
+            runner.fail()
+            raise
         finally:
             unit.install(unit.resting)
             runner.device.set_random_state(ambient)
             runner.leave()
             self.close()
-        joined = self.traits.join_gradients(found, self._shapes)
-        runner.undo.where = before
-        return joined
+        return self.traits.join_gradients(found, self._shapes)
 
     def _backward_of(
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
     ) -> list[torch.Tensor | None]:
         """Run the backward of one micro-batch; return the gradients of its inputs."""
         graph, condition = micro_batch.graph, micro_batch.before.condition
-        with nullcontext() if graph else condition.values_again(self.traits.buffers, self._runner.undo):
+        with nullcontext() if graph else condition.values_again(self.traits.buffers):
             leaves, results = graph.take() if graph else self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
             pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
             inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=inputs)
         return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
-
-    def fail(self) -> None:
-        """The backward was ended by an exception, or an interrupt. Unless it was refused before it began, it is half
-        done.
-        """
-        undo = self._runner.undo
-        if undo.where is not Where.NOWHERE:
-            undo.where = Where.FAILED
 
     def prepare(self, number: int = 0) -> None:
         """Start to bring back the saved inputs of a micro-batch, ahead of its recompute."""
@@ -268,13 +260,11 @@ class Call:
         with (
             torch.enable_grad(),
             runner.saved.measure_kept(unit, self._shapes, leaves, len(self._micro_batches)),
-            before.condition.attributes_again(runner.undo),
-            before.drawn.again(runner.undo) if before.drawn else nullcontext(),
+            before.condition.attributes_again(),
+            before.drawn.again() if before.drawn else nullcontext(),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._surroundings.run(
-                lambda: runner.run(unit, self._arguments, inputs, others), runner.undo
-            ).tensors
+            results = self._surroundings.run(lambda: runner.run(unit, self._arguments, inputs, others)).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         return leaves, [*results, *(t for t in dirty if all(t is not other for other in results))]
 
@@ -324,11 +314,8 @@ class UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         # torch.autograd.grad, and a backward to chosen inputs, leave the weights' gradients alone.
         trains = not ctx.needs_input_grad[1] or torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        try:
+        with interrupts:
             return None, None, *ctx.call.backward(gradients, trains)
-        except BaseException:
-            ctx.call.fail()
-            raise
 
 
 def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.units.belongings import Belongings, NotePlace, same_bits
 from offload.engine.units.drawn import Drawn
-from offload.engine.units.undo import Undo
 from offload.tiers.device import Device
 
 _OF_FORWARD = (
@@ -73,32 +72,31 @@ class Condition:
                 _drop_hooks(module, self._next_hook)
 
     @contextmanager
-    def attributes_again(self, undo: Undo) -> Iterator[None]:
+    def attributes_again(self) -> Iterator[None]:
         """Within, attributes and hooks are as they were; afterwards as they are now."""
         then, hooks = self._attributes, _hooks(self._modules)
         now = then if then.are_as_then else Dicts(map(vars, self._modules))
-
-        def restore() -> None:
+        if now is not then:
+            then.put_back()
+        _hang(self._hooks, hooks)  # a forward may register some, and remove them again
+        try:
+            yield
+        finally:
             now.put_back()
             _hang(hooks, self._hooks)
 
-        with undo.afterwards(restore):
-            if now is not then:
-                then.put_back()
-            _hang(self._hooks, hooks)  # a forward may register some, and remove them again
-            yield
-
     @contextmanager
-    def values_again(self, moving: Collection[BufferPlace], undo: Undo) -> Iterator[None]:
+    def values_again(self, moving: Collection[BufferPlace]) -> Iterator[None]:
         """Within, buffers and notes are as they were; afterwards as they are now, those in `moving` by value too."""
         if not self._values and not moving and self._notes is None and self._buffers.are_as_then:
-            with undo.afterwards(self._buffers.put_back):
-                yield
+            put_back = self._buffers.put_back
         else:
-            now = Condition(self._modules, moving, self._places, self._ignores)
-            with undo.afterwards(now._put_back_values):
-                self._put_back_values()
-                yield
+            put_back = Condition(self._modules, moving, self._places, self._ignores)._put_back_values
+            self._put_back_values()
+        try:
+            yield
+        finally:
+            put_back()
 
     def _notes_now(self) -> Belongings:
         found = {f"{number}.{key}": vars(module).get(key) for number, (module, key) in enumerate(self._places)}

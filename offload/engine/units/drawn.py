@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.engine.units.undo import Undo
-
 _BYTES = 625 * 4
 """Of a Mersenne twister: 624 words, and how many of them are drawn."""
 
@@ -54,11 +52,14 @@ class Drawn(NamedTuple):
             np.random.set_state(self.numpy)
 
     @contextmanager
-    def again(self, undo: Undo) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
         """Within, the numbers of that moment are drawn again; afterwards what would come now."""
-        with undo.afterwards(Drawn.so_far(self).put_back):
-            self.put_back()
+        now = Drawn.so_far(self)
+        self.put_back()
+        try:
             yield
+        finally:
+            now.put_back()
 
 
 def _memory() -> bytes | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
 from offload.engine.units.way import Way
 from offload.tiers.device import Device
@@ -73,9 +72,7 @@ class RecomputePolicy:
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
 
     @contextmanager
-    def measure(
-        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int, undo: Undo
-    ) -> Iterator[None]:
+    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
         """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
         key = (unit.name, *shapes)
         if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
@@ -93,7 +90,7 @@ class RecomputePolicy:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
 
-        with undo.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self._recomputed_bytes = sum(storages.values())
         self._sizes[key] = self._recomputed_bytes * num_parts

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offload.engine.units.resting import past_subclasses, stand_in
-from offload.engine.units.undo import Undo
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.regions import ParameterInfo
@@ -144,17 +143,15 @@ class Hold:
         return None
 
     @contextmanager
-    def watched(self, undo: Undo) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Within, the engine looks who reads parameters at rest: they are NaN."""
-
-        def restore() -> None:
+        self._is_watched = True
+        try:
+            yield
+        finally:
             self._is_watched = False
             for each in self.resting:
                 past_subclasses(setattr, each, "grad", None)
-
-        with undo.afterwards(restore):
-            self._is_watched = True
-            yield
 
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter as the device uses it, on the CPU."""

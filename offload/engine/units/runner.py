@@ -21,9 +21,9 @@ from offload.engine.units.condition import Moment
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.traits import DepartedError, PartsDifferError, Rows
-from offload.engine.units.undo import Undo, Where
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
 from offload.schedule.execute import Executor
@@ -46,12 +46,11 @@ class UnitRunner:
         executor: Executor,
         gradients: GradientFlow,
         saved: SavedInputs,
-        undo: Undo,
         *,
         seed: int,
         comm: Comm,
     ) -> None:
-        self.device, self.slots, self.gradients, self.saved, self.undo = device, slots, gradients, saved, undo
+        self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
         self._lanes, self._executor = lanes, executor
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
@@ -60,6 +59,9 @@ class UnitRunner:
         self._batch: tuple[int, int] | None = None
         self._is_cut = False
         self._inside: Unit | None = None
+        self._is_in_model = False
+        self.has_failed = False
+        """A use of a unit is half done, and nobody is at work: it is to be given up."""
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
@@ -91,21 +93,25 @@ class UnitRunner:
             with torch.inference_mode(False):
                 self.enter(unit, backward)
             return
-        before, self.undo.where = self.undo.where, Where.ENGINE
+        interrupts.look()
         if self._inside is not None:
+            self.fail()
             raise OffloadError(
                 f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
                 "recording pass: one unit computes at a time."
             )
         self._inside = unit
-        if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
-            for region in unit.regions:
-                self.gradients.make_lasting(region, for_good=False)
-        self._executor.enter(unit.regions, backward)
-        if backward:
-            self.gradients.open(unit.regions)
+        try:
+            if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
+                for region in unit.regions:
+                    self.gradients.make_lasting(region, for_good=False)
+            self._executor.enter(unit.regions, backward)
+            if backward:
+                self.gradients.open(unit.regions)
+        except BaseException:
+            self.fail()
+            raise
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
-        self.undo.where = before
 
     def moment(self, unit: Unit, may_recompute: bool) -> Moment:
         """Return generators and modules before a forward of a unit: what a recompute begins with."""
@@ -122,13 +128,19 @@ class UnitRunner:
             with torch.inference_mode(False):
                 self.leave()
             return
-        before, self.undo.where = self.undo.where, Where.ENGINE
         unit = self._inside
         if unit is not None:
             marks = self._lanes.computed(self._name, self._begun)
-            self._executor.leave(unit.regions, marks)
+            try:
+                self._executor.leave(unit.regions, marks)
+            except BaseException:
+                self.fail()
+                raise
         self._inside = None
-        self.undo.where = before
+
+    def fail(self, has_failed: bool = True) -> None:
+        """What was begun is half done; or it was a trial, of which nothing stays."""
+        self.has_failed = has_failed
 
     def run(
         self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any]
@@ -136,14 +148,15 @@ class UnitRunner:
         """Run a unit's module; return its result, and what has changed in containers, as (result, changes)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            where, self.undo.where = self.undo.where, Where.MODEL
-            result = unit.forward(*args, **kwargs)
-            self.undo.where = where  # before the weights go: what an interrupt leaves there has to be given up
-            return result
+            self._is_in_model = True
+            try:
+                return unit.forward(*args, **kwargs)
+            finally:
+                self._is_in_model = False
 
         hung = unit.hang()
         try:
-            return run_over_copies(forward, arguments, tensors, others, self.undo)
+            return run_over_copies(forward, arguments, tensors, others)
         finally:
             if hung:
                 unit.install(unit.resting)
@@ -186,26 +199,27 @@ class UnitRunner:
     @contextmanager
     def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
         """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
-
-        def restore() -> None:
-            self._batch, self._is_cut, self.gradients.is_wide = None, False, False
-
-        with self.undo.afterwards(restore):
-            self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
-            self.gradients.is_wide = is_cut
+        self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
+        self.gradients.is_wide = is_cut
+        try:
             yield
+        finally:
+            self._batch, self._is_cut, self.gradients.is_wide = None, False, False
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
         """Within, units run on what they are given (the chunks of a head)."""
         before = self._batch, self._is_cut
-
-        def restore() -> None:
+        self._batch, self._is_cut = None, False
+        try:
+            yield
+        finally:
             self._batch, self._is_cut = before
 
-        with self.undo.afterwards(restore):
-            self._batch, self._is_cut = None, False
-            yield
+    @property
+    def is_at_work(self) -> bool:
+        """True between `enter` and `leave`, but for the model's own code."""
+        return self._inside is not None and not self._is_in_model
 
     @property
     def has_micro_batches(self) -> bool:
@@ -277,13 +291,12 @@ class UnitRunner:
 
     def reset(self) -> None:
         """Forget every pass so far: they were given up."""
-        self.undo.run()
         self.claims.reset()
         self.saved.reset()
         self._uses.clear()
         self._inside = self._batch = None
         self.gradients.begin_step()
-        self.undo.where = Where.NOWHERE
+        self._is_in_model = self.has_failed = False
 
 
 def generator_seed(*numbers: int) -> int:

@@ -12,7 +12,6 @@ import torch
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.undo import Where
 from offload.engine.units.unit import Unit
 
 _Packed = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -72,10 +71,9 @@ class SavedGraph:
 
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         try:
-            with torch.enable_grad(), runner.undo.saved_tensors_hooks(pack, unpack):
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 result = runner.run(unit, arguments, leaves, others)
         except TooMuchToKeepError:
-            runner.undo.where = Where.ENGINE
             runner.saved.let_go(claim, num_before)
             raise
         self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))

@@ -13,7 +13,6 @@ import torch
 from offload.engine.units.activation_offload import ActivationOffload, Layout
 from offload.engine.units.claims import Claim
 from offload.engine.units.recompute_policy import RecomputePolicy, Shapes
-from offload.engine.units.undo import Undo, Where
 from offload.engine.units.unit import Unit
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
@@ -47,9 +46,9 @@ class SavedInputs:
     """The inputs and graphs that wait for their backward: on the device, entered in its ledger, or put away."""
 
     def __init__(
-        self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload[Any] | None, undo: Undo
+        self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload[Any] | None
     ) -> None:
-        self._device, self._lanes, self._policy, self._offload, self._undo = device, lanes, policy, offload, undo
+        self._device, self._lanes, self._policy, self._offload = device, lanes, policy, offload
         self._held: dict[int, tuple[int, str]] = {}
         self._is_trial = False
         self._calls: list[weakref.ref[Returns]] = []
@@ -68,7 +67,7 @@ class SavedInputs:
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
         """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
-        return self._policy.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts, self._undo)
+        return self._policy.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts)
 
     @property
     def may_give_up_graphs(self) -> bool:
@@ -128,7 +127,6 @@ class SavedInputs:
         """
         if self._is_trial:
             return
-        before, self._undo.where = self._undo.where, Where.ENGINE
         storage = tensor.untyped_storage()
         key, num_bytes = storage.data_ptr(), storage.nbytes()
         if self._offload is None or not self._offload.has(key):
@@ -138,7 +136,6 @@ class SavedInputs:
                 self._policy.saw()
             self._held[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
-        self._undo.where = before
 
     def let_go(self, claim: Claim, since: int = 0) -> None:
         """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
@@ -156,13 +153,12 @@ class SavedInputs:
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Within, passes are tried on a few rows, whose inputs stay on the device and are in no ledger."""
-
-        def restore() -> None:
-            self._is_trial = False
-
-        with self._policy.unmoved(), self._undo.afterwards(restore):
+        with self._policy.unmoved():
             self._is_trial = True
-            yield
+            try:
+                yield
+            finally:
+                self._is_trial = False
 
     def begin_step(self) -> None:
         """Start a step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,6 @@ from offload.engine.units.belongings import NotePlace, note_places
 from offload.engine.units.find import Candidate, Place
 from offload.engine.units.resting import Elsewhere, past_subclasses
 from offload.engine.units.traits import UnitTraits
-from offload.engine.units.undo import Undo
 from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
@@ -122,7 +121,7 @@ class Unit:
             self._mark(parameters)
 
     @contextmanager
-    def frozen_with(self, then: frozenset[int], undo: Undo) -> Iterator[None]:
+    def frozen_with(self, then: frozenset[int]) -> Iterator[None]:
         """Within, a backward: what was frozen `then`, in its forward, takes no gradients, nor does what is by now."""
         resting, before = self.resting, self.frozen
 
@@ -135,10 +134,14 @@ class Unit:
                 self._mark(parameters)
 
         frozen = then.union(past_subclasses(look))  # else each look at a parameter is a call
-        with undo.afterwards(lambda: mark(before)) if frozen != before else nullcontext():
-            if frozen != before:
-                mark(frozen)
+        if frozen == before:
             yield
+            return
+        mark(frozen)
+        try:
+            yield
+        finally:
+            mark(before)
 
     def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
         for index in self._trainable:
