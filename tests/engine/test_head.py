@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_iter
 
 from offload import Engine, Placement
 from offload.engine.loss.chunked_head import find_chunked_head
-from offload.engine.units.undo import Undo
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import (
@@ -220,7 +219,7 @@ def test_rows_and_chunks_without_targets() -> None:
 def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
     """Over ranks all run as many as the longest row of any needs, the first ones for nothing."""
     model, batch = build(llama), {key: value[:rows] for key, value in tokens().items()}
-    head = find_chunked_head(model, batch, lambda given: model(**given), Undo())
+    head = find_chunked_head(model, batch, lambda given: model(**given))
     assert head is not None
     output, count = head.base_output(lambda: model(**batch)), int((batch["labels"][:, 1:] != -100).sum())
     wanted = float(model(**batch).loss)

@@ -95,7 +95,7 @@ class Updates:
         self._updated: list[Landed] = []
         self.lr = settings.optimizer.lr
         self._so_far = [0.0]
-        self.is_updating = False  # some regions of a step are updated, or will be, and others are not yet
+        self._is_updating = False  # some regions of a step are updated, or will be, and others are not yet
         self._due: dict[Region, Callable[[], None]] = {}
         """What is to be updated, and it is known how, in this order, and was not submitted yet."""
         self.flush: Callable[[], None] = lambda: None
@@ -206,7 +206,7 @@ class Updates:
 
     def _end(self, go_on: Callable[[], None]) -> None:
         """What is left to update is due: let weights come up for the next step, and submit it."""
-        self.is_updating = self.is_updating or bool(self._due)  # the step is counted, or about to be
+        self._is_updating = self._is_updating or bool(self._due)  # the step is counted, or about to be
         with interrupts.firm():
             self._slots.refresh()
             go_on()
@@ -216,7 +216,7 @@ class Updates:
     def _settle(self) -> None:
         self._place.check()
         self._lanes.settle()  # what is on its way belongs to a step that is over
-        self.is_updating = False
+        self._is_updating = False
 
     def clip_to(self, max_norm: float | None) -> None:
         """Clip the gradients of this step, whose updates wait for their norm, to another one than usual."""
@@ -228,7 +228,7 @@ class Updates:
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if not math.isfinite(norm):
-            if self._skips and not self.is_updating:
+            if self._skips and not self._is_updating:
                 self._early.give_back()
                 self._show()
                 return Applied(norm, skipped=True)
@@ -262,7 +262,7 @@ class Updates:
         """Where updates are late, the next pass computes with the weights from before those that are due."""
         late = {state.region for state in self._store.states if self._delays and state.region in self._due}
         changed = [state for state in self._store.states if state.is_late or state.region in late]
-        self.is_updating = self.is_updating or bool(late)
+        self._is_updating = self._is_updating or bool(late)
         self._slots.invalidate([state.region for state in changed])
         for state in changed:
             for tile in state.held:
@@ -292,7 +292,7 @@ class Updates:
 
     def mend(self) -> None:
         """All states were written anew."""
-        self.is_updating = False
+        self._is_updating = False
 
     def free(self) -> None:
         """Let go of every buffer."""
@@ -300,10 +300,10 @@ class Updates:
 
     def failure(self) -> str | None:
         """Between steps: return why the states belong to no step, if they do not."""
-        if self.is_updating:
-            return "a step failed after some units were updated and before the others were"
         error = self._lanes.failure
-        return None if error is None else f"an update failed ({type(error).__name__}: {error})"
+        if error is not None:
+            return f"an update failed ({type(error).__name__}: {error})"
+        return "a step failed after some units were updated and before the others were" if self._is_updating else None
 
     # -- at once, and corrections ----------------------------------------------------------------------------
 
@@ -407,7 +407,7 @@ class Updates:
         other ranks where these hold them too.
         """
         region, state = landed.region, self._store[landed.region]
-        self.is_updating = True
+        self._is_updating = True
         self._slots.invalidate((region,))
         for number, tile in enumerate(state.tiles):
             lease = self._early.lend(tile, [*tile.states, *(["gradients"] if landed.gradients is None else ())])
@@ -454,7 +454,7 @@ class Updates:
 
     def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
         """Raise NonFiniteError: an update has made weights that are no numbers. The states are not to be used."""
-        self.is_updating = True
+        self._is_updating = True
         advice = self._store.why_not_finite(
             "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
         )
