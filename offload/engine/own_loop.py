@@ -72,9 +72,7 @@ class OwnLoop:
         meet(state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr)
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
-        state.updates.lr = lr
-        if max_grad_norm is not None:
-            state.updates.clip_to(max_grad_norm or None)
+        state.updates.steer(lr, max_grad_norm)
         with self._recovery.ending():
             result = self._steps.require_backward().end(loss, None, "own loop")
             self.forget()

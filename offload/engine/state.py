@@ -41,6 +41,7 @@ from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import open_device
+from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
@@ -103,10 +104,12 @@ class EngineState:
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
         slot = plan.of("device", SLOT)
+        self.due = Due()
         self.slots = Slots(
             self.store,
             infos,
             self.device,
+            self.due,
             self.lanes,
             counters,
             slot_bytes=slot.num_bytes,
@@ -128,7 +131,9 @@ class EngineState:
         self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)
         workspace = self._open_workspace()
         place = self._open_update_place(counters, has_workspace=workspace is not None)
-        self.updates = Updates(self.store, infos, self.gradients, self.slots, self.lanes, settings, place, workspace)
+        self.updates = Updates(
+            self.store, infos, self.gradients, self.slots, self.due, self.lanes, settings, place, workspace
+        )
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
         self.runner = UnitRunner(
             self.device,

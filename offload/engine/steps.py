@@ -165,7 +165,7 @@ class Steps:
                 hides = self._update_seconds() <= forward_s
             # Each rank has measured for itself.
             is_late = state.comm.any(not hides, "choice of train.clip")
-            state.updates.clip = "speculative" if is_late else "deferred"
+            state.updates.decide("speculative" if is_late else "deferred")
         return state.updates.clip
 
     def _update_seconds(self) -> float:
@@ -185,7 +185,7 @@ class Steps:
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
-            self._state.updates.clip = decided["clip"]
+            self._state.updates.decide(decided["clip"])
         self.rehearsal.begin_again(decided.get("losses", {}))
         self.judging.begin_again(decided.get("judged", ()))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way

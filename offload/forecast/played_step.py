@@ -20,7 +20,7 @@ from offload.distributed.comm import ImaginedRanks
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import BringDown, Measures
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
-from offload.engine.gradients.updates import Updates, Work
+from offload.engine.gradients.updates import Updates
 from offload.engine.methods.pending import Pending
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.lanes.played import PlayedLanes, Seconds
@@ -31,6 +31,7 @@ from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
 from offload.tiers.device import CpuDevice
+from offload.tiers.due import Due, Work
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme, Stripes
@@ -226,8 +227,9 @@ class _PlayedEngine:
         )
         if settings.keeps_gradients:
             self._store.hold_gradients(accumulates=False)
+        due = Due()
         self._slots = Slots(
-            self._store, (), device, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
+            self._store, (), device, due, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
         )
         limit = settings.max_grad_norm or 1.0
         flow = self._flow = GradientFlow(
@@ -250,8 +252,8 @@ class _PlayedEngine:
             ring = device.allocate("update ring", plan.update_ring_bytes)
             place = OnDevice(ring, len(plan.regions), lanes, device, self._counters)
         counted = _Place(place, lanes, plan.tile_host_s)
-        self._updates = Updates(self._store, (), flow, self._slots, lanes, settings, counted)  # type: ignore[arg-type]
-        self._pending = Pending(self._store, self._slots, self._updates, lanes, device, settings.optimizer.lr)
+        self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
+        self._pending = Pending(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
         tier = settings.placement.activations
         self._inputs: ActivationOffload[Any] | None = None
         if tier == "cpu":
@@ -322,7 +324,7 @@ class _PlayedEngine:
         self._lanes.wait(self._lanes.mark())  # for the losses
         trained = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
         works = {region: self._in_slot(region) for region in trained}
-        self._pending.flush()
+        self._updates.flush()
         self._pending.put({region: works.pop(region) for region in trained if self._pending.takes(region)})
         self._updates.descend(works, lambda: self._go_on(wraps=False))
 

@@ -10,6 +10,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
+from offload.tiers.due import Due
 
 
 @dataclass(eq=False)
@@ -32,11 +33,9 @@ class Cargoes(ABC):
     offset; `wait` lets compute come after it; `used` notes compute as a reader. `_fill` says how a cargo comes up.
     """
 
-    def __init__(self, rides: Callable[[Region], Sequence[Plane]], lanes: Lanes) -> None:
+    def __init__(self, rides: Callable[[Region], Sequence[Plane]], due: Due, lanes: Lanes) -> None:
         """`rides`: the planes that a region has in a slot beside its weights."""
-        self._rides, self._lanes = rides, lanes
-        self.brings_masters: Callable[[Region], bool] = lambda _: False
-        """Asked when a region is fetched whether its master weights are to come up too, for an update in the slot."""
+        self._rides, self._due, self._lanes = rides, due, lanes
         self._slots: list[Slot] = []
         self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated elsewhere
         self._staying: dict[int, Fence] = {}  # of the regions that stay, by their index
@@ -93,7 +92,7 @@ class Cargoes(ABC):
         evicted = [self._lying[other] for other in evicts if other in self._lying]
         gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
         self._lying = {other: s for other, s in self._lying.items() if s not in gone}
-        slot = Slot(cargo, offset, end, is_whole=any(map(self.brings_masters, self.cargoes[cargo])))
+        slot = Slot(cargo, offset, end, is_whole=any(region in self._due.in_slot for region in self.cargoes[cargo]))
         rest = [  # who comes where nothing was overwritten yet has to wait for the same
             Slot(other.cargo, *part, fence=other.fence)
             for other in gone

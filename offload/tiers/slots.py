@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
 from offload.tiers.device import Device, copy_planes
+from offload.tiers.due import Due
 from offload.tiers.store import Store
 
 _SLOT_ALIGNMENT_BYTES = 512
@@ -33,6 +34,7 @@ class Slots(Cargoes):
         store: Store,
         infos: Sequence[ParameterInfo],
         device: Device,
+        due: Due,
         lanes: Lanes,
         counters: Counters,
         *,
@@ -40,7 +42,7 @@ class Slots(Cargoes):
         slot_name: str,
         debug: bool = False,
     ) -> None:
-        super().__init__(store.rides, lanes)
+        super().__init__(store.rides, due, lanes)
         self._store, self._infos, self._device, self._counters = store, infos, device, counters
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
@@ -49,8 +51,6 @@ class Slots(Cargoes):
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
-        self.needs: Callable[[Region], None] = lambda _: None
-        """Called before a region's weights are fetched."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.beside = torch.empty(0, dtype=torch.uint8)
         """Memory of the device in which units have weights for a while that are near those in a slot."""
@@ -237,7 +237,7 @@ class Slots(Cargoes):
         """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them; `rides`: where what
         comes up beside them goes.
         """
-        self.needs(region)
+        self._due.submit(region)
         if self._store.tier == "device":
             return self._put_together(region, flat, fills, is_ahead)
         tickets = []

@@ -16,7 +16,7 @@ from offload.config.config import Config
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
-from offload.engine.gradients.updates import COARSE_RATIO
+from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, DiskError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested

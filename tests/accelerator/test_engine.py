@@ -20,7 +20,7 @@ import torch
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.engine.gradients.updates import Landed
+from offload.engine.gradients.tile_updates import Landed
 from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
@@ -219,8 +219,9 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
         gradients = torch.ones(state.region.numel)
         with sim.held(torch.accelerator.current_stream()):
             state.planes["exp_avg_sq"].fill_(0.0)
-            updates._place.begin_step()
-            updates._submit(Landed(state.region, gradients, Fence("gradients")), [True] * len(state.region.parameters))
+            updates.tiles.place.begin_step()
+            landed = Landed(state.region, gradients, Fence("gradients"))
+            updates.tiles.submit(landed, [True] * len(state.region.parameters))
             time.sleep(0.2 if broken else 0.02)
         parts_of(engine).lanes.finish()
         assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.gradients.updates import Landed
+from offload.engine.gradients.tile_updates import Landed
 from offload.engine.recording.judge import Judge
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.lanes.lane import ThreadLane
@@ -516,7 +516,7 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(
     with held_up(parts.lanes.h2d):
         parts.slots.fetch(parts.slots.cargo_of(unit.regions), 0)
         shown = parts.slots.place(unit.regions)[region]
-        parts.updates._submit(landed, [True] * len(region.parameters))
+        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
     settle(engine)
     assert torch.equal(shown.cpu(), before) == (not broken)
     assert not torch.equal(stored_weights(engine, region), before)
@@ -549,8 +549,8 @@ def test_gradients_land_once_those_before_went_up(
     state.gradients.fill_(0.0)
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
     with held_up(parts.lanes.update_up):
-        parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates._submit(Landed(state.region, state.gradients, state.landing), [True])
+        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
         land(streaming, state, 1.0)
     settle(streaming)
     assert bool((state.tiles[0].planes["exp_avg"] == 0).all()) == (not broken)
@@ -569,7 +569,7 @@ def test_the_host_reads_states_after_their_update(
     assert state.gradients is not None
     landed = Landed(region, state.gradients.fill_(1.0), state.landing)
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update):
-        parts.updates._submit(landed, [True] * len(region.parameters))
+        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
         found = reader.submit(parts.store.read, index)
     settle(engine)
     assert torch.equal(found.result(), before) == broken
@@ -587,8 +587,8 @@ def test_gradients_wait_for_the_update_that_reads_those_before(
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
     landed = Landed(region, state.gradients, state.landing)
     with held_up(parts.lanes.update):
-        parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates._submit(landed, [True] * len(region.parameters))
+        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+        parts.updates.tiles.submit(landed, [True] * len(region.parameters))
         parts.gradients.begin_step()
         parts.gradients.measures.touched[region.index] = [True] * len(region.parameters)
         parts.gradients.landing.land(region, torch.ones(region.numel), Fence("gradient buffer"))
@@ -669,7 +669,7 @@ def land(engine: Engine, state: Any, value: float) -> None:
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update, from gradients on disk where none are given."""
     landed = Landed(state.region, gradients, Fence("gradients on disk"))
-    parts_of(engine).updates._submit(landed, [True] * len(state.region.parameters))
+    parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
 
 
 class Copy:
@@ -715,9 +715,9 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
 def read_early(engine: Engine, state: Any) -> None:
     """Begin to read a region's states for its next update."""
     updates = parts_of(engine).updates
-    updates._early.follow([state.region])
-    updates._early.begin()
-    assert len(updates._early._leases) == 1
+    updates.tiles.early.follow([state.region])
+    updates.tiles.early.begin()
+    assert len(updates.tiles.early._leases) == 1
 
 
 @BROKEN
@@ -806,7 +806,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(
     parts, (_, state) = parts_of(gradients_on_disk), of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)
     settle(gradients_on_disk)
-    parts.updates._rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+    parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
     take_away(broken, "waiting gradients", "before_fill", monkeypatch)
     with held_up(parts.lanes.update_read):
         update(gradients_on_disk, state)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from offload.checkpoint.reader import Reader
-from offload.engine.gradients import updates
+from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.updates import Updates
+from offload.engine.gradients.tile_updates import TileUpdates
 from offload.engine.loss import parts as losses
 from offload.engine.methods import descent, pending, side_by_side
 from offload.engine.methods.method import Method
@@ -97,7 +97,8 @@ def weights_from_a_place_that_others_have(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
-    patch.setattr(updates, "total_norm", lambda squares: total(squares[:-1] if len(squares) > 1 else squares))
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", lambda squares: total(squares[:-1] if len(squares) > 1 else squares))
 
 
 @mutation
@@ -108,18 +109,19 @@ def norm_in_single_precision(patch: pytest.MonkeyPatch) -> None:
             found = struct.unpack("f", struct.pack("f", found + value))[0]
         return float(found**0.5)
 
-    patch.setattr(updates, "total_norm", total)
+    for module in (policies, updates):
+        patch.setattr(module, "total_norm", total)
 
 
 @mutation
 def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    coefficient, last = updates.clip_coefficient, [1.0]
+    coefficient, last = policies.clip_coefficient, [1.0]
 
     def stale(norm: float, limit: float | None) -> float:
         last.append(coefficient(norm, limit))
         return last.pop(0)
 
-    patch.setattr(updates, "clip_coefficient", stale)
+    patch.setattr(policies, "clip_coefficient", stale)
 
 
 @mutation
@@ -135,13 +137,13 @@ def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
     """Of the speculative updates of a step, the one of region 1 stays as it was."""
-    correct = Updates._submit_correction
+    correct = TileUpdates.correct
 
-    def corrected(self: Updates, landed: Any, scale: float) -> None:
+    def corrected(self: TileUpdates, landed: Any, touched: Sequence[bool], scale: float) -> None:
         if landed.region.index != 1:
-            correct(self, landed, scale)
+            correct(self, landed, touched, scale)
 
-    patch.setattr(Updates, "_submit_correction", corrected)
+    patch.setattr(TileUpdates, "correct", corrected)
 
 
 @mutation

@@ -13,6 +13,7 @@ from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.optim.adamw import AdamW
 from offload.telemetry.counters import Counters
 from offload.tiers.device import CpuDevice
+from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -46,6 +47,7 @@ class Bench:
             self.store,
             self.infos,
             self.device,
+            Due(),
             self.lanes,
             self.counters,
             slot_bytes=size if tier == "cpu" else 0,

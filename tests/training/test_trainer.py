@@ -13,7 +13,7 @@ import transformers
 
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.engine.gradients import updates
+from offload.engine.gradients import policies
 from offload.errors import ConfigError, NonFiniteError
 from offload.machine import environment
 from offload.telemetry.timeline import Span, Timeline
@@ -261,7 +261,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path:
 
 
 def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "COARSE_RATIO", 1.0)  # so that a correction of any size is coarse
+    monkeypatch.setattr(policies, "COARSE_RATIO", 1.0)  # so that a correction of any size is coarse
     speculative = {"train__clip": "speculative", "train__max_grad_norm": 0.01, "offload__throttle": THROTTLE}
     _, lines, said = run("coarse", **speculative, **STREAMED)
     assert [line["coarse"] for line in lines] == [True] * 3

@@ -39,8 +39,7 @@ Witness = Callable[[int, torch.Tensor], None]
 class GradientFlow:
     """Takes gradients parameter by parameter (so that one of them is alive at a time) and lands them region by region.
 
-    `opens()` is called once, before the first backward of a unit. `measures` has what is known of all gradients.
-    `is_over`: they were summed and measured, and none may be added to them.
+    `measures` has what is known of all gradients. `is_over`: they were summed and measured, and none may be added.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class GradientFlow:
         self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
-        self.opens: Callable[[], None] | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # of these, what is not for good
@@ -107,7 +105,7 @@ class GradientFlow:
         self._open.clear()
         self._buffer.reset()
         self.is_wide = self._repeats = self.is_over = False
-        self.opens, self._witness = None, None
+        self._witness = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
@@ -162,9 +160,7 @@ class GradientFlow:
         """Prepare for the backward of one use of a unit: compute may write its gradients once this returns."""
         if self._witness is not None:
             return
-        opens, self.opens = self.opens, None
-        if opens is not None:
-            opens()
+        self.landing.policy.open()
         if self._repeats and any(region.index in self._open for region in regions):
             return
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
@@ -256,7 +252,7 @@ class GradientFlow:
     @property
     def lands_nowhere(self) -> bool:
         """True where gradients are of a trial, or nothing but their norm is wanted."""
-        return self._witness is not None or self.landing.drops
+        return self._witness is not None or self.landing.policy.drops
 
     def show(self, witness: Witness | None) -> None:
         """From now on show gradients to `witness` and land none of them: they are of trials, which an own loop may make

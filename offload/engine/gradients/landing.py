@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from offload.engine.gradients.norms import BringDown, Measures
+from offload.engine.gradients.policies import Policy
 from offload.engine.gradients.reduction import Reduction
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
@@ -26,10 +27,8 @@ _CHUNK = 1 << 24
 class Landing:
     """Lands gradients where they wait for their update.
 
-    `landed(region, flat, fence)` is called once a region's gradients are on their way to `flat` (over the elements that
-    this rank updates), or to disk (None). Over several ranks they are summed on the way, and every trained region lands
-    that was opened, as another rank may have what this one lacks. While it `drops`, gradients are measured, and land
-    nowhere.
+    Its `policy` is told of each region whose gradients are on their way. Over several ranks they are summed there, and
+    every trained region lands that was opened, as another rank may have what this one lacks.
     """
 
     def __init__(
@@ -46,14 +45,19 @@ class Landing:
     ) -> None:
         self._store, self._measures, self._reduction = store, measures, reduction
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
-        self.accumulates = self.drops = False
-        self.landed: Callable[[Region, torch.Tensor | None, Fence], None] | None = None
+        self.accumulates = False
+        self.policy = Policy()
         self._staging = Ring(staging, "gradient staging")
         self._landed: set[int] = set()
         self._tickets: list[Ticket] = []
 
+    def follow(self, policy: Policy) -> None:
+        """Gradients from now on are that policy's."""
+        self.policy = policy
+
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
+        self.policy = Policy()
         self._landed.clear()
         self._tickets.clear()
         if self._reduction is not None:
@@ -128,7 +132,7 @@ class Landing:
         measure = None
         if not self.accumulates:  # else when all passes are over
             # Whoever updates in the backward needs the norm so far.
-            measure = partial(self._measures.measure_shard, region, agrees=self.landed is not None)
+            measure = partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
         whole = not self.accumulates and self._store.sharding.num_ranges == 1
         flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
         return flat, source, (ticket,)
@@ -145,11 +149,12 @@ class Landing:
             )
         self._landed.add(region.index)
         squares = self._measures.measure(region, flat) if self._reduction is None else None
-        if self.drops or self._store.down is not self._lanes.d2h:  # gradients stay where they are, and squares do not
+        # Where gradients stay where they are, squares do not.
+        if self.policy.drops or self._store.down is not self._lanes.d2h:
             self._bring_down_squares(squares)
             squares = None
         flat, source, reads = self._summed(region, flat, source)
-        if self.drops:
+        if self.policy.drops:
             self._tickets += reads if self._reduction is not None else ()
             return
         state = self._store[region]
@@ -158,13 +163,11 @@ class Landing:
                 target = lease.planes["gradients"]
                 lease.done_writing(self._bring_down(region, target, flat[its], source, reads, lease.fills, squares))
                 squares = None
-            if self.landed is not None:
-                self.landed(region, state.gradients, state.landing)
+            self.policy.landed(region, state.gradients, state.landing)
             return
         staged, stretch = self._staged(flat, region.plane("gradients").dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills, squares))
-        if self.landed is not None:
-            self.landed(region, staged, stretch.fence)
+        self.policy.landed(region, staged, stretch.fence)
         stretch.is_open = False
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.updates import Work
 from offload.engine.methods.pending import Pending
 from offload.engine.methods.result import Measured
 from offload.engine.state import EngineState
@@ -15,6 +14,7 @@ from offload.layout.regions import Region
 from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.optim.update import Estimate, descend_tile
+from offload.tiers.due import Work
 from offload.tiers.store import Tile
 
 _BLOCKS = "(blocks)"
@@ -70,9 +70,10 @@ class Descent:
         touched = self.touched(measured.step, measured.seed, measured.frozen)
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
-        self._pending.flush()  # of units that no pass has come to
+        self._state.updates.flush()  # of units that no pass has come to
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
+        self._state.updates.tiles.begin()  # what fails before the step is counted finds some of the update put off
         self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
         self._state.updates.descend(works, go_on)
 

@@ -29,7 +29,7 @@ class Forwards(Method):
         super().__init__(state, counters, settings)
         assert isinstance(settings.optimizer, MeZO)
         self._rule, self._seed, self._skips = settings.optimizer, settings.seed, settings.skips
-        self._pending = Pending(state.store, state.slots, state.updates, state.lanes, state.device, self.lr)
+        self._pending = Pending(state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr)
         self.descent = Descent(state, self._rule, self._pending)
         self._perturbed = Perturbed(state, self._rule, settings.seed)
         self._side_by_side = SideBySide(state, self._pending, self._perturbed)

@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.updates import Updates, Work
+from offload.engine.gradients.updates import Updates
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
 from offload.tiers.device import Device, copy_planes
+from offload.tiers.due import Due, Work
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -22,13 +23,12 @@ class Pending:
     up leaves it alone.
     """
 
-    def __init__(self, store: Store, slots: Slots, updates: Updates, lanes: Lanes, device: Device, lr: float) -> None:
+    def __init__(
+        self, store: Store, slots: Slots, updates: Updates, due: Due, lanes: Lanes, device: Device, lr: float
+    ) -> None:
         self._store, self._slots, self._updates, self._lanes, self._device = store, slots, updates, lanes, device
-        self._lr = lr
-        self._works: dict[Region, Work] = {}
+        self._works, self._lr = due.in_slot, lr
         self._counts: list[tuple[Region, torch.Tensor]] = []  # of weights that are not finite, known to the device
-        slots.brings_masters = self._works.__contains__
-        updates.flush = self.flush
 
     def takes(self, region: Region) -> bool:
         """True where the update of a region can be put off."""
@@ -52,7 +52,7 @@ class Pending:
             if isinstance(num_wrong, torch.Tensor):
                 self._counts.append((region, num_wrong))
             elif num_wrong:
-                self._updates.refuse_weights(region, self._lr, num_wrong)
+                self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
@@ -76,14 +76,7 @@ class Pending:
             told = self._device.bring_down(torch.stack([count for _, count in counts]))().tolist()
             for (region, _), num_wrong in zip(counts, told, strict=True):
                 if num_wrong:
-                    self._updates.refuse_weights(region, self._lr, num_wrong)
-
-    def flush(self) -> None:
-        """Make on the host what is put off still."""
-        if self._works:
-            works = dict(self._works)
-            self._works.clear()
-            self._updates.descend(works, lambda: None)
+                    self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
 
     def forget(self) -> None:
         """The weights are others by now."""

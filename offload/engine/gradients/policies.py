@@ -1,0 +1,202 @@
+"""When the gradients of a step become updates, and with which coefficient: a policy a step."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.tile_updates import Landed, TileUpdates
+from offload.errors import NonFiniteError
+from offload.lanes.ticket import Fence
+from offload.layout.regions import Region
+from offload.optim.update import clip_coefficient, total_norm
+from offload.tiers.due import Due
+
+COARSE_RATIO = 8.0
+"""Above this c_s / c the correction of a speculative update loses more than 1e-5 of the largest update."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a step's gradients."""
+
+    norm: float
+    skipped: bool = False
+    num_corrected: int = 0
+    is_coarse: bool = False
+
+
+class Policy:
+    """What becomes of gradients; this one: they land, and that is all.
+
+    drops: they are measured, and land nowhere. updates_landed: each region is updated as it lands, so that ranks have
+    to agree on its norm there. is_final: such an update is not corrected, and weights may come up for the next step.
+    arrived: the parameters of these regions, in the order in which they landed.
+    """
+
+    drops = updates_landed = is_final = False
+    arrived: Sequence[int] = ()
+
+    def open(self) -> None:
+        """The backward of a unit is about to begin."""
+
+    def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
+        """Gradients of a region, as far as this rank updates it, are on their way to memory, or to disk (None)."""
+
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
+        """The norm over all gradients is known, and they are to be clipped to `limit`. `rank`: when the next step needs
+        a region.
+        """
+        raise NotImplementedError
+
+
+class LearnFirst(Policy):
+    """The norm is all that is wanted: a second backward updates, since gradients of this rule do not wait."""
+
+    drops = True
+
+
+class Deferred(Policy):
+    """Regions are updated once the norm over all of them is known, in the order in which the next step needs them."""
+
+    def __init__(self, updates: TileUpdates, measures: Measures, due: Due, reads_early: bool) -> None:
+        """`reads_early`: states come up from disk while the backward goes on."""
+        self._updates, self._measures, self._due, self._reads_early = updates, measures, due, reads_early
+
+    def open(self) -> None:
+        if self._reads_early:
+            self._reads_early = False
+            self._updates.early.begin()
+
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
+        updates, due, touched, early = self._updates, self._due, self._measures.touched, self._updates.early
+        scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
+        if not has_peers:  # others may have updated theirs
+            early.check()
+        waiting = [state for state in updates.store.states if state.keeps_gradients]
+        waiting.sort(key=lambda state: self._place(rank(state.region)))
+        early.follow([state.region for state in waiting])
+        for state in waiting:
+            # Of several ranks another may have what this one lacks.
+            if has_peers or any(touched[state.region.index]):
+                landed = Landed(state.region, state.gradients, state.landing, scale)
+                due.submissions[state.region] = partial(updates.submit, landed, touched[state.region.index])
+            else:
+                early.give_back(state.tiles)
+        updates.slots.invalidate(due.submissions)
+        updates.show(self._late())
+        return Applied(norm)
+
+    def _place(self, rank: float) -> float:
+        return rank
+
+    def _late(self) -> Collection[Region]:
+        return ()
+
+
+class Delayed(Deferred):
+    """As deferred, beside the next step, which computes with the weights from before (one step late)."""
+
+    def _place(self, rank: float) -> float:
+        return -rank  # what the next backward needs first: room for its gradients
+
+    def _late(self) -> Collection[Region]:
+        return self._due.submissions.keys()
+
+
+class AtOnce(Policy):
+    """A region is updated as soon as its gradients have landed: no norm is asked for, or `norm` is known."""
+
+    updates_landed = is_final = True
+
+    def __init__(
+        self, updates: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
+    ) -> None:
+        """`is_inline`: compute itself updates, and does not wait for what is known of the gradients."""
+        self._updates, self._measures, self._limit, self._norm = updates, measures, limit, norm
+        self._has_to_know = limit is not None or not is_inline
+        self._updated: list[Landed] = []
+        self.arrived: list[int] = []
+        self._so_far = 0.0
+
+    def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
+        landed = Landed(region, gradients, fence)
+        self._updated.append(landed)
+        self.arrived += region.parameters
+        squares, landing = self._measures.squares, fence.before_read()
+        # Several ranks find out together, in `finish`; and on a GPU the squares are not there yet.
+        if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[index]) for index in region.parameters):
+            refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
+
+        def prepare() -> None:
+            if self._has_to_know:
+                for ticket in landing:  # a stream may not have come to it, and the host reads what came before it
+                    ticket.synchronize()
+                self._measures.measured(region)
+                self._so_far += sum(squares[index] for index in region.parameters)
+                landed.scale = clip_coefficient(self._norm_now(), self._limit)
+                landed.counts = math.isfinite(self._so_far)  # else `finish` refuses the step, and names the unit
+
+        self._updates.submit(landed, self._measures.touched[region.index], prepare, self.is_final)
+
+    def _norm_now(self) -> float:
+        return self._norm or 0.0
+
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:  # noqa: ARG002
+        return Applied(norm)
+
+
+class Speculative(AtOnce):
+    """A region is updated as it lands, with the coefficient that the norm so far gives, and corrected to the true one
+    before it is fetched again.
+    """
+
+    is_final = False
+
+    def _norm_now(self) -> float:
+        return total_norm([self._so_far])
+
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
+        scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
+        for landed in self._updated:  # the same sums as on the lane, which may be behind
+            total += sum(self._measures.squares[index] for index in landed.region.parameters)
+            applied = clip_coefficient(total_norm([total]), limit)
+            if _as_float32(applied) != _as_float32(scale):
+                worst = max(worst, applied / scale if scale else math.inf)
+                wrong.append(landed)
+        for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
+            self._updates.correct(landed, self._measures.touched[landed.region.index], scale)
+        for landed in sorted(self._updated, key=lambda landed: rank(landed.region)):
+            self._updates.publish(landed.region)
+        return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+
+
+def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[int] = ()) -> NoReturn:
+    """Raise NonFiniteError for the first parameter, in this order, whose gradient is not finite: the rest follows."""
+    infos, squares = updates.infos, measures.squares
+    bad = [infos[i] for i in (order or range(len(infos))) if not math.isfinite(squares[i])]
+    advice = updates.store.why_not_finite(
+        "Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such steps."
+    )
+    if not bad:
+        largest = max(range(len(infos)), key=lambda i: squares[i])
+        raise NonFiniteError(
+            f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
+            f"{infos[largest].name}. {advice}"
+        )
+    unit = next(state.region.name for state in updates.store.states if bad[0].index in state.region.parameters)
+    raise NonFiniteError(
+        f"the gradient of {bad[0].name} in unit {unit} is not finite ({len(bad)} of {len(infos)} parameters). {advice}"
+    )
+
+
+def _as_float32(value: float) -> float:
+    """Return the value as the kernels see it."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
