@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, MeZO, Placement
 from offload.benches.report import Measured, Result
-from offload.native.directions import Stretch, descend, perturb
+from offload.native.directions import NoiseRange, descend, perturb
 from offload.optim.rule import parameter_key
 
 LAYERS, WIDTH = 8, 256
@@ -67,12 +67,12 @@ class Plain:
             for index, (p, key) in enumerate(self._keys if self._perturbs else ()):
                 if not side:
                     both = (sides[index].view(-1) for sides in self._sides)
-                    perturb(self._own[index].view(-1), *both, RULE.eps, Stretch(key, self._step))
+                    perturb(self._own[index].view(-1), *both, RULE.eps, NoiseRange(key, self._step))
                 p.data = self._sides[side][index]
             losses.append(float(self._model(**self._batch).loss))
         slope = RULE.slopes([(losses[0], losses[1])])
         for own, (_, key) in zip(self._own, self._keys, strict=True):
-            descend(own.view(-1), slope, Stretch(key, self._step), lr=RULE.lr)
+            descend(own.view(-1), slope, NoiseRange(key, self._step), lr=RULE.lr)
 
 
 def rounds(steps: dict[str, Callable[[], object]]) -> dict[str, list[float]]:

@@ -31,7 +31,6 @@ from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.unit import Unit, put_parameters
 from offload.engine.units.way import Way
 from offload.errors import format_bytes
-from offload.lanes.lane import ThreadLane
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
@@ -78,10 +77,10 @@ class EngineState:
         accelerator = own_accelerator(settings.device)
         self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
-        self.lanes = open_lanes(accelerator, settings.throttles, delay_seed, plan.overlap, has_peers=comm.size > 1)
+        self.lanes = open_lanes(
+            accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
+        )
         self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
-        if isinstance(self.lanes.collective, ThreadLane):  # the others would wait for an exchange that never comes
-            self.lanes.collective.on_failure = comm.close
         counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
         self.caches = Caches(model)

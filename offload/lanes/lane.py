@@ -152,16 +152,18 @@ class ThreadLane(Lane):
         delays: random.Random | None = None,
         overtakes: bool = False,
         enter: Callable[[], object] | None = None,
+        abort: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`enter` is called by the thread before its first piece, which fails with it: it chooses the thread's GPU."""
+        """`enter` is called by the thread before its first piece, which fails with it: it chooses the thread's GPU.
+        `abort` is called by the thread when work failed, or could not begin as what it comes after had failed.
+        """
         self.name, self._overtakes, self._enter = name, overtakes, enter
         self._lock, self._link, self._delays = lock, link, delays
         self._queue: deque[Work] = deque()
         self._bell = Bell()
         self._is_idle = False  # the thread waits for work, or is about to
         self._is_closed = False
-        self.on_failure: Callable[[BaseException], None] | None = None
-        """Called by the thread when work failed, or could not begin as what it comes after had failed."""
+        self._abort = abort
         self._failed_at = 0  # the position of what the error is of
         self._thread: threading.Thread | None = None  # started by the first piece of work
 
@@ -241,8 +243,8 @@ class ThreadLane(Lane):
     def _serve(self) -> None:
         while (work := self._take()) is not None:
             error = self._do(work)
-            if error is not None and self.on_failure is not None and not isinstance(error, CancelledError):
-                self.on_failure(error)
+            if error is not None and self._abort is not None and not isinstance(error, CancelledError):
+                self._abort(error)
             with self._lock:
                 self._queue.remove(work)
                 if error is not None and self.error is None and not isinstance(error, CancelledError):

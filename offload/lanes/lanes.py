@@ -64,10 +64,16 @@ class Lanes:
     """
 
     def __init__(
-        self, *, overlap: bool, throttle: Mapping[str, Throttle], delay_seed: int | None = None, has_peers: bool = False
+        self,
+        *,
+        overlap: bool,
+        throttle: Mapping[str, Throttle],
+        delay_seed: int | None = None,
+        abort: Callable[[BaseException], None] | None = None,
     ) -> None:
+        """`abort`: where other ranks wait for this one's exchanges, tells them that there will be none."""
         self.timeline = Timeline(LANES)
-        self.overlap, self._has_peers = overlap, has_peers
+        self.overlap, self.abort = overlap, abort
         self.lock = threading.Lock()
         self.links = {name: Link(name, self.timeline, throttle.get(name)) for name in LANES}
         self._delay_seed = delay_seed
@@ -98,7 +104,8 @@ class Lanes:
         return self._thread("update_up", "h2d"), self.update, self._thread("update_down", "d2h")
 
     def _thread(self, name: str, link: str) -> Lane:
-        return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter)
+        abort = self.abort if name == "collective" else None
+        return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter, abort)
 
     def _inline(self, name: str) -> Lane:
         return InlineLane(name, self.timeline, lambda reads, fills: self.compute_after(reads, fills=fills))
@@ -192,7 +199,7 @@ class Lanes:
         """Cancel all copies, and the updates that were submitted since `settle`. With other ranks all of it is done
         instead: they wait for every exchange that they were told of, and it may wait for anything.
         """
-        if self._has_peers:
+        if self.abort is not None:
             self.finish()
         for lane, since in self._settled.items():
             lane.revoke(since)  # none begins anything while another ends

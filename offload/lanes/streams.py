@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
 from offload.telemetry.timeline import LaneTime, Span
 
-_MOST_STRETCHES = 1 << 13
+Abort = Callable[[BaseException], None] | None
+_MOST_SPANS = 1 << 13
 """Before what is over is shown in the midst of a pass, for which compute is waited for."""
 
 
@@ -38,7 +39,7 @@ class StreamTicket(Ticket):
 
 
 @dataclass
-class _Stretch:
+class StreamSpan:
     """What a stream did between two places. `is_wait`: compute waited for the lane."""
 
     lane: str
@@ -59,7 +60,8 @@ class StreamLane(ThreadLane):
             lanes.enter()
             module.set_stream(stream)
 
-        super().__init__(name, lanes.lock, lanes.links[link], lanes.delays(name), link == "h2d", enter)
+        abort = lanes.abort if name == "collective" else None
+        super().__init__(name, lanes.lock, lanes.links[link], lanes.delays(name), link == "h2d", enter, abort)
 
     def _ticket(self) -> Ticket:
         return StreamTicket(self._link.name, pool=self._lanes.pool)
@@ -86,7 +88,7 @@ class StreamLane(ThreadLane):
         begin = StreamTicket(self.name, is_done=True, event=self._lanes.present(self._stream), pool=self._lanes.pool)
         work.run()
         work.ticket.event = self._lanes.present(self._stream)
-        self._lanes.timed.append(_Stretch(self._link.name, work.name, begin, work.ticket))
+        self._lanes.timed.append(StreamSpan(self._link.name, work.name, begin, work.ticket))
         if self._link.throttle is not None:
             work.ticket.event.synchronize()
 
@@ -97,14 +99,14 @@ class StreamLanes(Lanes):
     """
 
     def __init__(
-        self, accelerator: Accelerator, *, throttle: Mapping[str, Throttle], delay_seed: int | None, has_peers: bool
+        self, accelerator: Accelerator, *, throttle: Mapping[str, Throttle], delay_seed: int | None, abort: Abort
     ) -> None:
         self.accelerator = accelerator
-        self.timed: deque[_Stretch] = deque()
+        self.timed: deque[StreamSpan] = deque()
         self._met: tuple[Ticket, float] | None = None  # what the host has waited for last, and when that was over
         self.pool: list[torch.Event] = []
         self._shown_until: dict[str, float] = {}
-        super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
+        super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
 
     def _open(self, name: str) -> Lane:
         return super()._open(name) if name == "update" else StreamLane(name, self, name)
@@ -139,8 +141,8 @@ class StreamLanes(Lanes):
 
     def computed(self, name: str, begin: Ticket) -> Sequence[Ticket]:
         end = self.now()
-        self.timed.append(_Stretch("compute", name, begin, end))
-        if len(self.timed) > _MOST_STRETCHES and self.timed[0].end.is_over:  # evaluations have no end of a step
+        self.timed.append(StreamSpan("compute", name, begin, end))
+        if len(self.timed) > _MOST_SPANS and self.timed[0].end.is_over:  # evaluations have no end of a step
             self._show()
         return (end,)
 
@@ -152,7 +154,7 @@ class StreamLanes(Lanes):
         begin, stream = self.now(), self.accelerator.current_stream()
         for ticket in late:
             stream.wait_event(ticket.event)
-        self.timed.append(_Stretch(late[-1].lane, "", begin, self.now(), is_wait=True))
+        self.timed.append(StreamSpan(late[-1].lane, "", begin, self.now(), is_wait=True))
 
     def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         self._await(tickets, fills)
@@ -205,11 +207,11 @@ def open_lanes(
     throttle: Mapping[str, Throttle],
     delay_seed: int | None,
     overlap: bool,
-    has_peers: bool = False,
+    abort: Abort = None,
 ) -> Lanes:
     """Return the lanes for a device, None for the CPU. `delay_seed`: wait at random, by this seed. `overlap`: beside
-    compute on a CPU too. `has_peers`: other ranks wait for this one's exchanges.
+    compute on a CPU too. `abort`: as of Lanes.
     """
     if accelerator is not None:
-        return StreamLanes(accelerator, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
-    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed, has_peers=has_peers)
+        return StreamLanes(accelerator, throttle=throttle, delay_seed=delay_seed, abort=abort)
+    return Lanes(overlap=overlap, throttle=throttle, delay_seed=delay_seed, abort=abort)

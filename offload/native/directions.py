@@ -29,7 +29,7 @@ _SCALE = float.fromhex("0x1.9f2c5p-11")  # 1 / sqrt(1594709), rounded to fp32 as
 _PIECE, _PIECE_OF_DEVICE = 1 << 16, 1 << 21  # elements at a time: in the cache, and of few launches
 
 
-class Stretch(NamedTuple):
+class NoiseRange(NamedTuple):
     """Which directions are meant, and over which weights of a parameter."""
 
     key: int
@@ -55,7 +55,7 @@ def perturb(
     plus: Any,
     minus: Any,
     eps: float,
-    of: Stretch,
+    of: NoiseRange,
     *,
     direction: int = 0,
     threads: int | None = None,
@@ -83,7 +83,7 @@ def perturb(
 def descend(
     master: Any,
     coefficients: Sequence[float],
-    of: Stretch,
+    of: NoiseRange,
     *,
     lr: float,
     weight_decay: float = 0.0,
@@ -131,7 +131,7 @@ def _descend(
     first: torch.Tensor,
     low: torch.Tensor | None,
     coefficients: Sequence[float],
-    of: Stretch,
+    of: NoiseRange,
     lr: float,
     weight_decay: float,
 ) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _descend(
     return num_nonfinite
 
 
-def _direction(used: torch.Tensor, of: Stretch, direction: int, piece: slice) -> torch.Tensor:
+def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice) -> torch.Tensor:
     """Return z over a piece of the weights, as the device uses them."""
     from offload.native import philox
 

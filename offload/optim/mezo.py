@@ -13,7 +13,7 @@ import xxhash
 
 from offload.errors import ConfigError
 from offload.native import directions, kernels
-from offload.native.directions import Stretch
+from offload.native.directions import NoiseRange
 from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 
 MASTERS = ("fp32", "bf16")
@@ -124,5 +124,5 @@ class MeZO(UpdateRule):
         fp64 [num_perturbations].
         """
         coefficients = (gradients / len(gradients)).tolist()
-        of = Stretch(by.key, by.step, by.element, by.threshold)
+        of = NoiseRange(by.key, by.step, by.element, by.threshold)
         return directions.descend(master(states), coefficients, of, lr=by.lr, weight_decay=by.weight_decay)

@@ -24,7 +24,7 @@ from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 RING_TILES = 4
@@ -90,14 +90,14 @@ class Channel:
         """True where `take` has so much to give."""
         return self._ring.has_room(num_bytes)
 
-    def take(self, num_bytes: int) -> Stretch:
+    def take(self, num_bytes: int) -> RingSlice:
         """Return memory, which stays this taker's until it says that it is no longer open."""
         stretch = self._ring.take(num_bytes)
         assert stretch is not None, "the ring was planned for one lease at a time"
         return stretch
 
     def read(
-        self, file: Stripes, offset: int, stretch: Stretch, *, reads: Sequence[Ticket], name: str, is_ahead: bool
+        self, file: Stripes, offset: int, stretch: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
         """Fill a stretch from a file."""
         num_bytes = stretch.flat.nbytes
@@ -112,7 +112,7 @@ class Channel:
         self,
         file: Stripes,
         offset: int,
-        stretch: Stretch,
+        stretch: RingSlice,
         num_bytes: int,
         *,
         reads: Sequence[Ticket],
@@ -128,7 +128,7 @@ class Channel:
             num_bytes=num_bytes,
         )
         stretch.fence.read(ticket)
-        self._counters.nvme_write_bytes += num_bytes
+        self._counters.count("nvme_write_bytes", num_bytes)
         return ticket
 
 
@@ -149,7 +149,7 @@ class Record:
     updates: Channel
     fence: Fence = field(default_factory=lambda: Fence("record"))
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
-    _recent: tuple[Sequence[str], Stretch] | None = None
+    _recent: tuple[Sequence[str], RingSlice] | None = None
     """Planes that were last read into the ring of updates, and where."""
 
     def has_room(self, names: Sequence[str]) -> bool:
@@ -191,7 +191,7 @@ class Record:
         kept: Sequence[str],
         lease: Lease,
         channel: Channel,
-        stretch: Stretch,
+        stretch: RingSlice,
         reads: Sequence[Ticket],
         fills: Sequence[Ticket],
     ) -> Lease:
@@ -199,7 +199,7 @@ class Record:
 
         def read(ticket: Ticket) -> None:
             stretch.fence.read(ticket)
-            stretch.is_open = False
+            stretch.close()
             lease.done_reading(ticket)
 
         def changed(ticket: Ticket) -> None:
@@ -225,7 +225,7 @@ class Record:
         planes = lease.planes | {name: views[name] for name in names}
         return replace(lease, planes=planes, reads=(*lease.reads, *place.fence.before_read()), done_reading=read)
 
-    def _write_back(self, names: Sequence[str], channel: Channel, stretch: Stretch, changed: Ticket) -> None:
+    def _write_back(self, names: Sequence[str], channel: Channel, stretch: RingSlice, changed: Ticket) -> None:
         if names:
             first, last = self._span(names)
             (fence,) = self._fences(names)
@@ -239,7 +239,7 @@ class Record:
                 name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
             )
             fence.fill(writing)
-        stretch.is_open = False
+        stretch.close()
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:
         """Return the fences of planes: of states, of gradients, or of both."""
@@ -253,7 +253,7 @@ class Record:
             spans[name] = first, end
         return spans[names[0]][0], spans[names[-1]][1]
 
-    def _views(self, names: Sequence[str], stretch: Stretch) -> dict[str, torch.Tensor]:
+    def _views(self, names: Sequence[str], stretch: RingSlice) -> dict[str, torch.Tensor]:
         views, end = {}, 0
         for plane in map(self.planes.__getitem__, names):
             views[plane.name] = stretch.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)

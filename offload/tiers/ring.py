@@ -10,7 +10,7 @@ from offload.lanes.ticket import Fence, Ticket
 
 
 @dataclass(eq=False)
-class Stretch:
+class RingSlice:
     """Memory that was taken. `fills` is what has to be over before it is filled; `fence` is its own. While it
     `is_open`, nobody else gets it; while it `is_whole`, nobody else was given any of it.
     """
@@ -23,6 +23,10 @@ class Stretch:
     is_open: bool = True
     is_whole: bool = True
 
+    def close(self) -> None:
+        """Others may have the memory, once those are over whom the fence knows."""
+        self.is_open = False
+
 
 @dataclass(eq=False)
 class Ring:
@@ -31,27 +35,27 @@ class Ring:
     memory: torch.Tensor
     kind: str
     _end: int = 0
-    _taken: list[Stretch] = field(default_factory=list)
+    _taken: list[RingSlice] = field(default_factory=list)
 
     def has_room(self, num_bytes: int) -> bool:
         """True where so much could be taken beside what is open."""
         return self._find(num_bytes) is not None
 
-    def take(self, num_bytes: int) -> Stretch | None:
+    def take(self, num_bytes: int) -> RingSlice | None:
         """Return a stretch, or None where the buffer is too small beside what is open."""
         found = self._find(num_bytes)
         if found is None:
             return None
         begin, end, over = found
         fills = [ticket for other in over for ticket in other.fence.before_fill()]
-        stretch = Stretch(self.memory[begin:end], begin, end, fills, Fence(self.kind))
+        stretch = RingSlice(self.memory[begin:end], begin, end, fills, Fence(self.kind))
         for other in over:
             other.begin, other.is_whole = end, False  # who takes the rest of it has to wait for the same
         self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]
         self._end = end
         return stretch
 
-    def _find(self, num_bytes: int) -> tuple[int, int, list[Stretch]] | None:
+    def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
         """Return from where to where the next stretch lies, and over which others; None where it cannot."""
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
         end = begin + num_bytes

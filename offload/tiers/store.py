@@ -312,7 +312,7 @@ class Store:
     def came_down(self, num_bytes: int) -> None:
         """Count what was brought down to the states from the device, if they are elsewhere."""
         if self.tier == "cpu":
-            self._counters.d2h_bytes += num_bytes
+            self._counters.count("d2h_bytes", num_bytes)
 
     def _allocate(
         self, kind: str, wanted: dict[Region, list[Plane]], tier: str | None = None
@@ -480,7 +480,7 @@ class Store:
         and take theirs.
         """
         state, what = self[region], f"new weights of {region.name}"
-        self._counters.all_gather_elements += own.planes["weights"].numel() * self.sharding.num_ranges
+        self._counters.count("all_gather_elements", own.planes["weights"].numel() * self.sharding.num_ranges)
         for rank in range(self.sharding.num_ranges):
             is_own = rank == self.sharding.owner
             lease = own if is_own else state.others[rank][number].land("weights")

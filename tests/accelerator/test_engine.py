@@ -424,7 +424,7 @@ def test_whoever_ends_something_waits_for_what_is_in_the_streams(
     end, change = WAITING[what]
     accelerator = own_accelerator("sim")
     assert accelerator is not None
-    lanes = StreamLanes(accelerator, throttle={}, delay_seed=None, has_peers=False)
+    lanes = StreamLanes(accelerator, throttle={}, delay_seed=None, abort=None)
     memory = torch.zeros(8, device="sim")
     lanes.d2h.submit(lambda: memory)
     lanes.d2h.finish()

@@ -15,7 +15,7 @@ from offload.lanes.ticket import Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
 from offload.planning.settings import Settings
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 from tests.matrix import matrix
 
 NUMEL, DEPTH = 4096, 6
@@ -182,8 +182,8 @@ def test_without_a_wait_a_played_step_is_another(monkeypatch: pytest.MonkeyPatch
     assert played(0.1, 5.0, 0, buffers=1).seconds < wanted
 
 
-def reused_at_once(take: Callable[..., Stretch | None]) -> Callable[..., Stretch | None]:
-    def changed(self: Ring, num_bytes: int) -> Stretch | None:
+def reused_at_once(take: Callable[..., RingSlice | None]) -> Callable[..., RingSlice | None]:
+    def changed(self: Ring, num_bytes: int) -> RingSlice | None:
         stretch = take(self, num_bytes)
         if stretch is not None:
             stretch.fills.clear()

@@ -30,7 +30,7 @@ from offload.lanes.ticket import Fence
 from offload.optim import update
 from offload.optim.mezo import MeZO
 from offload.tiers.nvme import Stripes
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.slots import Slots
 from offload.tiers.store import RegionState
 
@@ -88,7 +88,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def weights_from_a_place_that_others_have(patch: pytest.MonkeyPatch) -> None:
     """What lies in the ring of updates is taken for what lay there."""
-    patch.setattr(Stretch, "is_whole", property(lambda self: True, lambda self, is_whole: None))
+    patch.setattr(RingSlice, "is_whole", property(lambda self: True, lambda self, is_whole: None))
 
 
 # -- the norm, clipping, updates -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def played(accelerator: CudaAccelerator) -> PlayedModule:
 
 @pytest.fixture
 def lanes(accelerator: CudaAccelerator) -> Iterator[StreamLanes]:
-    lanes = StreamLanes(accelerator, throttle={"d2h": Throttle(latency_s=1e-4)}, delay_seed=None, has_peers=False)
+    lanes = StreamLanes(accelerator, throttle={"d2h": Throttle(latency_s=1e-4)}, delay_seed=None, abort=None)
     yield lanes
     within(lanes.close)
 
@@ -86,7 +86,7 @@ def test_a_played_link_begins_when_what_its_work_waits_for_has_come(
     accelerator: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     throttle = {name: Throttle(latency_s=1e-3)}
-    lanes = StreamLanes(accelerator, throttle=throttle, delay_seed=None, has_peers=False)
+    lanes = StreamLanes(accelerator, throttle=throttle, delay_seed=None, abort=None)
     copied = lanes.h2d.submit(nothing)
     lanes.wait([copied])
     copied.event = event = Later()

@@ -11,14 +11,16 @@ import torch
 
 from offload.errors import ConfigError
 from offload.native import directions, kernels, philox
-from offload.native.directions import PURPOSE, ROUNDING, Stretch, descend, normal, perturb
+from offload.native.directions import PURPOSE, ROUNDING, NoiseRange, descend, normal, perturb
 
-OF = Stretch(key=0xFEDCBA9876543210, step=7, element=128)
+OF = NoiseRange(key=0xFEDCBA9876543210, step=7, element=128)
 LENGTHS = (1, 63, 64, 65, 1000, 70_001)
 HOWS: list[dict[str, Any]] = [{"isa": isa} for isa in kernels.available_isas()] + [{"threads": 3}, {"fallback": True}]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], weights: torch.Tensor, master: Any, of: Stretch) -> Any:
+def run(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], weights: torch.Tensor, master: Any, of: NoiseRange
+) -> Any:
     """Return both sides of weights, and the master after a step."""
     with monkeypatch.context() as patch:
         if how.get("fallback"):

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.lanes.ticket import Ticket
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 
 
 def ring(num_bytes: int) -> Ring:
     return Ring(torch.zeros(num_bytes, dtype=torch.uint8), "staging")
 
 
-def taken(ring: Ring, num_bytes: int) -> Stretch:
+def taken(ring: Ring, num_bytes: int) -> RingSlice:
     stretch = ring.take(num_bytes)
     assert stretch is not None
     return stretch
 
 
-def used(stretch: Stretch) -> list[Ticket]:
+def used(stretch: RingSlice) -> list[Ticket]:
     """Fill a stretch, read it, let it go."""
     tickets = [Ticket("d2h"), Ticket("update")]
     stretch.fence.fill(tickets[0])
@@ -94,8 +94,8 @@ ACTIONS = st.one_of(
 @given(st.integers(1, 20), st.lists(ACTIONS, max_size=60))
 def test_nobody_gets_what_is_open_and_everybody_waits_for_who_had_it_before(size, actions):
     buffer, owners = ring(size), [None] * size
-    stretches: list[Stretch] = []
-    reset: list[Stretch] = []
+    stretches: list[RingSlice] = []
+    reset: list[RingSlice] = []
     for action, number in actions:
         if action == "take":
             some_are_open = any(stretch.is_open for stretch in stretches)

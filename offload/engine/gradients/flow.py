@@ -26,7 +26,7 @@ from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store
 
 _FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
@@ -72,7 +72,7 @@ class GradientFlow:
             for state in store.states
             for position, index in enumerate(state.region.parameters)
         }
-        self._open: dict[int, tuple[torch.Tensor, Stretch]] = {}
+        self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
         reduction = None
         if store.comm.size > 1:
@@ -247,7 +247,7 @@ class GradientFlow:
             flat, stretch = found
             if self.landing.lands(region):
                 self.landing.land(region, flat, stretch.fence)
-            stretch.is_open = False
+            stretch.close()
 
     @property
     def lands_nowhere(self) -> bool:

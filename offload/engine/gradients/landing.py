@@ -18,7 +18,7 @@ from offload.native import kernels
 from offload.planning.memory import BUFFER
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.ring import Ring, Stretch
+from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store
 
 _CHUNK = 1 << 24
@@ -109,7 +109,7 @@ class Landing:
             what = f"all-gather of the gradients of {region.name}"
             store = self._store
             self._note(store.exchanges.submit(lambda: store.comm.all_gather(plane, own, what), name=what))
-            self._counters.all_gather_elements += region.numel
+            self._counters.count("all_gather_elements", region.numel)
 
     def _note(self, ticket: Ticket | None) -> None:
         if ticket is not None:
@@ -168,7 +168,7 @@ class Landing:
         staged, stretch = self._staged(flat, region.plane("gradients").dtype)
         stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills, squares))
         self.policy.landed(region, staged, stretch.fence)
-        stretch.is_open = False
+        stretch.close()
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to its fp32 plane."""
@@ -197,7 +197,7 @@ class Landing:
             add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
         )
         stretch.fence.read(ticket)
-        stretch.is_open = False
+        stretch.close()
         fence.fill(ticket)
         self._tickets.append(ticket)
 
@@ -206,7 +206,7 @@ class Landing:
         if squares is not None:
             self._note(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
-    def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Stretch]:
+    def _staged(self, flat: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
         stretch = self._staging.take(flat.numel() * dtype.itemsize)
         assert stretch is not None, "staging has room for the largest region"
         return stretch.flat.view(dtype), stretch

@@ -69,7 +69,7 @@ class Reduction:
             stretch = self._shards.take(4 * (part.stop - part.start))
             assert stretch is not None, "there is room for the largest shard"
             shard, fence, fills = stretch.flat.view(torch.float32), stretch.fence, stretch.fills
-            stretch.is_open = False  # nobody takes another before this one's reader is known
+            stretch.close()  # nobody takes another before this one's reader is known
 
         def work() -> None:
             store.comm.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)
@@ -91,9 +91,9 @@ class Reduction:
             num_bytes=(2 if whole else 1) * shard.nbytes,
         )
         source.read(ticket)
-        self._counters.reduce_scatter_elements += region.numel
+        self._counters.count("reduce_scatter_elements", region.numel)
         if whole:
-            self._counters.all_gather_elements += region.numel
+            self._counters.count("all_gather_elements", region.numel)
             fence.read(ticket)
             return flat, source, ticket
         if fence is not source:

@@ -157,10 +157,10 @@ class OnDevice:
             num_bytes=down_bytes,
         )
         stretch.fence.read(down)
-        stretch.is_open = False
+        stretch.close()
         tile.lease.done_writing(down)
-        self._counters.h2d_bytes += up_bytes
-        self._counters.d2h_bytes += down_bytes
+        self._counters.count("h2d_bytes", up_bytes)
+        self._counters.count("d2h_bytes", down_bytes)
         return down
 
     @staticmethod

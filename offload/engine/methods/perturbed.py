@@ -11,7 +11,7 @@ from torch import nn
 from offload.engine.state import EngineState
 from offload.engine.units.unit import Unit
 from offload.native import directions
-from offload.native.directions import Stretch
+from offload.native.directions import NoiseRange
 from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.planning.memory import PERTURBED
@@ -76,7 +76,7 @@ class Perturbed:
                     weights = flat[offset : offset + size]
                     if index not in self.thresholds:
                         self.thresholds[index] = self._rule.threshold(weights)
-                    of = Stretch(self._key(index), self._step, threshold=self.thresholds[index])
+                    of = NoiseRange(self._key(index), self._step, threshold=self.thresholds[index])
                     both = plus[index].detach().view(-1), minus[index].detach().view(-1)
                     directions.perturb(weights, *both, self._rule.eps, of, direction=direction)
 

@@ -128,7 +128,7 @@ class ActivationOffload(Generic[_B]):
         buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         buffer.fence.fill(*self._place.put(tensor, copy, buffer))
-        self._counters.d2h_bytes += num_bytes
+        self._counters.count("d2h_bytes", num_bytes)
         return copy
 
     def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout]:
@@ -139,7 +139,7 @@ class ActivationOffload(Generic[_B]):
         if buffer is None:
             return tensor, (), Layout.of(tensor)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
-        self._counters.h2d_bytes += copy.nbytes
+        self._counters.count("h2d_bytes", copy.nbytes)
         return copy, self._place.get(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
     def has(self, storage: int) -> bool:
@@ -244,7 +244,7 @@ class OnDisk:
                     name="activations",
                 )
             )
-            stretch.is_open = False
+            stretch.close()
         return tickets
 
     def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
@@ -270,7 +270,7 @@ class OnDisk:
                 num_bytes=size,
             )
             stretch.fence.read(up)
-            stretch.is_open = False
+            stretch.close()
             tickets.append(up)
             end += size
         return tickets
