@@ -150,7 +150,7 @@ def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) 
             lines.setdefault(point.line, []).append((point.tokens, result.value))
         title = "Tokens a second over tokens a step"
         try:
-            found.files = draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second")
+            found.files.extend(draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second"))
         except DiskError as error:  # what was measured is worth more
             found.left_out.append(("the picture", str(error)))
     return found

@@ -150,7 +150,10 @@ class Ranks(Comm):
     for tensors that are on their way.
     """
 
-    def __init__(self, device: torch.device, times: Times, owns_default: bool) -> None:
+    def __init__(
+        self, device: torch.device, times: Times, owns_default: bool, local: tuple[int, int] | None = None
+    ) -> None:
+        """`local`: this rank's number among those of its machine, and how many they are, where the launcher says so."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device, self._owns_default = device, owns_default
         # The watch ends what hangs; gloo and NCCL are not to do it before.
@@ -167,6 +170,8 @@ class Ranks(Comm):
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
         self._watch = Watch(self.rank, connections, self.look, times, self._enter)
         self._check, self._explain = self._watch.check, self._watch.explain
+        if local:
+            self.local_rank, self.local_size = local
         self.on_lost(self._abandon)
         # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
         atexit.register(self._at_exit)
@@ -354,7 +359,7 @@ class Ranks(Comm):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def close(self, error: BaseException | None = None) -> None:
-        self._watch.exit_code = getattr(error, "exit_code", self._watch.exit_code)
+        self._watch.ends_with(error)
         if self._watch.is_over:
             return
         atexit.unregister(self._at_exit)

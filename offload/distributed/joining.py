@@ -62,7 +62,7 @@ def open_comm(
     try:
         if not exists:
             _make_group(None if backend else "gloo", environ, timedelta(seconds=times.start_s))
-        comm = kind(where, times, owns_default=not exists)
+        return kind(where, times, owns_default=not exists, local=local)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -71,9 +71,6 @@ def open_comm(
             place = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
         after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
         raise RankLostError(f"The {size} ranks did not meet {place}, {after}: {error}", None) from error
-    if local:
-        comm.local_rank, comm.local_size = local
-    return comm
 
 
 def _make_group(backend: str | None, environ: Mapping[str, str], timeout: timedelta) -> None:

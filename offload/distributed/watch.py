@@ -118,7 +118,7 @@ class Watch:
     ) -> None:
         self.rank = rank
         self.error: RankLostError | None = None
-        self.exit_code = 1  # of a process that ends for a loss, unless it had failed by itself before
+        self._exit_code = 1  # of a process that ends for a loss, unless it had failed by itself before
         self.listeners: list[Callable[[RankLostError], None]] = []
         self._look, self._times, self._enter = look, times, enter
         self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
@@ -142,6 +142,10 @@ class Watch:
     def is_over(self) -> bool:
         """True when this rank has left, or has lost another."""
         return self._ending or self.error is not None
+
+    def ends_with(self, error: BaseException | None) -> None:
+        """The process ends for this error, if it is of the project's, should another rank be lost before."""
+        self._exit_code = getattr(error, "exit_code", self._exit_code)
 
     def check(self) -> None:
         """Raise what was found, if a rank is lost."""
@@ -316,7 +320,7 @@ class Watch:
 
     def _leave(self) -> NoReturn:
         """End with 1, as Python does, where nobody caught the error, whether a loss was heard of before or not."""
-        os._exit(1 if hasattr(sys, "last_value") else self.exit_code)
+        os._exit(1 if hasattr(sys, "last_value") else self._exit_code)
 
 
 def _clean_up() -> None:

@@ -8,7 +8,7 @@ import base64
 import json
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,12 +27,11 @@ from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, conversions_used
 from offload.hf.write import write_configuration
-from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import MASTER, SHOWN
+from offload.lanes.ticket import Ticket
+from offload.layout.planes import MASTER, STALE
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
-from offload.tiers.ledger import Ledger
 from offload.tiers.store import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
@@ -90,12 +89,19 @@ class Saving:
                 spare_bytes = _spare_bytes(engine, contents) if copies else 0
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
                 if self._writer.spare_bytes:
-                    opened.enter_context(_borrowed(engine.host, self._writer))
+                    opened.enter_context(engine.host.lent(_COPY, self._writer.spare_bytes, self._has_let_go))
                 _write(engine, self._writer, _kept(engine, contents))
                 for name, plane, value in engine.moved.own(comm.rank, moved):
                     self._writer.write(name, plane, 0, value)
                 self._writer.end()
             self._opened = opened.pop_all()
+
+    def _has_let_go(self) -> bool:
+        """Return whether the copy is written, so that its memory is anybody's. Raises what failed."""
+        assert self._writer is not None
+        if self._writer.has_ended:
+            self._writer.wait()
+        return self._writer.has_ended
 
     @property
     def is_done(self) -> bool:
@@ -141,32 +147,6 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
     return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
 
 
-@contextmanager
-def _borrowed(host: Ledger, writer: Writer) -> Iterator[None]:
-    """Enter a copy into the ledger for as long as it is there, which is until somebody else needs the memory."""
-    is_held, num_bytes = True, writer.spare_bytes
-
-    def release() -> None:
-        nonlocal is_held
-        if is_held and _COPY in host.allocations:  # the engine may be closed by now
-            host.release(_COPY, num_bytes)
-        is_held = False
-        if host.give_way is give_way:
-            host.give_way = None
-
-    def give_way() -> None:
-        if writer.has_ended:
-            writer.wait()
-            release()
-
-    host.reserve(_COPY, num_bytes)
-    host.give_way = give_way
-    try:
-        yield
-    finally:
-        release()
-
-
 def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill all states from a checkpoint that `check_contents` has accepted; return what was decided, and its meta. Each
     rank reads what it holds. Random generators, and buffers that ranks have moved apart, are as they were where the
@@ -189,15 +169,15 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     for state in kept:
         for tile in state.held:
             _fill(engine, reader, state.region, tile, there[tile])
-            tile.shown = Fence("shown weights") if SHOWN in there[tile] else None
+            tile.keep_stale(STALE in there[tile])
         _fill_factors(engine, reader, state, anew)
-        state.steps = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
+        state.steps[:] = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
     engine.moved.load(reader, engine.comm.rank, len(own["random"]) == engine.comm.size)
-    engine.runner.step_number = own["step"]
+    engine.runner.go_on_from(own["step"])
     if len(own["random"]) == engine.comm.size:
         states = [base64.b64decode(text) for text in own["random"][engine.comm.rank]]
         if len(states) == len(engine.device.random_state()):
@@ -214,7 +194,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
-    wanted, found = (_without_shown(contents) for contents in (own, without_moved(reader.contents)))
+    wanted, found = (_without_stale(contents) for contents in (own, without_moved(reader.contents)))
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
         # Whether what is trained has a low half, its rule says.
@@ -256,10 +236,10 @@ def _rule(engine: EngineState) -> str:
     return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
 
 
-def _without_shown(contents: Contents) -> dict[str, Entry]:
+def _without_stale(contents: Contents) -> dict[str, Entry]:
     """Leave weights from before an update out: who makes updates in time has none, and has no use for them."""
     return {
-        name: replace(entry, planes={plane: dtype for plane, dtype in entry.planes.items() if plane != SHOWN})
+        name: replace(entry, planes={plane: dtype for plane, dtype in entry.planes.items() if plane != STALE})
         for name, entry in contents.items()
     }
 
@@ -281,7 +261,7 @@ def _contents(engine: EngineState, trained_only: bool = False) -> dict[str, Entr
     for state in engine.store.states:
         if trained_only and not state.region.trainable:
             continue
-        kept = [plane for plane in state.region.states if plane.name != SHOWN or state.is_late]
+        kept = [plane for plane in state.region.states if plane.name != STALE or state.is_late]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
         for index in state.region.parameters:
@@ -368,7 +348,7 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
         for number in range(len(wanted) + 1):
             if number < len(wanted):
                 region, tile = wanted[number]
-                names = [name for name in tile.states if name != SHOWN or tile.shown is not None]
+                names = [name for name in tile.states if name != STALE or tile.stale is not None]
                 open_now.append((region, tile, tile.lend(*names)))
             if number:
                 yield open_now[0]
@@ -385,8 +365,8 @@ def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile
     if anew:
         return [name for name in tile.states if name in MASTER]
     first = reader.contents[engine.infos[state.region.parameters[0]].name]
-    is_late = SHOWN in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
-    return [name for name in tile.states if name != SHOWN or is_late]
+    is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
+    return [name for name in tile.states if name != STALE or is_late]
 
 
 def _wanted(
@@ -420,7 +400,7 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
     """Read a tile's states, those that are `there`, and clear the others. What of them is on disk is written while the
     next tile is read.
     """
-    names = [name for name in tile.states if name != SHOWN or name in there]
+    names = [name for name in tile.states if name != STALE or name in there]
     lease = tile.land(*names)
     give_back = lease.done_reading
     try:

@@ -97,9 +97,9 @@ class Engine:
             raise
         self.device = self._state.device.torch_device
         self._recovery = self._state.recovery
-        self._reading = Reading(self._state, self.counters)
         self._steps = Steps(self._state, self.counters, settings)
         self._own_loop = OwnLoop(self._state, self._steps)
+        self._reading = Reading(self._state, self.counters, self._own_loop)
         self._recovery.also(self._steps.rehearsal.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
 
     def _settle(self, operation: str) -> None:
@@ -114,7 +114,7 @@ class Engine:
 
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
-        self._state.hold.engine = self
+        self._state.hold.keep(self)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Engine:
             )
         self._state.snapshot.check(trains=True)
         self._own_loop.refuse_middle("engine.step")
-        self._own_loop.is_open = False  # a forward of an own loop that had no backward is dropped
+        self._own_loop.forget()  # a forward that had no backward
         with self._recovery.working():
             return self._steps.step(batch, loss_fn)
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
-from offload.engine.loss.batch_agreement import PassPlan, plan_alone
-from offload.engine.loss.loss import LossFunction, LossRule, run_loss
+from offload.engine.loss.facts import BatchFacts
+from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.judge import Case, Judge, Verdict
@@ -40,39 +40,38 @@ class Judging:
         self.judged: set[str] = set()
         """The kinds of passes that were judged, as they were made then, for a checkpoint."""
 
-    def knows(self, known: PassPlan) -> bool:
+    def knows(self, facts: BatchFacts) -> bool:
         """True where passes of this kind were judged as they are made now."""
-        return self._key(known) in self.judged
+        return self._key(facts) in self.judged
 
     def begin_again(self, judged: Iterable[str]) -> None:
         """Go on with a run that has judged these kinds of passes."""
         self._before = set(judged)
 
-    def goes_on(self, known: PassPlan) -> bool:
+    def goes_on(self, facts: BatchFacts) -> bool:
         """True, once, where the run that this one goes on with has judged passes of this kind: another batch must not
         decide otherwise.
         """
-        key = self._key(known)
+        key = self._key(facts)
         if key not in self._before:
             return False
         self._before.discard(key)
         self.judged.add(key)
         return True
 
-    def judge(self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None) -> None:
+    def judge(self, facts: BatchFacts, sample: Batch) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
-        trains = known.ranks[0].operation == "step"
-        if known.has_peers:
-            self._refuse_sums(known, sample, rule, loss_fn, trains)
+        if facts.plan.has_peers:
+            self._refuse_sums(facts, sample)
         tells = self._settle(
-            partial(self._difference, known, sample, rule, loss_fn, trains, known.num_parts > 1),
-            cuts=known.num_parts > 1,
-            chunks=self._losses.num_chunks_of(known) > 1,
-            recomputes=trains and self._losses.has_gradient,
-            interleaves=trains and not self._losses.has_gradient,
+            partial(self._difference, facts, sample, cuts=facts.plan.num_parts > 1),
+            cuts=facts.plan.num_parts > 1,
+            chunks=self._losses.num_chunks_of(facts) > 1,
+            recomputes=facts.trains and self._losses.has_gradient,
+            interleaves=facts.trains and not self._losses.has_gradient,
         )
         if tells:
-            self.judged.add(self._key(known))
+            self.judged.add(self._key(facts))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
@@ -145,30 +144,29 @@ class Judging:
         )
         return True
 
-    def _key(self, known: PassPlan) -> str:
-        told = known.ranks[0]
+    def _key(self, facts: BatchFacts) -> str:
+        told = facts.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
-        cuts, chunks = known.num_parts > 1, self._losses.num_chunks_of(known) > 1
+        cuts, chunks = facts.plan.num_parts > 1, self._losses.num_chunks_of(facts) > 1
         return repr((told.operation, names, told.has_loss_function, cuts, chunks, *vars(self._state.way).values()))
 
-    def _refuse_sums(
-        self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool
-    ) -> None:
+    def _refuse_sums(self, facts: BatchFacts, sample: Batch) -> None:
         """Raise ConfigError where the losses of rows, which ranks have, do not make that of all rows as they are added
         up. What labels weigh is that of a text, and of what is not cut, as its own model says.
         """
         if is_token_batch(sample, check_batch(sample)):
             return
-        difference = self._losses.form.obstacle
-        if difference and all(told.is_labelled for told in known.ranks):
+        difference = facts.form.obstacle
+        if difference and all(told.is_labelled for told in facts.plan.ranks):
             return
         if not difference:
             way = self._state.way
-            before, way.cut = way.cut, "calls"
+            before = way.cut
+            way.change(cut="calls")
             try:
-                difference = self._difference(known, sample, rule, loss_fn, trains, True).difference
+                difference = self._difference(facts, sample, cuts=True).difference
             finally:
-                way.cut = before
+                way.change(cut=before)
         if difference:
             raise ConfigError(
                 f"each of {self._state.comm.size} ranks has a part of the batch, and how their losses make that of the "
@@ -176,30 +174,24 @@ class Judging:
                 "your own, with engine.backward(loss) of a loss that is divided as it should be, and engine.update()."
             )
 
-    def _difference(
-        self, known: PassPlan, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool, cuts: bool
-    ) -> Verdict:
-        losses, told = self._losses, known.ranks[0]
-        is_cut, has_chunks = cuts and self._state.way.cut != "whole", losses.num_chunks_of(known) > 1
-        parts = plan_alone(told, sample, 1 if is_cut else None)
-        case = self._case(sample, rule, loss_fn, trains, parts, _CHUNKS if has_chunks else 1)
-        with nullcontext() if trains else in_eval_mode(self._state.model):
+    def _difference(self, facts: BatchFacts, sample: Batch, *, cuts: bool) -> Verdict:
+        is_cut, has_chunks = cuts and self._state.way.cut != "whole", self._losses.num_chunks_of(facts) > 1
+        case = self._case(facts.of_sample(sample, 1 if is_cut else None), _CHUNKS if has_chunks else 1)
+        with nullcontext() if facts.trains else in_eval_mode(self._state.model):
             return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
 
-    def _case(
-        self, sample: Batch, rule: LossRule, loss_fn: LossFunction | None, trains: bool, plan: PassPlan, num_chunks: int
-    ) -> Case:
-        state, method = self._state, self._method
+    def _case(self, facts: BatchFacts, num_chunks: int) -> Case:
+        state, method, trains = self._state, self._method, facts.trains
         has_backward = trains and self._losses.has_gradient
-        parts = partial(self._losses.parts, sample, plan, rule, loss_fn, num_chunks=num_chunks)
+        parts = partial(self._losses.parts, facts, num_chunks=num_chunks)
 
         def evaluate() -> list[torch.Tensor]:
             with closing(parts()) as found:
                 return [sum(found, torch.zeros((), device=state.device.torch_device))]
 
         return Case(
-            {"": state.model, "batch": sample, "loss_fn": loss_fn},
-            lambda: run_loss(state.model, sample, loss_fn, has_gradient=has_backward),
+            {"": state.model, "batch": facts.batch, "loss_fn": facts.loss_fn},
+            lambda: run_loss(state.model, facts.batch, facts.loss_fn, has_gradient=has_backward),
             partial(method.trial, parts) if trains else evaluate,
             method.hang if trains else lambda unit, _: unit.install(unit.live()),
             method.num_passes if trains else 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,7 +25,6 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
-        state.hold.has_gradients = weakref.WeakMethod(self.has_gradients)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def has_gradients(self) -> bool:
@@ -101,7 +99,7 @@ class OwnLoop:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called: record on the first call's own arguments, and make room for sums of gradients."""
         state, recovery, rehearsal = self._state, self._recovery, self._steps.rehearsal
-        if state.is_ours:
+        if state.runner.is_ours:
             return
         if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             raise ConfigError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
+from offload.engine.own_loop import OwnLoop
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.layout.regions import ParameterInfo
@@ -15,9 +14,13 @@ from offload.telemetry.counters import Counters
 class Reading:
     """Answers what hangs in a model: a parameter at a time, as it is after every update so far."""
 
-    def __init__(self, state: EngineState, counters: Counters) -> None:
-        self._state, self._recovery, self._counters = state, state.recovery, counters
-        state.hold.read = weakref.WeakMethod(self.read)
+    def __init__(self, state: EngineState, counters: Counters, own_loop: OwnLoop) -> None:
+        self._state, self._recovery, self._counters, self._own_loop = state, state.recovery, counters, own_loop
+        state.hold.ask(self)
+
+    def has_gradients(self) -> bool:
+        """Return whether an own loop's step has gradients."""
+        return self._own_loop.has_gradients()
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter as the device uses it, on the CPU.

@@ -64,7 +64,6 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.is_ours = False
         self.way = Way()
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came while that changed
@@ -81,7 +80,7 @@ class EngineState:
             accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
         )
         self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): its threads end as well
-        counters.peaks = lambda: (self.device.peak_bytes, self.host.peak_bytes, self.store.pinned_bytes)
+        counters.look_at(self)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # in which it was built
         self.caches = Caches(model)
         _put_buffers(model, self.device.torch_device)
@@ -211,15 +210,6 @@ class EngineState:
         assert made is not None
         return made
 
-    @contextmanager
-    def as_ours(self) -> Iterator[None]:
-        """Within, the model's forward is called by the engine, not by an own loop."""
-        before, self.is_ours = self.is_ours, True
-        try:
-            yield
-        finally:
-            self.is_ours = before
-
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
         """Go backward. A pass that is made for the norm alone, or as a trial, gives gradients to nothing outside of the
         model, whose hooks may do anything, except to `leaves`.
@@ -253,11 +243,10 @@ class EngineState:
                     stacklevel=2,
                 )
                 self.keep(unit)
-                unit.resident = True
 
     def keep(self, unit: Unit) -> None:
         """Give a unit its weights on the device for good; its module runs as it is."""
-        unit.unroute()
+        unit.stay()
         self.slots.keep(unit.regions)
         self.slots.settle()
         self.executor.reset()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,14 +16,15 @@ from torch.nn import Module
 from offload.accelerators import own_accelerator
 from offload.engine.judging import Judging
 from offload.engine.loss.batch import Batch, map_tensors
-from offload.engine.loss.batch_agreement import PassPlan, meet
-from offload.engine.loss.loss import IGNORED, LossFunction, LossRule
+from offload.engine.loss.batch_agreement import meet
+from offload.engine.loss.facts import BatchFacts, host_labels
+from offload.engine.loss.loss import IGNORED, LossFunction
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import Measured, StepResult
-from offload.engine.recording.rehearsal import Found, Rehearsal
+from offload.engine.recording.rehearsal import Rehearsal
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
 from offload.engine.units.traits import DepartedError, PartsDifferError
@@ -58,7 +59,7 @@ class Steps:
         self._state, self._recovery, self._counters = state, state.recovery, counters
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
-        self.losses = Losses(state, settings.micro_batch_size, settings.chunk_bytes, has_backward)
+        self.losses = Losses(state, settings.chunk_bytes, has_backward)
         self.rehearsal = Rehearsal(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
@@ -82,15 +83,13 @@ class Steps:
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
         self.rehearsal.forget_other_modes()
-        known = self._meet("step", batch, loss_fn, self.method.lr)
-        batch = self._bring(batch)
-        return self._again(lambda departed: self._step(batch, known, loss_fn, departed))
+        facts = self._meet("step", batch, loss_fn, self.method.lr)
+        return self._again(lambda departed: self._step(self._rehearsed(facts, departed)))
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the loss of a batch, and leave no trace."""
-        known = self._meet("evaluate", batch, loss_fn)
-        batch = self._bring(batch)
-        return self._again(lambda departed: self._evaluate(batch, known, loss_fn, departed))
+        facts = self._meet("evaluate", batch, loss_fn)
+        return self._again(lambda departed: self._evaluate(self._rehearsed(facts, departed)))
 
     def replay(self, records: Iterable[Any]) -> None:
         """Make the steps of records again. Raises ConfigError."""
@@ -113,24 +112,19 @@ class Steps:
                 method.replay(measured)
         state.lanes.drain_updates()
 
-    def _step(self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None) -> StepResult:
-        state = self._state
-        rule = self._rehearsed(batch, known, loss_fn, departed)
-        tokens = known.num_targets(rule)
-        if not tokens and loss_fn is None:
+    def _step(self, facts: BatchFacts) -> StepResult:
+        if not facts.num_targets and facts.loss_fn is None:
+            labels = facts.batch["labels"]
             raise ConfigError(
-                f"no label of the batch is a target: all {batch['labels'].numel()} are {IGNORED} or first in their row."
+                f"no label of the batch is a target: all {labels.numel()} are {IGNORED} or first in their row."
             )
-        self.resolve_clip(known.num_elements)
+        self.resolve_clip(facts.plan.num_elements)
         with self._recovery.ending():
-            state.spare_memory.begin_step(known.num_elements)
-            return self.method.step(partial(self.losses.parts, batch, known, rule, loss_fn), known, tokens)
+            self._state.spare_memory.begin_step(facts.plan.num_elements)
+            return self.method.step(partial(self.losses.parts, facts), facts.plan.kind, facts.num_targets)
 
-    def _evaluate(
-        self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
-    ) -> torch.Tensor:
+    def _evaluate(self, facts: BatchFacts) -> torch.Tensor:
         state = self._state
-        rule = self._rehearsed(batch, known, loss_fn, departed)
         random = state.device.random_state()
         with (
             self._recovery.ending(),
@@ -142,9 +136,9 @@ class Steps:
             undo.callback(state.device.set_random_state, random)
             state.updates.flush()
             state.slots.settle()
-            state.executor.begin(known.kind)
+            state.executor.begin(facts.plan.kind)
             total = torch.zeros((), dtype=torch.float32, device=state.device.torch_device)
-            with closing(self.losses.parts(batch, known, rule, loss_fn)) as part_losses:
+            with closing(self.losses.parts(facts)) as part_losses:
                 for part_loss in part_losses:
                     total += part_loss.to(torch.float32)
             state.executor.end()
@@ -193,59 +187,56 @@ class Steps:
         resident = {unit.name for unit in self._state.units if unit.resident}
         self._state.make_resident(set(decided.get("resident", ())) - resident)  # which is never cut in micro-batches
 
-    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassPlan:
+    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
+        """Agree with the other ranks on a pass, and bring the batch up."""
         is_new = partial(self.rehearsal.is_new, batch, loss_fn)
-        return meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
-
-    def _bring(self, batch: Batch) -> Batch:
+        plan = meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
-        self.losses.know(batch)
-        return map_tensors(self._state.device.bring_up, batch)
+        return BatchFacts(plan, map_tensors(self._state.device.bring_up, batch), loss_fn, host_labels(batch))
 
-    def _rehearsed(
-        self, batch: Batch, known: PassPlan, loss_fn: LossFunction | None, departed: bool | None
-    ) -> LossRule:
-        """Learn on a few rows of a batch what the step relies on; return what was found about the loss."""
+    def _rehearsed(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
+        """Learn on a few rows of a batch what the step relies on; return the facts with what was learned."""
         with self._recovery.ending():
-            if known.is_new or departed is not None:
+            is_recorded = facts.plan.is_new or departed is not None
+            if is_recorded:
                 self._state.updates.flush()
             self._state.slots.settle()
-            found = self.rehearsal.on_batch(batch, loss_fn, known.is_new, departed)
-            self.losses.head, self.losses.form = found.head, found.form
-            is_recorded = known.is_new or departed is not None
+            facts = self.rehearsal.on_batch(facts, departed)
             way = self._state.way
-            if is_recorded and way.cut == "units":
-                splits = not self._state.comm.any(not self.losses.splits, "whether batches can be cut")
-                way.cut = "units" if splits else "calls"
-            if is_recorded and found.form.is_whole and self._micro_rows is not None:
-                self._stay_whole(found.form.obstacle)
-            goes_on = is_recorded and departed is None and self.judging.goes_on(known)
-            is_known = known.ranks[0].operation == "evaluate" or self.judging.knows(known)
-            if not goes_on and (is_recorded or not is_known):
-                self._judge(batch, known, found, loss_fn)
-                self.losses.form = self.rehearsal.form_of(batch)  # the trial was of another rank's, maybe
-            self.rehearsal.is_complete = True
-        return found.rule
+            if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "whether batches are cut"):
+                way.change(cut="calls")
+            if is_recorded and facts.form.is_whole and self._micro_rows is not None:
+                self._stay_whole(facts.form.obstacle)
+            goes_on = is_recorded and departed is None and self.judging.goes_on(facts)
+            if not goes_on and (is_recorded or (facts.trains and not self.judging.knows(facts))):
+                self._judge(facts)
+                facts = replace(facts, form=self.rehearsal.form_of(facts.batch))  # the trial was of another rank's
+            self.rehearsal.end()
+        return facts
+
+    @property
+    def splits(self) -> bool:
+        """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
+        pages = [page for unit in self._state.units if not unit.resident for page in unit.known.values()]
+        return all(page.splits for page in pages if page.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
         """No few rows of a batch run by themselves: no batch is cut from now on."""
         if self._state.way.cut != "whole":
             before = copy(self._state.way)
-            self._state.way.cut = "whole"
+            self._state.way.change(cut="whole")
             warnings.warn(
                 f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {obstacle}. From "
                 f"here on {self._state.way.changes(before)}.",
                 stacklevel=2,
             )
 
-    def _judge(self, batch: Batch, known: PassPlan, found: Found, loss_fn: LossFunction | None) -> None:
+    def _judge(self, facts: BatchFacts) -> None:
         """Have passes of this kind judged on a few rows of the batch."""
         self._state.updates.flush()
-        sample = self.rehearsal.take_sample(batch, loss_fn, found.form)
-        self.losses.know(sample)
+        sample = self.rehearsal.take_sample(facts)
         self.method.begin_trial()
-        self.judging.judge(known, sample, found.rule, loss_fn)
-        self.losses.know(batch)
+        self.judging.judge(facts, sample)
         self.rehearsal.forget_traffic()
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
@@ -271,7 +262,7 @@ class Steps:
                 if isinstance(error, DepartedError):
                     departed, num_departures = error.is_own, num_departures + 1
                     if num_departures == _MOST_DEPARTURES and state.way.cut == "units":
-                        state.way.cut = "calls"
+                        state.way.change(cut="calls")
                 elif isinstance(error, PartsDifferError):
                     self._stay_whole(str(error))
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):

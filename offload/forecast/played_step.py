@@ -311,7 +311,7 @@ class _PlayedEngine:
 
     def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
-        self._flow.is_wide = self._plan.wide
+        self._flow.widen(self._plan.wide)
         self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
         self._executor.begin("step", wraps=self._updates.is_immediate)
 

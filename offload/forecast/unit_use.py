@@ -56,7 +56,7 @@ class SeenUses:
         likes = [(t.shape, t.stride(), t.dtype) for t in result.tensors]
         owned = {watch.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
         result_bytes = sum(size for key, size in owned.items() if watch.is_own(key))
-        result.tensors = []
+        result.tensors.clear()
         gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
 
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]

@@ -156,7 +156,7 @@ class OffloadAccelerator(Accelerator):
                 f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
                 "without the call nothing is clipped."
             )
-        own.max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)
+        own.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
         return torch.tensor(own.engine.grad_norm())
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -28,14 +28,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     are states: `state` cannot be used, `state_dict` says how many updates were made, `save` writes them, and a step is
     refused after `load_state_dict` until `load` has read those that belong to it.
 
-    engine: whose update it makes. result: of the last step, None before the first. max_grad_norm: to what the next step
-    clips; None for what the engine was told, 0 for no clipping.
+    engine: whose update it makes. result: of the last step, None before the first.
     """
 
     def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
         """`groups`: as `Engine.groups` gives them, which they are by default."""
         self.engine = engine
-        self.max_grad_norm: float | None = None
+        self._max_grad_norm: float | None = None
         self.result: StepResult | None = None
         self._updates, self._missing, self._has_descended = 0, 0, False
         named = dict(engine.model.named_parameters())
@@ -92,8 +91,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._has_descended = False
             return
         self._prepare()
-        limit, self.max_grad_norm = self.max_grad_norm, None
+        limit, self._max_grad_norm = self._max_grad_norm, None
         self._done(self.engine.update(limit))
+
+    def clip_next(self, max_grad_norm: float) -> None:
+        """Clip the next step to this norm, and not to what the engine was told; 0 for no clipping."""
+        self._max_grad_norm = max_grad_norm
 
     @property
     def has_gradients(self) -> bool:

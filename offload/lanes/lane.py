@@ -49,6 +49,10 @@ class Lane:
         """
         raise NotImplementedError
 
+    def forget_failure(self) -> None:
+        """What failed was made good."""
+        self.error = None
+
     def revoke(self, since: int = 0) -> None:
         """Give up as `cancel` does, and return at once."""
 
@@ -320,7 +324,7 @@ class ThreadLane(Lane):
         ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
         with self._lock:
             if last is not None and last.end == ready > link.free_at:
-                ticket.held_by = last.lane
+                ticket.wait_for(last)
             link.begin(ticket, ready, work.num_bytes)
         end = math.inf
         try:
@@ -351,10 +355,10 @@ class Link:
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
         """Give work its time: from now on, or on a throttled link from when it was `ready` and the link is free."""
         if self.throttle is None:
-            ticket.begin = ticket.end = time.perf_counter()
+            ticket.last(now := time.perf_counter(), now)
         else:
-            ticket.begin = max(ready, self.free_at)
-            ticket.end = ticket.begin + self.throttle.seconds(num_bytes)
+            begin = max(ready, self.free_at)
+            ticket.last(begin, begin + self.throttle.seconds(num_bytes))
         self._under_way.append(ticket)
         self.free_at = max(self.free_at, ticket.end)
 
@@ -362,7 +366,7 @@ class Link:
         """The work is over: earlier than its time was where it was given up, later where it really took longer."""
         begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
-        ticket.begin, ticket.end = min(ticket.begin, end), end
+        ticket.last(min(ticket.begin, end), end)
         self._over_until = max(self._over_until, end)  # one that began later may have ended before
         self.free_at = max([self._over_until, *map(attrgetter("end"), self._under_way)])
         if ticket.event is None and begin <= end:  # what is in a GPU's stream, its events show

@@ -179,7 +179,7 @@ class Lanes:
     def forget_failures(self) -> None:
         """What failed was made good."""
         for lane in self._all:
-            lane.error = None
+            lane.forget_failure()
 
     def drain_updates(self) -> None:
         """Wait until every update is done and written; raise what failed."""

@@ -103,7 +103,7 @@ class PlayedLane(Lane):
         begin = max(time, link.free_at)
         if link.name == COMPUTE and piece.last is not None and piece.last.end == time:
             self._lanes.expose(link.free_at, piece.last)
-        piece.ticket.begin, piece.ticket.end = begin, begin + piece.seconds
+        piece.ticket.last(begin, begin + piece.seconds)
         link.free_at = piece.ticket.end
         link.busy_s += piece.seconds
         self._lanes.begun(self, piece)

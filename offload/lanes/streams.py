@@ -87,10 +87,11 @@ class StreamLane(ThreadLane):
     def _start(self, work: Work) -> None:
         begin = StreamTicket(self.name, is_done=True, event=self._lanes.present(self._stream), pool=self._lanes.pool)
         work.run()
-        work.ticket.event = self._lanes.present(self._stream)
+        event = self._lanes.present(self._stream)
+        work.ticket.end_with(event)
         self._lanes.timed.append(StreamSpan(self._link.name, work.name, begin, work.ticket))
         if self._link.throttle is not None:
-            work.ticket.event.synchronize()
+            event.synchronize()
 
 
 class StreamLanes(Lanes):

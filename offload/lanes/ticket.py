@@ -45,6 +45,18 @@ class Ticket:
         for watcher in watchers:
             watcher()
 
+    def last(self, begin: float, end: float) -> None:
+        """The work begins and ends at these times."""
+        self.begin, self.end = begin, end
+
+    def end_with(self, event: Any) -> None:
+        """The work is over when a GPU comes to this event of a stream."""
+        self.event = event
+
+    def wait_for(self, other: Ticket) -> None:
+        """Another's work made this one late."""
+        self.held_by = other.lane
+
     def synchronize(self) -> None:
         """It is done: block until nothing of the work is left to do anywhere."""
         if self.event is not None:

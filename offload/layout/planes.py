@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 
 MASTER = ("weights", "low")
 """What the master weights are made of; `low` only where they are split."""
-SHOWN = "shown"
+STALE = "shown"
 """The weights of a step earlier, which travel while an update makes the next ones beside a pass."""
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The kinds of states, each with the ZeRO stage from which on it is cut."""
@@ -103,7 +103,7 @@ def table(compute: str, moments: Sequence[Plane], delays: bool = False) -> tuple
     """
     travels = torch.bfloat16 if compute == "bf16" else torch.float32
     made = (
-        *([Plane(SHOWN, travels, "parameters")] if delays else ()),
+        *([Plane(STALE, travels, "parameters")] if delays else ()),
         Plane("weights", travels, "parameters"),
         Plane("low", torch.int16),
         *moments,

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from offload.errors import ConfigError
-from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, SHOWN, Factor, Plane, table
+from offload.layout.planes import CUT_FROM, MASTER, PARAMETER_ALIGNMENT, STALE, Factor, Plane, table
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane is then whole pages."""
@@ -111,7 +111,7 @@ class Region:
         """Return the bytes of states that an update of so many elements reads and writes; the gradient is not
         counted. (Where there are weights from before, those are read, and the others written.)
         """
-        return 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != SHOWN)
+        return 2 * sum(plane.num_bytes(numel) for plane in self.states if plane.name != STALE)
 
 
 def align(size: int, multiple: int) -> int:

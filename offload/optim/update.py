@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from offload.layout.planes import SHOWN
+from offload.layout.planes import STALE
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.tiers.store import RegionState, Tile
@@ -39,9 +39,9 @@ def update_tile(
     have brought it. `rules`: by the numbers that regions have of them. `seed`: of what rules draw. `workspace`: of the
     device, for those that compute there.
     """
-    if tile.shown is not None:
+    if tile.stale is not None:
         planes = {**planes}
-        planes["weights"].copy_(planes.pop(SHOWN))
+        planes["weights"].copy_(planes.pop(STALE))
     num_wrong: int | torch.Tensor = 0
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix

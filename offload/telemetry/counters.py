@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+
+class Tiers(Protocol):
+    """What has a device, a ledger of host memory and a store, which know their peaks."""
+
+    device: Any
+    host: Any
+    store: Any
 
 
 @dataclass
@@ -28,7 +37,7 @@ class Counters:
     all_gather_elements: int = 0
     reduce_scatter_elements: int = 0
     next_all_gather_elements: int = 0
-    peaks: Callable[[], tuple[int, int, int]] = field(default=lambda: (0, 0, 0), repr=False)
+    _tiers: Tiers | None = field(default=None, repr=False)
 
     @property
     def total(self) -> int:
@@ -38,17 +47,21 @@ class Counters:
     @property
     def peak_device_bytes(self) -> int:
         """Slots, gradient buffers, resident weights and unit inputs; on CUDA also the temporaries of operations."""
-        return self.peaks()[0]
+        return self._tiers.device.peak_bytes if self._tiers else 0
 
     @property
     def peak_host_bytes(self) -> int:
         """States, waiting gradients, staging, rings and activation checkpoints in host memory."""
-        return self.peaks()[1]
+        return self._tiers.host.peak_bytes if self._tiers else 0
 
     @property
     def peak_pinned_bytes(self) -> int:
         """Host memory that is registered with the device; 0 without one."""
-        return self.peaks()[2]
+        return self._tiers.store.pinned_bytes if self._tiers else 0
+
+    def look_at(self, tiers: Tiers) -> None:
+        """These hold the bytes whose peaks are asked for."""
+        self._tiers = tiers
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
         """Add to what is counted under `name`; `is_ahead`: for the next step."""
@@ -63,7 +76,7 @@ class Counters:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Within, what moves belongs to no step."""
-        before = {f.name: getattr(self, f.name) for f in fields(self)}
+        before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
         try:
             yield
         finally:

@@ -133,7 +133,7 @@ class AcceleratorDevice:
         self._staging = _Staging()
         accelerator.enter()
         if ledger.budget_bytes is None:
-            ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
+            ledger.limit(int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY))
         self._peak_bytes = 0
         self._beside: Any = None
         accelerator.take_peak()  # what others held before is not this one's

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from offload.errors import DoesNotFitError, format_bytes
+
+
+@dataclass(eq=False)
+class _Loan:
+    """Memory that is held as long as nobody else needs it. is_over: whether it can be given back now."""
+
+    name: str
+    num_bytes: int
+    is_over: Callable[[], bool]
 
 
 @dataclass
@@ -21,8 +31,7 @@ class Ledger:
     current_bytes: int = 0
     peak_bytes: int = 0
     recent_peak_bytes: int = 0
-    give_way: Callable[[], object] | None = None
-    """Releases what somebody holds only as long as nobody else needs it."""
+    _loans: list[_Loan] = field(default_factory=list)
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:
         """Add `num_bytes` under `name` (adding to what it has); DoesNotFitError when the budget is passed."""
@@ -39,10 +48,31 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, total)
         self.recent_peak_bytes = max(self.recent_peak_bytes, total)
 
+    def limit(self, num_bytes: int) -> None:
+        """The tier has no budget of its own, and holds so much at most."""
+        self.budget_bytes = num_bytes
+
+    @contextmanager
+    def lent(self, name: str, num_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
+        """Reserve `num_bytes` under `name` within, or until somebody else needs the memory and `is_over()`."""
+        self.reserve(name, num_bytes)
+        loan = _Loan(name, num_bytes, is_over)
+        self._loans.append(loan)
+        try:
+            yield
+        finally:
+            self._end(loan)
+
     def make_room(self) -> None:
-        """Have released what is held only as long as nobody else needs it."""
-        if self.give_way is not None:
-            self.give_way()
+        """End the loans that are over."""
+        for loan in list(self._loans):
+            if loan.is_over():
+                self._end(loan)
+
+    def _end(self, loan: _Loan) -> None:
+        if loan in self._loans:
+            self._loans.remove(loan)
+            self.release(loan.name, loan.num_bytes)
 
     def take_recent_peak(self) -> int:
         """Return the most that was held at once since this was called last."""
@@ -52,6 +82,7 @@ class Ledger:
     def clear(self) -> None:
         """Everything was freed."""
         self.allocations.clear()
+        self._loans.clear()
         self.current_bytes = 0
 
     def release(self, name: str, num_bytes: int) -> None:

@@ -52,7 +52,7 @@ class Slots(Cargoes):
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.beside = torch.empty(0, dtype=torch.uint8)
+        self._beside = torch.empty(0, dtype=torch.uint8)
         """Memory of the device in which units have weights for a while that are near those in a slot."""
         self.resize(slot_bytes)
 
@@ -119,6 +119,10 @@ class Slots(Cargoes):
                 made[index] = nn.Parameter(view, requires_grad=region.trainable)
         return made
 
+    def extend(self, memory: torch.Tensor) -> None:
+        """Weights of units lie in this memory of the device, too."""
+        self._beside = memory
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where a tensor lies in memory for weights, be it that of cargoes or of regions that stay."""
         if tensor.layout is not torch.strided:
@@ -128,7 +132,7 @@ class Slots(Cargoes):
 
     def streams(self, address: int) -> bool:
         """True where an address lies in memory through which weights of several units pass."""
-        one, other = self._memory, self.beside  # asked for every tensor that a graph saves
+        one, other = self._memory, self._beside  # asked for every tensor that a graph saves
         return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
@@ -200,7 +204,7 @@ class Slots(Cargoes):
 
     def free(self) -> None:
         """Let go of the device's memory."""
-        self._memory = self.beside = torch.empty(0, dtype=torch.uint8)
+        self._memory = self._beside = torch.empty(0, dtype=torch.uint8)
         self._slots.clear()
         self._lying.clear()
         self._staying.clear()

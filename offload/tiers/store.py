@@ -17,7 +17,7 @@ import torch
 from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.planes import MASTER, SHOWN, Factor, Plane
+from offload.layout.planes import MASTER, STALE, Factor, Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.native import kernels
 from offload.telemetry.counters import Counters
@@ -37,8 +37,8 @@ class Tile:
     """Elements `begin` to `end` of a region, which are read, updated and written back at once: all of it, or a tile
     where some of its planes are on disk. `planes` are those in memory, but for the gradients.
 
-    The fence of the weights also stands for the low half and the moments: updates alone write them. `shown`: that of
-    the weights from before, where the pass beside an update computes with those.
+    The fence of the weights also stands for the low half and the moments: updates alone write them. `stale`: that of
+    the weights from before the last update, where the pass beside that update computes with them.
     """
 
     begin: int
@@ -46,26 +46,30 @@ class Tile:
     planes: dict[str, torch.Tensor]
     record: Record | None
     fence: Fence = field(default_factory=lambda: Fence("weights"))
-    shown: Fence | None = None
+    stale: Fence | None = None
 
     def fetch(self, is_ahead: bool, *rides: str) -> Lease:
         """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
-        if self.shown is None:
+        if self.stale is None:
             return self._lend(("weights", *rides), fetches=True, is_ahead=is_ahead)
-        fence, weights = self.shown, {"weights": self.planes[SHOWN]}
+        fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
+
+    def keep_stale(self, has_stale: bool) -> None:
+        """The pass beside the last update computes, or does not, with the weights from before."""
+        self.stale = Fence("stale weights") if has_stale else None
 
     def show(self, is_updated: bool) -> None:
         """The next pass computes with the weights as they are now, or will be by the update that is on its way;
-        `is_updated`: another one begins beside it. It is to make its weights, out of those that are shown, where the
-        ones were that have been shown so far.
+        `is_updated`: another one begins beside it, which makes its weights, out of those that the pass computes with,
+        where the stale ones were so far.
         """
-        readers = () if self.shown is None else self.shown.before_fill()
-        self.shown = None
+        readers = () if self.stale is None else self.stale.before_fill()
+        self.stale = None
         if is_updated:
-            self.planes["weights"], self.planes[SHOWN] = self.planes[SHOWN], self.planes["weights"]
-            self.shown = Fence("shown weights")
-            self.shown.fill(*self.fence.before_read())
+            self.planes["weights"], self.planes[STALE] = self.planes[STALE], self.planes["weights"]
+            self.stale = Fence("stale weights")
+            self.stale.fill(*self.fence.before_read())
         self.fence.read(*readers)
 
     @property
@@ -102,8 +106,8 @@ class Tile:
     ) -> Lease:
         planes = {name: self.planes[name] for name in names if name in self.planes}
         lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
-        if self.shown is not None and SHOWN in planes:
-            lease = lease.beside(self.shown)
+        if self.stale is not None and STALE in planes:
+            lease = lease.beside(self.stale)
         there = self._on_disk(names)
         if self.record is None or not there:
             return lease
@@ -143,7 +147,7 @@ class RegionState:
     @property
     def is_late(self) -> bool:
         """True where passes compute with the weights from before the last update."""
-        return self.tiles[0].shown is not None
+        return self.tiles[0].stale is not None
 
     @property
     def held(self) -> list[Tile]:

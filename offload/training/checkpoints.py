@@ -58,7 +58,12 @@ class Saves:
         self.last_step = last_step
         self.failure: DiskError | None = None  # of the last save
         self._under_way: _UnderWay | None = None
-        self.stalled_s = 0.0  # for how long training stood still for saves, until somebody sets it back
+        self._stalled_s = 0.0  # for how long training stood still for saves
+
+    def take_stalled(self) -> float:
+        """Return for how many seconds training stood still for saves since this was called last."""
+        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        return stalled_s
 
     def begin(self) -> None:
         """Move aside what another branch of the run has left, once this one has something of its own. Rank 0 alone."""
@@ -159,7 +164,7 @@ class Saves:
         try:
             yield
         finally:
-            self.stalled_s += time.perf_counter() - begin
+            self._stalled_s += time.perf_counter() - begin
 
     def _try(self, step: int, work: Callable[[], None]) -> None:
         try:

@@ -21,13 +21,13 @@ _ONE_AND_THE_SAME_S = 1.0
 
 class StopSignals:
     """`requested` turns true at the first signal to stop after `begin`; any before it, and a second one, raises
-    KeyboardInterrupt wherever the program is. `wants_save` turns true at SIGUSR1, until it is set back.
+    KeyboardInterrupt wherever the program is. `take_save` is true once after SIGUSR1.
 
     Signals can only be caught in the main thread; in another one this never turns true. `say` prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = self.wants_save = False
+        self.requested = self._wants_save = False
         self.name = ""
         self._say = say
         self._waits = self._is_deaf = self._is_agreed = self._is_told = False
@@ -71,10 +71,15 @@ class StopSignals:
                 self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
             self.requested, self.name = True, name
 
+    def take_save(self) -> bool:
+        """Return whether a checkpoint was asked for since this was called last."""
+        wants, self._wants_save = self._wants_save, False
+        return wants
+
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_deaf:
             return
-        self.wants_save = self._waits
+        self._wants_save = self._waits
         self._tell("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

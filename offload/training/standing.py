@@ -25,6 +25,15 @@ class Standing:
         self.eval_step: int | None = known.get("eval_step")
         self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
 
+    def step_made(self, loss: float, *, is_coarse: bool) -> None:
+        """Count a step."""
+        self.num_done, self.loss = self.num_done + 1, loss
+        self.num_coarse += is_coarse
+
+    def evaluated(self, loss: float) -> None:
+        """Note an evaluation after the last step."""
+        self.eval_step, self.eval_loss = self.num_done, loss
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs of it, for JSON."""
         return {

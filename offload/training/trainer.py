@@ -172,11 +172,10 @@ class Trainer:
             if step == stands.first_step:
                 self._open_records(result)
             fields = step_fields(step, result, end - begin, self._engine, self.config)
-            if self._saves.stalled_s:
-                fields["checkpoint_seconds"], self._saves.stalled_s = self._saves.stalled_s, 0.0
+            if stalled_s := self._saves.take_stalled():
+                fields["checkpoint_seconds"] = stalled_s
             fields |= mark
-            stands.num_done, stands.loss = step + 1, fields["loss"]
-            stands.num_coarse += result.coarse
+            stands.step_made(fields["loss"], is_coarse=result.coarse)
             self._records.step(fields, begin, end, self._engine)
             if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first
                 fields |= self._evaluate()
@@ -215,14 +214,13 @@ class Trainer:
             if comm.size == 1:
                 raise
             failure = error
-        wants_save, self._stop.wants_save = self._stop.wants_save, False
         votes = tally(
             comm,
             "what comes after a step",
             notes=self._notes.num_new,
             failed=failure is not None,
             stop=self._stop.requested,
-            save=wants_save or (self._is_first and self._saves.is_time),
+            save=self._stop.take_save() or (self._is_first and self._saves.is_time),
             late=self._is_first and self._stands.is_late,
             saved=self._saves.is_due,
             without=batch is None,
@@ -286,11 +284,11 @@ class Trainer:
         """Return the evaluation's field of metrics.jsonl, if there are eval rows. Collective."""
         assert self._engine is not None
         begin, stands = time.perf_counter(), self._stands
-        stands.eval_step = stands.num_done
         found = evaluate(self._engine, self._data, self._objective, self._comm, self.config.train.batch_size)
         if found is None:
             return {}
-        stands.eval_loss, what = found
+        loss, what = found
+        stands.evaluated(loss)
         self._records.mark("evaluation", begin, time.perf_counter())
         self._say(f"step {stands.num_done}  eval loss {stands.eval_loss:.4f} over {what}")
         return {"eval_loss": stands.eval_loss}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload import Engine
+from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
@@ -28,6 +29,11 @@ def parts_of(engine: Engine) -> EngineState:
 def steps_of(engine: Engine) -> Steps:
     """Return what makes the steps of an engine."""
     return engine._steps
+
+
+def head_of(engine: Engine) -> ChunkedHead | None:
+    """Return the head that is used in chunks, of some kind of batch."""
+    return next((found.head for found in steps_of(engine).rehearsal._found.values() if found.head), None)
 
 
 def recovery_of(engine: Engine) -> Recovery:

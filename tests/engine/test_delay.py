@@ -11,7 +11,7 @@ import torch
 from offload import LOMO, AdamW, Engine, Lion, Placement
 from offload.errors import ConfigError
 from offload.lanes.ticket import Ticket
-from offload.layout.planes import SHOWN
+from offload.layout.planes import STALE
 from offload.planning import disk
 from offload.tiers.store import Tile
 from tests.engine.compare import assert_same, weights
@@ -135,12 +135,12 @@ def test_where_updates_are_not_late_yet_it_goes_on_from_the_newest_weights_too(t
 
 @pytest.mark.parametrize("again", [True, False])
 def test_what_was_shown_is_written_once_it_was_read(again):
-    tile = Tile(0, 4, {"weights": torch.zeros(4), SHOWN: torch.ones(4)}, None)
+    tile = Tile(0, 4, {"weights": torch.zeros(4), STALE: torch.ones(4)}, None)
     tile.show(True)
     reading = Ticket("h2d")
     tile.fetch(is_ahead=False).done_reading(reading)
     tile.show(again)
-    assert reading in tile.lend("weights", SHOWN).fills
+    assert reading in tile.lend("weights", STALE).fills
 
 
 def test_it_catches_up_where_it_is_told_to():

@@ -75,7 +75,7 @@ def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | No
         result = engine.step(batch)
         assert result.loss.item() == pytest.approx(wanted.item(), rel=0 if rows is None else 1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=0 if rows is None else 1e-6)
-    assert steps_of(engine).losses.splits
+    assert steps_of(engine).splits
     assert engine.evaluate(tokens(9, padding=3)).item() > 0
 
 

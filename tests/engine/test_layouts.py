@@ -106,7 +106,7 @@ def test_so_do_the_micro_batches_of_an_input(activations: str, tmp_path: Path) -
         placement = Placement(activations=place, nvme_dir=str(tmp_path))
         engine = Engine(model, micro_batch_size=1, placement=placement)
         norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
-        assert steps_of(engine).losses.splits
+        assert steps_of(engine).splits
         results[place] = [norms, weights(engine)]
         engine.close()
     (norms, found), (wanted_norms, wanted) = results[activations], results["device"]

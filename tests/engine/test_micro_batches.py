@@ -103,7 +103,7 @@ def test_uneven_micro_batches_equal_plain_pytorch(rows: int, recompute: str) -> 
 def test_batch_axes_are_found(make: Maker, rows: int) -> None:
     count = {"count": count_labels} if make is xlnet else {}
     engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
-    assert steps_of(engine).losses.splits
+    assert steps_of(engine).splits
     assert all(unit.traits.grows for unit in parts_of(engine).units if not unit.resident and "wpe" not in unit.name)
 
 
@@ -157,7 +157,7 @@ def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> N
     settings = {"count": count_labels, "micro_batch_size": rows, "within": ROUNDING}
     batch_list = [words(s) for s in range(2)]
     engine, _ = train_both(build(BatchSizeAsArgument), batch_list, loss_fn=cross_entropy, **settings)
-    assert steps_of(engine).losses.splits
+    assert steps_of(engine).splits
 
 
 class CentresTheBatch(Block):

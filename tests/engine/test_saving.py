@@ -23,7 +23,7 @@ from tests.engine.departing_jobs import Sometimes, rare
 from tests.engine.device import own_device
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
-from tests.engine.inside import parts_of, settle, states, steps_of
+from tests.engine.inside import head_of, parts_of, settle, states, steps_of
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
 
@@ -306,8 +306,8 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     other.step(text(8))
-    assert steps_of(whole).losses.head is not None
-    assert steps_of(other).losses.head is not None
+    assert head_of(whole) is not None
+    assert head_of(other) is not None
     assert steps_of(whole).rehearsal.decided == steps_of(other).rehearsal.decided
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
@@ -317,7 +317,7 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))
-    assert steps_of(resumed).losses.head is None
+    assert head_of(resumed) is None
 
 
 class Mixes(Block):

@@ -24,7 +24,7 @@ from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER, own_device
 from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gemma2, gpt2, llama, mamba, mixtral, t5, tokens
 from tests.engine.handmade import Log
-from tests.engine.inside import parts_of, steps_of
+from tests.engine.inside import head_of, parts_of, steps_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
@@ -369,7 +369,7 @@ def test_micro_batches_and_chunks_change_the_order_of_sums_alone() -> None:
             found = engine.step(batch)
             assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-5)
         if "head_chunk_bytes" in settings:
-            assert steps_of(engine).losses.head is not None
+            assert head_of(engine) is not None
         engine.close()
     whole.close()
 

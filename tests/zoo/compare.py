@@ -197,7 +197,7 @@ def compare(
         _compare_evaluation(outcome, engine, reference, family.batch(STEPS[precision]))
         messages = [str(warning.message) for warning in caught]
         outcome.reported = [text for text in messages if "is read from outside" in text]
-        if not steps_of(engine).losses.splits:
+        if not steps_of(engine).splits:
             outcome.unsplit = {
                 unit.name: _why_not_split(unit) for unit in parts_of(engine).units if _refuses_parts(unit)
             }

@@ -186,6 +186,10 @@ class GradientFlow:
                 flat[span].zero_()
             self._open[region.index] = flat, stretch
 
+    def widen(self, is_wide: bool) -> None:
+        """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight."""
+        self.is_wide = is_wide
+
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Within, uses of the same units add up, and land at the end (the chunks of a head)."""

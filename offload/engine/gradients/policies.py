@@ -141,8 +141,8 @@ class AtOnce(Policy):
                     ticket.synchronize()
                 self._measures.measured(region)
                 self._so_far += sum(squares[index] for index in region.parameters)
-                landed.scale = clip_coefficient(self._norm_now(), self._limit)
-                landed.counts = math.isfinite(self._so_far)  # else `finish` refuses the step, and names the unit
+                # `finish` refuses a step that is not finite, and names the unit.
+                landed.decide(clip_coefficient(self._norm_now(), self._limit), counts=math.isfinite(self._so_far))
 
         self._updates.submit(landed, self._measures.touched[region.index], prepare, self.is_final)
 

@@ -33,6 +33,10 @@ class Landed:
     scale: float = 1.0
     counts: bool = True
 
+    def decide(self, scale: float, *, counts: bool) -> None:
+        """The norm is known."""
+        self.scale, self.counts = scale, counts
+
 
 class TileUpdates:
     """Submits updates to their `place`. `rules`, `infos`, `lr`: by which those go that are submitted from now on.

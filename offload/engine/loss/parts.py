@@ -7,92 +7,67 @@ from typing import Any
 
 import torch
 
-from offload.engine.loss.batch import Batch, BatchForm
-from offload.engine.loss.batch_agreement import PassPlan
-from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.loss.loss import IGNORED, LossFunction, LossRule, labels_of, run_loss, select_inputs
+from offload.engine.loss.batch import Batch
+from offload.engine.loss.facts import BatchFacts
+from offload.engine.loss.loss import IGNORED, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 
 
 class Losses:
-    """Runs the model on a batch, in micro-batches and with its head in chunks. `head` is there once it is known that
-    the model's allows that.
+    """Runs the model on a batch, in micro-batches and with its head in chunks.
 
     Ranks may have different numbers of rows: all of them run as many parts as the largest batch needs. `num_chunks`: in
     how many the last loss was made at the head. `has_gradient`: a backward follows, so that a loss is a tensor.
     """
 
-    def __init__(
-        self, state: EngineState, micro_rows: int | None, chunk_bytes: int | None, has_gradient: bool = True
-    ) -> None:
+    def __init__(self, state: EngineState, chunk_bytes: int | None, has_gradient: bool = True) -> None:
         self._model, self._state = state.model, state
-        self._micro_rows, self._chunk_bytes, self.has_gradient = micro_rows, chunk_bytes, has_gradient
-        self._labels: torch.Tensor | None = None
-        self.head: ChunkedHead | None = None
+        self._chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
         self.num_chunks = 1
-        self.form = BatchForm({})
 
     @property
     def is_plain(self) -> bool:
         """True where some unit cannot be cut, so that the model is called on one micro-batch after the other."""
         return self._state.way.cut == "calls"
 
-    @property
-    def splits(self) -> bool:
-        """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
-        pages = [page for unit in self._state.units if not unit.resident for page in unit.known.values()]
-        return all(page.splits for page in pages if page.is_compared)
-
-    def know(self, batch: Batch) -> None:
-        """Note the labels of a batch on the host, where nobody waits who counts them."""
-        labels = labels_of(batch)
-        self._labels = None if labels is None else labels.cpu()
-
-    def parts(
-        self,
-        batch: Batch,
-        known: PassPlan,
-        rule: LossRule,
-        loss_fn: LossFunction | None,
-        num_chunks: int | None = None,
-    ) -> Generator[torch.Tensor, None, None]:
+    def parts(self, facts: BatchFacts, num_chunks: int | None = None) -> Generator[torch.Tensor, None, None]:
         """Yield the loss in parts; those of all ranks add up to the mean over their target tokens. `num_chunks`: of the
         head, None for what the plan of the pass asks for.
 
         The units cut the batch themselves where they can (the model is called once, and its weights stream once);
         otherwise the model is called on one micro-batch after the other.
         """
+        known, rule, batch = facts.plan, facts.rule, facts.batch
         own = known.ranks[known.rank]
         if known.num_parts > 1 and self.is_plain:
-            yield from self._micro_batches(batch, known, rule, loss_fn)
+            yield from self._micro_batches(facts)
             return
         is_cut = known.num_parts > 1 and self._state.way.cut == "units"
         rows = own.micro_rows if is_cut else own.rows
-        with self._state.as_ours(), self._state.runner.micro_batches(own.rows, rows, is_cut):
-            self.num_chunks = num_chunks or self.num_chunks_of(known)
+        with self._state.runner.as_ours(), self._state.runner.micro_batches(own.rows, rows, is_cut):
+            self.num_chunks = num_chunks or self.num_chunks_of(facts)
             if self.num_chunks > 1:
-                yield self._chunked(batch, self.num_chunks, known.num_targets(rule))
+                yield self._chunked(facts)
                 return
             share = 1.0
             if known.has_peers:
-                share = known.num_targets(rule, known.rank) / max(1, known.num_targets(rule))
+                share = known.num_targets(rule, known.rank) / max(1, facts.num_targets)
                 batch = batch if share else _with_targets(batch)
-            yield _scaled(run_loss(self._model, batch, loss_fn, has_gradient=self.has_gradient), share)
+            yield _scaled(run_loss(self._model, batch, facts.loss_fn, has_gradient=self.has_gradient), share)
 
-    def _micro_batches(
-        self, batch: Batch, known: PassPlan, rule: LossRule, loss_fn: LossFunction | None
-    ) -> Generator[torch.Tensor, None, None]:
-        tokens, own = known.num_targets(rule), known.ranks[known.rank]
+    def _micro_batches(self, facts: BatchFacts) -> Generator[torch.Tensor, None, None]:
+        known, rule, batch, loss_fn = facts.plan, facts.rule, facts.batch, facts.loss_fn
+        tokens, own = facts.num_targets, known.ranks[known.rank]
         hanging = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         leaves = {id(t): t.detach().requires_grad_() for t in hanging}  # a backward frees the caller's graph
         batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
-        parts = list(self.form.parts(batch, own.rows, own.micro_rows))
-        if self._labels is None:
+        parts = list(facts.form.parts(batch, own.rows, own.micro_rows))
+        if facts.labels is None:
             of_row = known.num_targets(rule, known.rank) // own.rows
             starts = range(0, own.rows, own.micro_rows)
             counts = [of_row * min(own.micro_rows, own.rows - start) for start in starts]
         else:
-            counts = [rule.count(labels) for labels in self._labels.split(own.micro_rows)]
+            counts = [rule.count(labels) for labels in facts.labels.split(own.micro_rows)]
         for number in range(known.num_parts):
             position = min(number, len(parts) - 1)
             part, share, extra = parts[position], counts[position] / max(1, tokens), {}
@@ -104,39 +79,41 @@ class Losses:
                 part = _with_targets(part)
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
-            with self._state.as_ours():
+            with self._state.runner.as_ours():
                 loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
             yield _scaled(loss, share)
         found = [(t, leaf.grad) for t in hanging if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
 
-    def num_chunks_of(self, known: PassPlan) -> int:
+    def num_chunks_of(self, facts: BatchFacts) -> int:
         """Return into how many chunks the tokens go through the head, 1 where the logits are made whole."""
-        is_whole = known.ranks[0].has_loss_function or not self._state.way.chunks
-        if self.head is None or self._chunk_bytes is None or is_whole:
+        is_whole = facts.loss_fn is not None or not self._state.way.chunks
+        if facts.head is None or self._chunk_bytes is None or is_whole:
             return 1
         most = 1
-        for told in known.ranks:
+        for told in facts.plan.ranks:
             shape = dict(told.shapes)["labels"]
             assert isinstance(shape, tuple)
             rows, length = shape
-            columns = max(1, self._chunk_bytes // (rows * self.head.vocabulary * 4))
+            columns = max(1, self._chunk_bytes // (rows * facts.head.vocabulary * 4))
             most = max(most, -(-length // columns))
         return most
 
-    def _chunked(self, batch: Batch, num_chunks: int, tokens: int) -> torch.Tensor:
+    def _chunked(self, facts: BatchFacts) -> torch.Tensor:
         """Run the model up to its head, then the head in chunks, forward and backward; return the loss.
 
         The backward of the units below runs here too: the loss that comes back has nothing left to do.
         """
-        assert self.head is not None
-        output = self.head.base_output(lambda: self._model(**select_inputs(self._model, batch, False)))
+        head, batch = facts.head, facts.batch
+        assert head is not None
+        output = head.base_output(lambda: self._model(**select_inputs(self._model, batch, False)))
         hidden = output["last_hidden_state"]
         gradient = torch.zeros_like(hidden, requires_grad=False) if hidden.requires_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         skips = self._state.comm.size == 1  # else another rank may have targets where this one has none
         with self._state.runner.whole_batch(), self._state.gradients.repeated(self._state.regions):
-            for loss, leaf, span in self.head.losses(output, batch, num_chunks, tokens, self._labels, skips=skips):
+            found = head.losses(output, batch, self.num_chunks, facts.num_targets, facts.labels, skips=skips)
+            for loss, leaf, span in found:
                 if loss.requires_grad:  # the head may be all that trains, or frozen over units that do
                     self._state.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:

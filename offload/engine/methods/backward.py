@@ -8,7 +8,6 @@ from contextlib import closing
 
 import torch
 
-from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method, Parts
 from offload.engine.methods.result import StepResult
@@ -35,13 +34,13 @@ class Backward(Method):
         super().__init__(state, counters, settings)
         self._splits, self._losses, self._moment = settings.splits, losses, moment
 
-    def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
+    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold
         self._state.accumulate(self._splits and self._losses.is_plain)
         if self._state.updates.learns_first:
-            return self._learn_and_step(parts, tokens, known.kind)
-        self.begin(known.kind)
-        return self.end(self._passes(parts), tokens, known.kind)
+            return self._learn_and_step(parts, tokens, kind)
+        self.begin(kind)
+        return self.end(self._passes(parts), tokens, kind)
 
     def trial(self, parts: Parts) -> list[torch.Tensor]:
         return [self._passes(parts)]
@@ -57,7 +56,7 @@ class Backward(Method):
                 loss += part_loss.detach().to(torch.float32)
         return loss
 
-    def _learn_and_step(self, parts: Parts, tokens: int | None, kind: Hashable) -> StepResult:
+    def _learn_and_step(self, parts: Parts, tokens: int, kind: Hashable) -> StepResult:
         """Make a step whose first backward is for the norm alone; the second one, from the same generators and
         buffers, updates.
         """

@@ -110,4 +110,4 @@ class Descent:
 
     def end_step(self, number: int) -> None:
         """Count a step that is made again."""
-        self._state.runner.step_number = number
+        self._state.runner.go_on_from(number)

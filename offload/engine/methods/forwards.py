@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from contextlib import closing
 
 import torch
 
-from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.methods.descent import Descent
 from offload.engine.methods.method import Method, Parts
 from offload.engine.methods.pending import Pending
@@ -34,14 +34,14 @@ class Forwards(Method):
         self._perturbed = Perturbed(state, self._rule, settings.seed)
         self._side_by_side = SideBySide(state, self._pending, self._perturbed)
 
-    def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
+    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         state = self._state
         state.lanes.timeline.begin_step()
         self._counters.begin_step()
         state.runner.begin_step()
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
-        state.executor.begin(known.kind)
+        state.executor.begin(kind)
         self.begin_trial()
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
@@ -57,7 +57,7 @@ class Forwards(Method):
             raise NonFiniteError(
                 f"the losses of step {number + 1} on both sides of the weights are {_shown(losses)}. {advice}"
             )
-        self.expected = known.kind, False
+        self.expected = kind, False
         rank = self._order()
         if skipped:
             self._go_on(is_batch=True)

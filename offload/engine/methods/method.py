@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from offload.engine.loss.batch_agreement import PassPlan
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.units.unit import Unit
@@ -35,8 +34,10 @@ class Method(ABC):
         self.spans: list[Span] = []
 
     @abstractmethod
-    def step(self, parts: Parts, known: PassPlan, tokens: int | None) -> StepResult:
-        """Train on a batch: make passes over `parts`, and update. `tokens`: its targets."""
+    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
+        """Train on a batch: make passes over `parts`, and update. Passes of one `kind` have one schedule. `tokens`: the
+        targets of the batch.
+        """
 
     @abstractmethod
     def trial(self, parts: Parts) -> list[torch.Tensor]:

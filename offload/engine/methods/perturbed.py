@@ -98,7 +98,8 @@ class Perturbed:
         if laid_out == self._laid_out:
             return
         self.free()
-        self._memory = self._state.slots.beside = self._state.device.allocate(PERTURBED, end)
+        self._memory = self._state.device.allocate(PERTURBED, end)
+        self._state.slots.extend(self._memory)
         self._laid_out = laid_out
         for (unit, place), begin in begins.items():
             self._views[unit.number, place] = dict(self._parameters(unit, begin))
@@ -107,7 +108,8 @@ class Perturbed:
         """Let go of the device's memory."""
         self._state.device.ledger.drop(PERTURBED)
         self._views, self._laid_out = {}, None
-        self._memory = self._state.slots.beside = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._state.slots.extend(self._memory)
 
     def _parameters(self, unit: Unit, begin: int) -> dict[int, nn.Parameter]:
         """Return Parameters, by index, over a copy of what of a unit is trained."""

@@ -102,7 +102,7 @@ class SideBySide:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
-                result.tensors = [runner.own(t) for t in result.tensors]
+                result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
         finally:
             unit.install(unit.resting)
@@ -150,7 +150,7 @@ class _Standing:
         self._state = state
         self._random = state.device.random_state()
         self._drawn: Drawn = Drawn.so_far(None if last is None else last._drawn)
-        self._ours, self._batch = state.is_ours, state.runner.standing
+        self._go_on = state.runner.interrupt_pass()
         is_same = last is not None and last._attributes.are_as_then
         self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
 
@@ -160,7 +160,7 @@ class _Standing:
         state.device.set_random_state(self._random)
         if self._drawn is not now._drawn:
             self._drawn.put_back()
-        state.is_ours, state.runner.standing = self._ours, self._batch
+        self._go_on()
         if self._attributes is now._attributes or not state.way.interleaves:
             return
         for live, then in self._attributes.pairs():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,23 +26,13 @@ from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
 from offload.engine.units.resting import Elsewhere
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.traits import BatchAxis, UnitTraits
+from offload.engine.units.traits import UnitTraits, Use
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
 
 class RestartRecording(Exception):
     """The pass cannot go on with these resident units; `Recording.outside_readers` says which one to add."""
-
-
-@dataclass
-class Use:
-    """The shapes of one use of a unit, and what its graph saved beside its inputs and weights."""
-
-    inputs: list[torch.Size]
-    others: list[Any]
-    outputs: list[torch.Size]
-    saved_bytes: int = 0
 
 
 class Recording:
@@ -114,7 +103,8 @@ class Recording:
         if self._before is None:
             self._learn(unit, result, mutated, condition.moved())
         elif without is not None:
-            unit.traits.needs_graph |= not mutated and not all(map(same_bits, result.tensors, without.tensors))
+            if not mutated and not all(map(same_bits, result.tensors, without.tensors)):
+                unit.traits.need_graph()
             self._learn_batch(unit)
         with torch.no_grad():
             for i in mutated:
@@ -130,7 +120,7 @@ class Recording:
         with torch.no_grad():
             result = self._runner.run(unit, arguments, [t.clone() for t in arguments.tensors], arguments.others)
         before.put_back()
-        result.tensors = [self._runner.own(t) for t in result.tensors]
+        result.tensors[:] = [self._runner.own(t) for t in result.tensors]
         return result
 
     def finish(self, results: Any) -> None:
@@ -138,12 +128,12 @@ class Recording:
         and what a backward reads.
         """
         for traits, tensors, versions in self._watched:
-            traits.stale |= _moved(tensors, versions)
+            traits.stale.update(_moved(tensors, versions))
         for traits, tensors, versions in self._handed:
-            traits.changed |= _moved(tensors, versions)
+            traits.changed.update(_moved(tensors, versions))
         receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
         for traits, tensors, _ in self._watched:
-            traits.shared |= {i for i, t in enumerate(tensors) if receivers[id(t)] > 1}
+            traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward of what lies outside the units may read their weights too (a reversible layer runs them there).
         # What the caller trains beside the model has no part in it.
@@ -177,14 +167,9 @@ class Recording:
 
     def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[BufferPlace]) -> None:
         """Note what one use of a unit does; over several uses, what any of them does."""
-        traits, uses = unit.traits, self.uses[unit.name]
+        traits, saved_bytes = unit.traits, self.uses[unit.name][-1].saved_bytes
         detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-        if self._is_first(traits):
-            traits.detached, traits.keeps_nothing = detached, True
-        traits.mutated |= mutated
-        traits.buffers |= buffers
-        traits.detached &= detached
-        traits.keeps_nothing &= not mutated and not uses[-1].saved_bytes
+        traits.learn_use(detached, mutated, buffers, saved_bytes, is_first=self._is_first(traits))
 
     def _is_first(self, traits: UnitTraits) -> bool:
         """True for the first use of a page in this pass."""
@@ -200,16 +185,8 @@ class Recording:
         traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
         if self.rows == self._before.rows:  # an own loop's call: nothing to compare
             return
-        traits.is_compared = True
-        if len(before) < len(uses):
-            traits.splits = False
-            return
-        is_first = self._is_first(traits)
-        learn_axes(unit, before[len(uses) - 1], uses[-1], (self._before.rows, self.rows), is_first)
-        if traits.splits and traits.grows:
-            traits.splits = not traits.mutated
-        elif traits.buffers:  # they would move once for the whole batch
-            traits.splits = False
+        one = before[len(uses) - 1] if len(before) >= len(uses) else None
+        traits.learn_rows(one, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
     def _refuse_changed_weights(self, unit: Unit, weights: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         if _moved(weights, versions):
@@ -287,57 +264,6 @@ class _Saved:
             return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-def learn_axes(unit: Unit, one: Use, two: Use, rows: tuple[int, int], is_first: bool) -> None:
-    """Compare a unit's use in two passes: what grew with the rows, and by which axis; what its graph holds regardless
-    of them.
-
-    Uses of one unit that differ in this, or a tensor with two axes that grew, leave the unit uncut.
-    """
-    traits = unit.traits
-    per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
-    traits.copied_bytes = max(traits.copied_bytes, two.saved_bytes - per_row * rows[1])
-    could = is_first or traits.splits
-    traits.splits = False
-    try:
-        inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
-        outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
-        others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
-    except ValueError:
-        return
-    if not is_first and (inputs, outputs, others) != (traits.inputs, traits.outputs, traits.others):
-        return
-    if all(axis is None for axis in outputs):  # a position table that takes the tokens for their shape: run it whole
-        inputs, others = [None] * len(inputs), [False] * len(others)
-    traits.inputs, traits.outputs, traits.others = inputs, outputs, others
-    traits.splits = could
-
-
-def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
-    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is
-    not clear.
-    """
-    if len(first) != len(second):
-        raise ValueError("another number of axes")
-    grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if not grown:
-        return None
-    axis = grown[0]
-    if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
-        raise ValueError("no single axis grew with the rows")
-    return BatchAxis(axis)
-
-
-def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
-    """True where an argument that is no tensor is the number of rows or a multiple of it, False where it stays;
-    ValueError for anything else.
-    """
-    if type(first) is int and type(second) is int and first != second:
-        if first % rows[0] or first // rows[0] * rows[1] != second:
-            raise ValueError("a number that follows the rows in another way")
-        return True
-    return False
 
 
 def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from offload.engine.loss.batch import (
     pattern,
 )
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
+from offload.engine.loss.facts import BatchFacts
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.start import Start
@@ -46,8 +47,8 @@ class Found:
     """What was found about a kind of batch: its loss, a head that goes in chunks, how it is cut in rows."""
 
     rule: LossRule
-    head: ChunkedHead | None = None
-    form: BatchForm = field(default_factory=partial(BatchForm, {}))
+    head: ChunkedHead | None
+    form: BatchForm
 
 
 class Rehearsal:
@@ -90,34 +91,42 @@ class Rehearsal:
         alike = self._alike.get(signature, set())
         return alike != form.alike(batch, alike)
 
-    def on_batch(self, batch: Batch, loss_fn: LossFunction | None, is_new: bool, departed: bool | None) -> Found:
-        """Return what is known about this kind of batch. Collective: record first where this `is_new` to some rank, on
-        a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows of whole length,
-        where a rank has departed from what was recorded: this one, or not (None: none has).
+    def on_batch(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
+        """Return the facts with what is known about this kind of batch. Collective: record first where the batch is new
+        to some rank, on a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows
+        of whole length, where a rank has departed from what was recorded: this one, or not (None: none has).
         """
+        batch, loss_fn = facts.batch, facts.loss_fn
         signature, self._sample_left = self._signature(batch, loss_fn), None
-        if not is_new and departed is None:
-            return self._found[signature]
+        if not facts.plan.is_new and departed is None:
+            return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         teller = self._choose_teller(batch, loss_fn, departed)
         form = self._record_batch(batch, loss_fn, teller, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, teller, departed is not None)
         if rule is None:  # the next batch may tell
-            return Found(LossRule(), None, form)
+            return replace(facts, form=form)
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
         found = Found(rule, head, form)
         if self._told(teller, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
-        return found
+        return replace(facts, **vars(found))
 
-    def take_sample(self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm) -> Batch:
+    def end(self) -> None:
+        """What a recording has found was noted by whoever asked for it."""
+        self.is_complete = True
+
+    def take_sample(self, facts: BatchFacts) -> Batch:
         """Return the rows on which passes are judged: those that were recorded last, if nobody has taken them yet. The
         same on all ranks. Collective.
         """
         sample, self._sample_left = self._sample_left, None
-        return sample or self._samples(batch, form, self._choose_teller(batch, loss_fn, None), whole=False)[0]
+        if sample is None:
+            teller = self._choose_teller(facts.batch, facts.loss_fn, None)
+            sample = self._samples(facts.batch, facts.form, teller, whole=False)[0]
+        return sample
 
     def samples_of_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -190,7 +199,8 @@ class Rehearsal:
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # what was learned of no batch
             for unit, pages in known:
-                unit.known = pages
+                unit.known.clear()
+                unit.known.update(pages)
             raise
 
     def _try_loss(

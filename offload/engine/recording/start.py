@@ -50,7 +50,7 @@ class Start:
         state = self._state
         versions = state.slots.versions()
         try:
-            with state.as_ours():
+            with state.runner.as_ours():
                 yield
         finally:
             self.put_back()

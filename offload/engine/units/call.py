@@ -133,7 +133,7 @@ class Call:
                 runner.device.set_random_state(ambient)
         _refuse_moved(unit, still)
         self.result = results[0]
-        self.result.tensors = runner.join(unit, results)
+        self.result.tensors[:] = runner.join(unit, results)
         for tensor, version in zip(self._inputs, self._versions, strict=True):
             _refuse_change(unit, tensor, version)
         for i in traits.changed:  # the caller changes this result in place, which autograd forbids where it is a view
@@ -157,7 +157,7 @@ class Call:
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         result = run_without_graph(unit, runner, self._arguments, inputs, others, self._needs)
-        result.tensors = [runner.own(t) for t in result.tensors]
+        result.tensors[:] = [runner.own(t) for t in result.tensors]
         return result
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -261,7 +261,7 @@ class Call:
             torch.enable_grad(),
             runner.saved.measure_kept(unit, self._shapes, leaves, len(self._micro_batches)),
             before.condition.attributes_again(),
-            before.drawn.again() if before.drawn else nullcontext(),
+            before.drawn_again(),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._surroundings.run(lambda: runner.run(unit, self._arguments, inputs, others)).tensors
@@ -326,7 +326,8 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arg
     outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
     # The outputs hold the call through their graph: a call that held them too (or an input that it changed in place,
     # which is an output now) would be a cycle that nothing frees. What the backward needs of the inputs is saved.
-    result, call.result, call.dirty, arguments.tensors = call.result, None, [], []
+    result, call.result, call.dirty = call.result, None, []
+    arguments.tensors.clear()
     assert result is not None
     return result, outputs
 
@@ -342,7 +343,7 @@ def call_unit_without_graph(
             for span in rows:
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 result = runner.run(unit, arguments, inputs, unit.traits.cut_others(arguments.others, span))
-                result.tensors = [runner.own(t) for t in result.tensors]
+                result.tensors[:] = [runner.own(t) for t in result.tensors]
                 results.append(result)
     finally:
         runner.leave()
@@ -366,5 +367,5 @@ def run_without_graph(
         leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         result = runner.run(unit, arguments, leaves, others)
     original = {id(leaf): t for leaf, t in zip(leaves, tensors, strict=True)}
-    result.tensors = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
+    result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
     return result

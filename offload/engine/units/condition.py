@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -120,9 +120,7 @@ class Condition:
 
 
 class Moment:
-    """Generators and modules at one moment. drawn: None where nothing was drawn since but from torch's generators, or
-    nobody will ask.
-    """
+    """Generators and modules at one moment."""
 
     def __init__(
         self,
@@ -137,14 +135,23 @@ class Moment:
         what is drawn may be drawn again.
         """
         self._device, self.random = device, device.random_state()
-        self.drawn: Drawn | None = Drawn.so_far() if is_asked else None
+        self._drawn: Drawn | None = Drawn.so_far() if is_asked else None
         self.condition = Condition(modules, moving, notes, ignores)
+
+    def leave_drawn_to(self, later: Moment) -> None:
+        """Keep nothing of generators other than torch's, where none was used until a later moment."""
+        if self._drawn is not None and later._drawn is not None and self._drawn.is_as(later._drawn):
+            self._drawn = None
+
+    def drawn_again(self) -> AbstractContextManager[None]:
+        """Return a context in which generators other than torch's draw what they drew after this moment."""
+        return self._drawn.again() if self._drawn is not None else nullcontext()
 
     def put_back(self) -> None:
         """All is as it was."""
         self._device.set_random_state(self.random)
-        if self.drawn is not None:
-            self.drawn.put_back()
+        if self._drawn is not None:
+            self._drawn.put_back()
         self.condition.put_back()
 
 

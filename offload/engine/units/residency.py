@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -91,6 +91,18 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
+class Answers(Protocol):
+    """What a script may ask of an engine through the model."""
+
+    def read(self, info: ParameterInfo) -> torch.Tensor:
+        """Return a fresh copy of a parameter on the CPU."""
+        ...
+
+    def has_gradients(self) -> bool:
+        """Return whether an own loop's step has gradients."""
+        ...
+
+
 class Hold:
     """An engine's hold on a model, from when its weights are taken until they are given back, or for good.
 
@@ -98,16 +110,13 @@ class Hold:
     to be loaded and copied. It is known to the modules, by their hooks, and keeps none of them alive: what is left of a
     model neither keeps the rest of it nor its engine.
 
-    `state`: what is said of the model to who wants its weights. `read`, while there is an engine: a weak method that
-    returns a fresh copy of a parameter on the CPU. `has_gradients`, likewise: one that returns whether an own loop's
-    step has gradients. `engine`: one that lives as long as the model, or None.
+    `state`: what is said of the model to who wants its weights. `engine`: one that lives as long as the model, or None.
     """
 
     def __init__(
         self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], device: torch.device
     ) -> None:
-        self.read: weakref.WeakMethod[Callable[[ParameterInfo], torch.Tensor]] | None = None
-        self.has_gradients: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self._reading: Callable[[], Answers | None] = lambda: None
         self.engine: Any = None
         self.resting = [stand_in(info, _DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
@@ -122,6 +131,14 @@ class Hold:
         self._given: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self.state, self._is_watched = _HELD, False
         self._handles: list[Any] = []
+
+    def ask(self, reading: Answers) -> None:
+        """There is an engine: ask this of it, as long as it lives."""
+        self._reading = weakref.ref(reading)
+
+    def keep(self, engine: Any) -> None:
+        """Let an engine live as long as the model."""
+        self.engine = engine
 
     def guard(self) -> None:
         """The weights are taken: from here on every module says so to whoever saves, loads or copies it."""
@@ -157,10 +174,10 @@ class Hold:
         """Return a fresh copy of a parameter as the device uses it, on the CPU."""
         if self._is_watched:
             return torch.full((), float("nan"), dtype=_DTYPES[info.compute]).expand(info.shape)
-        read = self.read() if self.read is not None else None
-        if read is None:
+        reading = self._reading()
+        if reading is None:
             raise ConfigError(f"{info.name} {self.state}")
-        return read(info)
+        return reading.read(info)
 
     def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
         """Raise ConfigError: what is written would be lost. A model whose own forward does it (`in_place`, by an
@@ -202,8 +219,8 @@ class Hold:
         """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the
         parameters, which is nothing, would leave the step as it is.
         """
-        ask = self.has_gradients() if self.has_gradients is not None else None
-        if ask is not None and ask():
+        reading = self._reading()
+        if reading is not None and reading.has_gradients():
             raise ConfigError(
                 f"the grad of {info.name} was {how} in the middle of a step, whose gradients are in the engine, and "
                 "not at the parameters: clip_grad_norm_(), zero_grad() of the model, and whatever else works on them "
@@ -218,18 +235,20 @@ class Hold:
         for handle in self._handles:
             handle.remove()
         _HOLDS.discard(self)
-        self.state, self.read, self.engine = _RETURNED, None, None
+        self.state, self.engine = _RETURNED, None
+        self._reading = lambda: None
 
     def spend(self, failed: bool = False) -> None:
         """The weights are gone (`failed`: before an engine was there); the model is good for nothing any more."""
         if not self._handles:
             self.guard()
-        self._units, self.state, self.read, self.engine = [], _FAILED if failed else _SPENT, None, None
+        self._units, self.state, self.engine = [], _FAILED if failed else _SPENT, None
+        self._reading = lambda: None
         for module in self._names:
             module.register_forward_pre_hook(self._on_forward)
 
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        if self.read is None or self.read() is None:
+        if self._reading() is None:
             refuse_copy("state_dict()")
         if keep_vars:  # what hangs there, itself
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ class UnitRunner:
         self._batch: tuple[int, int] | None = None
         self._is_cut = False
         self._inside: Unit | None = None
-        self._is_in_model = False
+        self._is_in_model = self.is_ours = False
         self.has_failed = False
         """A use of a unit is half done, and nobody is at work: it is to be given up."""
         self._uses: dict[str, int] = {}
@@ -117,8 +117,8 @@ class UnitRunner:
         """Return generators and modules before a forward of a unit: what a recompute begins with."""
         traits, last = unit.traits, self._last_moment()
         moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute)
-        if last is not None and last.drawn is not None and moment.drawn is not None and last.drawn.is_as(moment.drawn):
-            last.drawn = None
+        if last is not None:
+            last.leave_drawn_to(moment)
         self._last_moment = weakref.ref(moment)
         return moment
 
@@ -200,11 +200,12 @@ class UnitRunner:
     def micro_batches(self, batch_rows: int, rows: int, is_cut: bool) -> Iterator[None]:
         """Within, every unit runs `rows` rows of the batch at a time. `is_cut`: on some rank these are not all."""
         self._batch, self._is_cut = (batch_rows, rows) if rows < batch_rows else None, is_cut
-        self.gradients.is_wide = is_cut
+        self.gradients.widen(is_cut)
         try:
             yield
         finally:
-            self._batch, self._is_cut, self.gradients.is_wide = None, False, False
+            self._batch, self._is_cut = None, False
+            self.gradients.widen(False)
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:
@@ -244,17 +245,27 @@ class UnitRunner:
                 raise PartsDifferError(f"{which} of unit {unit.name} has no rows, and other rows give another")
         return unit.traits.join_outputs(results)
 
-    @property
-    def standing(self) -> tuple[tuple[int, int] | None, bool, Mapping[str, int]]:
-        """The micro-batches, and how often each unit was called, of the pass that runs: another one that runs by turns
-        with it has its own.
-        """
-        return self._batch, self._is_cut, dict(self._num_calls)
+    @contextmanager
+    def as_ours(self) -> Iterator[None]:
+        """Within, the model's forward is called by the engine, not by an own loop."""
+        before, self.is_ours = self.is_ours, True
+        try:
+            yield
+        finally:
+            self.is_ours = before
 
-    @standing.setter
-    def standing(self, value: tuple[tuple[int, int] | None, bool, Mapping[str, int]]) -> None:
-        self._batch, self._is_cut, num_calls = value
-        self._num_calls = dict(num_calls)
+    def interrupt_pass(self) -> Callable[[], None]:
+        """Another pass has its turn: return what lets this one go on, with its micro-batches and calls of units."""
+        batch, is_cut, num_calls, is_ours = self._batch, self._is_cut, dict(self._num_calls), self.is_ours
+
+        def go_on() -> None:
+            self._batch, self._is_cut, self._num_calls, self.is_ours = batch, is_cut, dict(num_calls), is_ours
+
+        return go_on
+
+    def go_on_from(self, step_number: int) -> None:
+        """So many steps are made."""
+        self.step_number = step_number
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch of a unit: a function of (seed, step, unit, its use, micro-batch,

@@ -78,7 +78,7 @@ class SavedGraph:
             raise
         self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))
         original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
-        result.tensors = [original[id(t)] if id(t) in original else runner.own(t.detach()) for t in result.tensors]
+        result.tensors[:] = [original[id(t)] if id(t) in original else runner.own(t.detach()) for t in result.tensors]
         self._result: Arguments | None = result
 
     def hand_over(self) -> Arguments:

@@ -45,6 +45,16 @@ class BatchAxis:
 
 
 @dataclass
+class Use:
+    """The shapes of one use of a unit, and what its graph saved beside its inputs and weights."""
+
+    inputs: list[torch.Size]
+    others: list[Any]
+    outputs: list[torch.Size]
+    saved_bytes: int = 0
+
+
+@dataclass
 class UnitTraits:
     """Indices are into a unit's input tensors, or its result's, each listed once.
 
@@ -76,6 +86,45 @@ class UnitTraits:
     def copy(self) -> UnitTraits:
         """Return another page with the same notes."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
+
+    def need_graph(self) -> None:
+        """Without a graph, torch gave other bits."""
+        self.needs_graph = True
+
+    def learn_use(
+        self, detached: set[int], mutated: set[int], buffers: set[BufferPlace], saved_bytes: int, *, is_first: bool
+    ) -> None:
+        """Note what one use does; over the uses of a pass, of which this `is_first` or not, what any of them does."""
+        if is_first:
+            self.detached, self.keeps_nothing = detached, True
+        self.mutated |= mutated
+        self.buffers |= buffers
+        self.detached &= detached
+        self.keeps_nothing &= not mutated and not saved_bytes
+
+    def learn_rows(self, one: Use | None, two: Use, rows: tuple[int, int], *, is_first: bool) -> None:
+        """Compare a use in two passes of so many rows: what grew with the rows, and by which axis; what the graph holds
+        regardless of them; whether the unit can be cut. Uses that differ in this, a use that only one pass had (None),
+        and tensors with two axes that grew leave the unit uncut.
+        """
+        could, self.is_compared, self.splits = is_first or self.splits, True, False
+        if one is None:
+            return
+        per_row = (two.saved_bytes - one.saved_bytes) // (rows[1] - rows[0])
+        self.copied_bytes = max(self.copied_bytes, two.saved_bytes - per_row * rows[1])
+        try:
+            inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
+            outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
+            others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
+        except ValueError:
+            return
+        if not is_first and (inputs, outputs, others) != (self.inputs, self.outputs, self.others):
+            return
+        if all(axis is None for axis in outputs):  # a position table that takes tokens for their shape runs whole
+            inputs, others = [None] * len(inputs), [False] * len(others)
+        self.inputs, self.outputs, self.others = inputs, outputs, others
+        # Buffers of a unit that sees no rows would move once for the whole batch.
+        self.splits = could and not (self.mutated if self.grows else self.buffers)
 
     @property
     def grows(self) -> bool:
@@ -159,6 +208,32 @@ class UnitTraits:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis.axis))
         return joined
+
+
+def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
+    """Return the axis of a tensor that grew from `first` to `second` as the rows did; ValueError where that is
+    not clear.
+    """
+    if len(first) != len(second):
+        raise ValueError("another number of axes")
+    grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not grown:
+        return None
+    axis = grown[0]
+    if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
+        raise ValueError("no single axis grew with the rows")
+    return BatchAxis(axis)
+
+
+def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+    """True where an argument that is no tensor is the number of rows or a multiple of it, False where it stays;
+    ValueError for anything else.
+    """
+    if type(first) is int and type(second) is int and first != second:
+        if first % rows[0] or first // rows[0] * rows[1] != second:
+            raise ValueError("a number that follows the rows in another way")
+        return True
+    return False
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -174,6 +174,11 @@ class Unit:
 
         self.module.forward = forward
 
+    def stay(self) -> None:
+        """The weights stay on the device: the module runs as it is."""
+        self.unroute()
+        self.resident = True
+
     def unroute(self) -> None:
         """Give the module its own forward back."""
         if self._original is None:

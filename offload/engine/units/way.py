@@ -31,7 +31,11 @@ class Way:
 
     def become(self, other: Way) -> None:
         """Make passes like that from now on."""
-        vars(self).update(vars(other))
+        self.change(**vars(other))
+
+    def change(self, **changes: Any) -> None:
+        """Make passes with these changes from now on."""
+        vars(self).update(changes)
 
     def plainer(
         self, *, cuts: bool = False, chunks: bool = False, recomputes: bool = False, interleaves: bool = False

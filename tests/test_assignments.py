@@ -1,0 +1,71 @@
+"""No attribute of an object is assigned in another file than that of its class: who reads a class sees all that changes
+it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import offload
+
+_ROOT = Path(offload.__file__).parent
+_OTHERS = {"_models", "data", "dtype", "forward", "grad", "optimizer", "training", "use_cache"}
+"""Attributes of torch's and transformers' objects that some class of this project has as well."""
+
+
+def own_attributes(tree: ast.Module) -> set[str]:
+    """Return the names that the classes of a file assign to their objects; a property's setter is a method."""
+    found = set()
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                found.add(node.attr)
+        for node in kind.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def setters(tree: ast.Module) -> set[str]:
+    """Return the names of properties that may be set."""
+    decorated = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {
+        n.name for n in decorated if any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in n.decorator_list)
+    }
+
+
+def assigned_elsewhere(sources: Mapping[str, str]) -> list[str]:
+    """Return where a file assigns, or deletes, an attribute that only classes of other files have."""
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    own = {name: own_attributes(tree) for name, tree in trees.items()}
+    known = set[str]().union(*own.values()) - _OTHERS - set[str]().union(*map(setters, trees.values()))
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if not _is_self(node.value) and node.attr in known - own[name]
+    ]
+
+
+def _is_self(node: ast.AST) -> bool:
+    """True for the object itself, and for the context of an autograd function, which is torch's."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
+
+
+def test_no_attribute_is_assigned_in_another_file_than_that_of_its_class() -> None:
+    sources = {str(path.relative_to(_ROOT)): path.read_text() for path in _ROOT.rglob("*.py")}
+    assert len(sources) > 100
+    assert assigned_elsewhere(sources) == []
+
+
+def test_one_that_is_is_found() -> None:
+    one = (
+        "class Lane:\n    def __init__(self): self.name, self.error = '', None\n    @property\n    def lr(self): ...\n"
+    )
+    one += "    @lr.setter\n    def lr(self, value): ...\n"
+    other = "def forget(lanes):\n    for lane in lanes:\n        lane.error = None\n        lane.lr = lane.grad = 1\n"
+    assert assigned_elsewhere({"one": one, "other": other}) == ["other:3: lane.error"]
+    assert not assigned_elsewhere({"one": one + other})
