@@ -255,8 +255,8 @@ class Doubts(Block):
     shown = [0.0]  # noqa: RUF012 (of the class, on purpose)
 
     def forward(self, h: Tensor) -> Tensor:
-        self.stale[0] += 0.25
-        return super().forward(h) * (1.0 + self.stale[0])
+        self.shown[0] += 0.25
+        return super().forward(h) * (1.0 + self.shown[0])
 
 
 def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
