@@ -1,5 +1,5 @@
-"""Few combinations of settings in which any two values come together, for the quick run, and all of them for the long
-one.
+"""Few combinations of settings in which any two values come together, for the quick run, and more for the long one.
+The fuzzer draws from all of them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def examples(number: int) -> settings:
 def matrix(
     *, strength: int = 2, long: int | None = None, **axes: Sequence[Any] | Mapping[str, Any]
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by all combinations of values; those that are not needed to have any two values (`strength`;
-    1: any value) come together at least once are marked `slow`. Where there are hundreds of them, the long run has
-    those that any `long` values need. An axis is a list, or a mapping from a name to a value.
+    """Parametrize a test by combinations of values in which any two values (`strength`; 1: any value) come together at
+    least once, and, marked `slow`, those that any `long` values need: one more by default. An axis is a list, or a
+    mapping from a name to a value.
     """
     names = {key: [name_of(value) for value in values] for key, values in axes.items()}
     assert all(len(set(each)) == len(each) for each in names.values()), "two values of one name"
     quick = [tuple(one.values()) for one in cover(names, strength)]
-    wanted = product(*names.values()) if long is None else quick + [tuple(one.values()) for one in cover(names, long)]
+    wanted = quick + [tuple(one.values()) for one in cover(names, strength + 1 if long is None else long)]
     found = []
     for chosen in dict.fromkeys(wanted):
         values = [

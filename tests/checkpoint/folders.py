@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,14 @@ def names() -> list[Any]:
 
 
 def names_and_dtypes() -> list[Any]:
-    """Return every buildable family in either dtype as parameters; of the quick families one dtype, by turns, is."""
+    """Return every buildable family in one dtype, by turns, as parameters."""
     import pytest
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    families = sorted(names(), key=lambda name: bool(name.marks))
     return [
-        pytest.param(
-            *name.values,
-            dtype,
-            id=f"{name.values[0]}-{label}",
-            marks=name.marks if (number + at) % 2 == 0 else pytest.mark.slow,
-        )
-        for number, name in enumerate(sorted(names(), key=lambda name: bool(name.marks)))
-        for at, (label, dtype) in enumerate(dtypes.items())
+        pytest.param(*name.values, dtype, id=f"{name.values[0]}-{label}", marks=name.marks)
+        for name, (label, dtype) in zip(families, cycle(dtypes.items()), strict=False)
     ]
 
 

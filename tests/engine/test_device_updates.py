@@ -157,7 +157,7 @@ RANKS: list[dict[str, Any]] = [
 @TWO_KERNELS
 @pytest.mark.parametrize(
     ("size", "num_steps", "stages"),
-    [(2, 3, (0, 3)), *(pytest.param(*each, (0, 1, 2, 3), marks=pytest.mark.slow) for each in ((2, 3), (3, 10)))],
+    [(2, 3, (0, 3)), pytest.param(3, 4, (1, 2), marks=pytest.mark.slow)],
 )
 def test_bits_are_the_same_over_ranks(size: int, num_steps: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     common = {"rows": [1] * size, "num_steps": num_steps, "folder": str(tmp_path)}

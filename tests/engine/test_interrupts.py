@@ -146,13 +146,6 @@ def test_an_interrupt_at_any_line(settings: str, place: str, operation: str, tmp
     check(settings, place, operation, tmp_path, NUM_SAMPLES)
 
 
-@pytest.mark.slow
-@matrix(settings=list(SETTINGS), place=["cpu", "nvme"], operation=list(OPERATIONS))
-def test_an_interrupt_at_many_lines(settings: str, place: str, operation: str, tmp_path: Path) -> None:
-    """All of some ten thousand would take an hour a case."""
-    check(settings, place, operation, tmp_path, 8 * NUM_SAMPLES)
-
-
 def test_a_second_interrupt_comes_at_once_and_says_that_the_engine_has_to_be_loaded(tmp_path: Path) -> None:
     engine = make("micro-batches", "cpu", tmp_path)
     step(engine)
