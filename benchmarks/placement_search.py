@@ -166,7 +166,7 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
         f"{machine.name}: {shown(chosen.settings)}: {over:.3f} of the best of {len(rows)}", file=sys.stderr, flush=True
     )
     for row in rows:
-        told = f"foretold {row['foretold_seconds']:.3f}: {row['placement']}"
+        told = f"forecast {row['foretold_seconds']:.3f}: {row['placement']}"
         print(f"  {row['seconds']:.3f} s, {told}", file=sys.stderr, flush=True)
     details = {
         "choice": shown(chosen.settings),

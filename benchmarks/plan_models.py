@@ -17,7 +17,7 @@ from typing import Any
 from offload.config.config import Config
 from offload.errors import format_bytes
 from offload.forecast.alternatives import changed, find_fix, flags, place
-from offload.forecast.forecast import Forecast, Teller
+from offload.forecast.forecast import Forecast, Forecaster
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
 
@@ -77,7 +77,7 @@ What training of all parameters of five models would hold and take: AdamW with f
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
 as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
 the system's. GPUs, links, hosts' memory and disks are those of `offload/machine/described/`, where each figure has its
-source; times are foretold, not measured. The share is of the products that the GPU could make. Made by
+source; times are forecast, not measured. The share is of the products that the GPU could make. Made by
 `python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
 """
 _NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}
@@ -93,13 +93,13 @@ def cell(found: Forecast) -> str:
     return f"{timing.tokens_per_second:,.0f} tokens/s ({100 * timing.mfu:.0f}%), {timing.bound_by}-bound; {sizes}"
 
 
-def fitting(teller: Teller, config: Config, hardware: Hardware) -> str:
+def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
     """Return what is said of a plan, or of the nearest that fits."""
-    found = place(teller, teller.tell(config, hardware))
-    change = {} if found.fits else find_fix(teller, found)
+    found = place(forecaster, forecaster.tell(config, hardware))
+    change = {} if found.fits else find_fix(forecaster, found)
     if not change:
         return cell(found)
-    return f"`{flags(change)}`: {cell(place(teller, teller.tell(changed(config, change), hardware)))}"
+    return f"`{flags(change)}`: {cell(place(forecaster, forecaster.tell(changed(config, change), hardware)))}"
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(shape), encoding="utf-8")
             config = Config.load(None, {"model.path": str(path), **SETTINGS})
-            teller = Teller(config, 1)
+            forecaster = Forecaster(config, 1)
             print(f"## {name}\n")
             print(f"| | {' | '.join(f'host {size} GiB' for size in HOSTS_GIB)} |")
             print("|---|" + "---|" * len(HOSTS_GIB))
@@ -120,7 +120,7 @@ def main() -> None:
                 for size in HOSTS_GIB:
                     begin = time.perf_counter()
                     hardware = Hardware.read(described).with_(host_bytes=(size << 30) - _SYSTEM_BYTES)
-                    cells.append(fitting(teller, config, hardware))
+                    cells.append(fitting(forecaster, config, hardware))
                     longest = max(longest, time.perf_counter() - begin)
                 print(f"| {gpu} | {' | '.join(cells)} |")
             print()

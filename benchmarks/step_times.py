@@ -1,9 +1,9 @@
-"""Steps of an engine against what is foretold of them, on throttled lanes and without throttle: a part of
+"""Steps of an engine against what is forecast of them, on throttled lanes and without throttle: a part of
 benchmarks/plan_against_actual.py.
 
 With a throttle each configuration is measured in two engines of its own: one without throttle, whose uses of units say
 what compute takes, each at its fastest; and one whose links are throttled so that each of them is busy for so many
-seconds in a step as the configuration says. What is foretold knows the first one's compute, the throttle and the plan.
+seconds in a step as the configuration says. What is forecast knows the first one's compute, the throttle and the plan.
 Without throttle it knows what `plan` would know: the shapes, and the rates of this machine as `offload.machine.probe`
 measures them. Blocks of steps are timed; the fastest counts, since what else the machine does only adds to it.
 """
@@ -119,7 +119,7 @@ class Told(Stack):
 
 
 def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
-    """Measure steps of a case, and foretell them. `hardware`: this machine, for steps without throttle."""
+    """Measure steps of a case, and forecast them. `hardware`: this machine, for steps without throttle."""
     if "nvme" in case.placement.values():
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
@@ -137,7 +137,7 @@ def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) 
 
 
 def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dict[str, Any]:
-    """Measure steps of a case without throttle, and foretell them by shapes and the machine's rates alone."""
+    """Measure steps of a case without throttle, and forecast them by shapes and the machine's rates alone."""
     settings = case.engine_settings(None)
     with torch.device("meta"):
         model = Told(case.width, case.depth)

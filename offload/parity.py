@@ -14,7 +14,7 @@ from offload.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
     from offload.config.config import Config
-    from offload.training.side_by_side import Verdict
+    from offload.training.parity_check import Verdict
 
 DESCRIPTION = (
     "Train the first steps of a run twice, offloaded as the settings of train say and resident in plain PyTorch, and "
@@ -78,8 +78,8 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
     import torch
 
     from offload.distributed.joining import open_comm
+    from offload.training.parity_check import ParityCheck
     from offload.training.ranks import Parting
-    from offload.training.side_by_side import SideBySide
 
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -89,7 +89,7 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory.fill_uninitialized_memory = False  # else a model takes all of its memory before the plan refuses it
-        verdict = SideBySide(config, num_steps, same_order=same_order, comm=comm, say=tell).verdict()
+        verdict = ParityCheck(config, num_steps, same_order=same_order, comm=comm, say=tell).verdict()
         comm.close()
         return verdict
     except BaseException as error:

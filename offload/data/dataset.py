@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.data.packing import IGNORE, Rows
-from offload.data.prepare import Preparation, Prepared
+from offload.data.prepare import Preparation, TokenizedData
 from offload.data.sources import STDLIB_CHAT, hash_text
 from offload.data.tokenizer import UNKNOWN
 from offload.errors import ConfigError, too_few_rows
@@ -192,7 +192,7 @@ def build_dataset(
     return Dataset(train, held_out, loaded, batch_size, seed, tuple(notes), contents, share)
 
 
-def _contents(preparation: Preparation, prepared: Prepared) -> str:
+def _contents(preparation: Preparation, prepared: TokenizedData) -> str:
     """Return what was read, such as `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
     files, sources = preparation.files, preparation.sources
     formats = dict.fromkeys("messages" if file.format == STDLIB_CHAT else file.format for file in files)
@@ -213,7 +213,7 @@ def _split_rows(whole: Rows, eval_fraction: float) -> tuple[Rows, Rows]:
     return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
 
 
-def _notes(prepared: Prepared, *parts: Rows) -> list[str]:
+def _notes(prepared: TokenizedData, *parts: Rows) -> list[str]:
     truncated = sum(rows.num_truncated_tokens for rows in parts)
     without_target = sum(rows.num_without_target for rows in parts)
     notes = []

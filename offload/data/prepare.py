@@ -35,7 +35,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedData:
     """Both stores, and what was met on the way (`num_empty` documents without text, `num_split` conversations,
     `streams` of tokens)."""
 
@@ -106,7 +106,7 @@ class Preparation:
             )
         return trained_tokenizer(self._texts, self._vocab_size, self._files_hash, self._cache_dir, self._progress)
 
-    def tokens(self, tokenizer: Any, train_on_prompt: bool) -> Prepared:
+    def tokens(self, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
         """Return the token stores, from the cache when the same data was prepared before."""
         rules = hash_tokenizer(tokenizer) if tokenizer is not None else None
         parts = (_VERSION, self._files_hash, rules, train_on_prompt, self._eval_fraction, self._vocab_size)
@@ -174,10 +174,10 @@ def _as_they_are(records: Iterator[tuple[bool, Record]]) -> Iterator[Encoded]:
         yield Encoded(record.where, in_eval, np.asarray(record.ids), None, record.closes)
 
 
-def _load(folder: Path) -> Prepared:
+def _load(folder: Path) -> TokenizedData:
     meta = json.loads((folder / "meta.json").read_text())
     stores = {name: TokenStore(folder / name, meta[name]) for name in ("train", "eval")}
-    return Prepared(stores["train"], stores["eval"], meta["num_empty"], meta["num_split"], meta["streams"])
+    return TokenizedData(stores["train"], stores["eval"], meta["num_empty"], meta["num_split"], meta["streams"])
 
 
 class _Meter:

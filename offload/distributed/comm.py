@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.agreement import difference, digest
-from offload.distributed.watch import Position, Times, Watch, connect, left, moved
+from offload.distributed.watchdog import Position, Times, Watchdog, connect, left, moved
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
 
@@ -168,7 +168,7 @@ class Ranks(Comm):
             connections = connect(self.rank, self._locate(), self.gather_objects, times.start_s)
         except OSError as error:
             raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
-        self._watch = Watch(self.rank, connections, self.look, times, self._enter)
+        self._watch = Watchdog(self.rank, connections, self.look, times, self._enter)
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.comm import Ranks, Row, pieces_of
-from offload.distributed.watch import Position
+from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 
 

@@ -26,7 +26,7 @@ from offload.tiers.placement import Placement
 
 
 @dataclass(frozen=True)
-class Prepared:
+class EnginePlan:
     """An engine before anything is allocated.
 
     settings: with the device that computes, and this rank's part of the budgets.
@@ -47,7 +47,7 @@ class Prepared:
 
 def prepare(
     model: nn.Module, settings: Settings, comm: Comm, machine: Machine | None = None, *, checks: bool = True
-) -> Prepared:
+) -> EnginePlan:
     """Find the units, plan for a machine (None: this one), and check the budgets, unless it `checks` nothing. Nothing
     is allocated: the model may be on `meta`. Collective. Raises ConfigError and DoesNotFitError.
     """
@@ -78,7 +78,7 @@ def prepare(
     comm.agree(
         "the plan", _shown(plan, ignored=("layout",)) | {"layout": repr((plan.layout.planes, plan.layout.staying))}
     )
-    return Prepared(settings, infos, candidates, regions, units, plan)
+    return EnginePlan(settings, infos, candidates, regions, units, plan)
 
 
 def assemble(model: nn.Module, settings: Settings, counters: Counters, fill: Fill | None, comm: Comm) -> EngineState:

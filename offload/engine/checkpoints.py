@@ -22,7 +22,7 @@ from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader, Span
 from offload.checkpoint.writer import Writer
 from offload.distributed.outcome import as_one
-from offload.engine.loss.batch_agreement import meet
+from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, conversions_used
@@ -112,7 +112,7 @@ class Saving:
         """Wait until all is on the disk, and publish it. Collective. Raises as the making of it."""
         comm = self._comm
         with self._opened:
-            meet(comm, "finish of a checkpoint")
+            agree_on_pass(comm, "finish of a checkpoint")
             with as_one(comm, "writing of the checkpoint"):
                 written = self._writer.finish()
             told = comm.gather_objects((written, self._random), "parts of the checkpoint")

@@ -24,7 +24,7 @@ from offload.engine.assemble import assemble
 from offload.engine.checkpoints import Saving, check_contents, load_states
 from offload.engine.exporting import export_model
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.batch_agreement import meet
+from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
@@ -100,12 +100,12 @@ class Engine:
         self._steps = Steps(self._state, self.counters, settings)
         self._own_loop = OwnLoop(self._state, self._steps)
         self._reading = Reading(self._state, self.counters, self._own_loop)
-        self._recovery.also(self._steps.rehearsal.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
+        self._recovery.also(self._steps.trial_runs.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
 
     def _settle(self, operation: str) -> None:
         """Let every update that is on its way arrive, before the host reads the states. Collective."""
         self._recovery.check_usable()
-        meet(self.comm, operation)
+        agree_on_pass(self.comm, operation)
         with self._recovery.working():
             self._state.updates.flush()
             self._state.lanes.drain_updates()
@@ -232,7 +232,7 @@ class Engine:
                 f"{', '.join(rule.steered) or 'no setting'} may change from step to step beside the learning rate."
             )
         self._recovery.check_usable()
-        meet(self.comm, f"tune({settings}, {decays})")
+        agree_on_pass(self.comm, f"tune({settings}, {decays})")
         whole: Any = rule
         changed = replace(whole, **settings)
         self._state.updates.tune(changed, decays)
@@ -456,7 +456,7 @@ class Engine:
             ConfigError: on all ranks; it is another model's, or, without `reset`, another rule's.
         """
         self._recovery.check_open()
-        meet(self.comm, "load_checkpoint")
+        agree_on_pass(self.comm, "load_checkpoint")
         self._recovery.recover()
         self._state.lanes.finish()
         with self._recovery.working(), ExitStack() as opened:

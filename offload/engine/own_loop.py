@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.loss.batch_agreement import meet
+from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
@@ -34,7 +34,7 @@ class OwnLoop:
     def zero_grad(self) -> None:
         """Drop the gradients of the step, if it has any: it begins anew."""
         if self.has_gradients():
-            meet(self._state.comm, "zero_grad")
+            agree_on_pass(self._state.comm, "zero_grad")
             self._recovery.give_up()
 
     def refuse_middle(self, what: str) -> None:
@@ -56,7 +56,7 @@ class OwnLoop:
     def grad_norm(self) -> float:
         """Return the norm of the gradients of the step, which are final from here on, over all ranks."""
         self._refuse_nothing("grad_norm")
-        meet(self._state.comm, "grad_norm")
+        agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():
             return self._state.updates.measure()
 
@@ -67,7 +67,9 @@ class OwnLoop:
         self._refuse_nothing("update")
         check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.method.lr
-        meet(state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr)
+        agree_on_pass(
+            state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr
+        )
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
@@ -98,7 +100,7 @@ class OwnLoop:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called: record on the first call's own arguments, and make room for sums of gradients."""
-        state, recovery, rehearsal = self._state, self._recovery, self._steps.rehearsal
+        state, recovery, trial_runs = self._state, self._recovery, self._steps.trial_runs
         if state.runner.is_ours:
             return
         if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
@@ -116,14 +118,14 @@ class OwnLoop:
             state.updates.flush()
             state.slots.settle()
             if not torch.is_grad_enabled():
-                rehearsal.on_inference(args, kwargs)
+                trial_runs.on_inference(args, kwargs)
                 return
             recovery.check_sound()
             self._steps.require_backward()
-            rehearsal.forget_other_modes()
-            if meet(state.comm, "own loop", is_new=partial(rehearsal.is_new_call, args, kwargs)).is_new:
-                samples = rehearsal.samples_of_call(args, kwargs)
-                rehearsal.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
+            trial_runs.forget_other_modes()
+            if agree_on_pass(state.comm, "own loop", is_new=partial(trial_runs.is_new_call, args, kwargs)).is_new:
+                samples = trial_runs.samples_of_call(args, kwargs)
+                trial_runs.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
             self._open_step()
 
     def _open_step(self) -> None:

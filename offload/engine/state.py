@@ -24,7 +24,7 @@ from offload.engine.spare_memory import SpareMemory
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.engine.units.find import Candidate
 from offload.engine.units.recompute_policy import RecomputePolicy
-from offload.engine.units.residency import Hold, Snapshot
+from offload.engine.units.residency import ModelOwnership, Snapshot
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
@@ -155,7 +155,7 @@ class EngineState:
             mine = [region for region in regions if candidate.name in region.units]
             self.units.append(Unit(number, candidate, mine, self.slots, self.runner.make_live))
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        self.hold = Hold(model, infos, self.units, self.device.torch_device)
+        self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
     def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload[Any] | None:

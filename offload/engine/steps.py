@@ -16,18 +16,18 @@ from torch.nn import Module
 from offload.accelerators import own_accelerator
 from offload.engine.judging import Judging
 from offload.engine.loss.batch import Batch, map_tensors
-from offload.engine.loss.batch_agreement import meet
+from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.loss.facts import BatchFacts, host_labels
 from offload.engine.loss.loss import IGNORED, LossFunction
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
-from offload.engine.methods.result import Measured, StepResult
-from offload.engine.recording.rehearsal import Rehearsal
+from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
 from offload.engine.units.condition import BufferPlace, Moment, buffer_places
-from offload.engine.units.traits import DepartedError, PartsDifferError
+from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.models import in_eval_mode
@@ -60,7 +60,7 @@ class Steps:
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes, has_backward)
-        self.rehearsal = Rehearsal(state, counters, settings.rows, cuts, has_backward)
+        self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         self.method: Method = (
             Backward(state, counters, settings, self.losses, self._moment)
@@ -82,7 +82,7 @@ class Steps:
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
-        self.rehearsal.forget_other_modes()
+        self.trial_runs.forget_other_modes()
         facts = self._meet("step", batch, loss_fn, self.method.lr)
         return self._again(lambda departed: self._step(self._rehearsed(facts, departed)))
 
@@ -100,7 +100,7 @@ class Steps:
                 "their gradients: give the engine MeZO(...), as that run had it."
             )
         for record in records:
-            measured = Measured.of(record)
+            measured = ZerothOrderRecord.of(record)
             made = state.runner.step_number
             if measured.step != made + 1:
                 raise ConfigError(
@@ -171,16 +171,16 @@ class Steps:
     @property
     def decided(self) -> dict[str, Any]:
         """What was decided once and for all, and changes bits; for JSON."""
-        clip, rehearsal = self._state.updates.clip, self.rehearsal
+        clip, trial_runs = self._state.updates.clip, self.trial_runs
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
         judged = sorted(self.judging.judged)
-        return {"clip": clip, "way": way, "losses": rehearsal.decided, "resident": resident, "judged": judged}
+        return {"clip": clip, "way": way, "losses": trial_runs.decided, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
         """Go on by what another engine has decided."""
         if self._state.updates.clip == "auto":
             self._state.updates.decide(decided["clip"])
-        self.rehearsal.begin_again(decided.get("losses", {}))
+        self.trial_runs.begin_again(decided.get("losses", {}))
         self.judging.begin_again(decided.get("judged", ()))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
         self._state.way.become(Way(**decided.get("way", asdict(before))))
@@ -189,8 +189,8 @@ class Steps:
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
         """Agree with the other ranks on a pass, and bring the batch up."""
-        is_new = partial(self.rehearsal.is_new, batch, loss_fn)
-        plan = meet(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
+        is_new = partial(self.trial_runs.is_new, batch, loss_fn)
+        plan = agree_on_pass(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         return BatchFacts(plan, map_tensors(self._state.device.bring_up, batch), loss_fn, host_labels(batch))
 
@@ -201,7 +201,7 @@ class Steps:
             if is_recorded:
                 self._state.updates.flush()
             self._state.slots.settle()
-            facts = self.rehearsal.on_batch(facts, departed)
+            facts = self.trial_runs.on_batch(facts, departed)
             way = self._state.way
             if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "whether batches are cut"):
                 way.change(cut="calls")
@@ -210,15 +210,15 @@ class Steps:
             goes_on = is_recorded and departed is None and self.judging.goes_on(facts)
             if not goes_on and (is_recorded or (facts.trains and not self.judging.knows(facts))):
                 self._judge(facts)
-                facts = replace(facts, form=self.rehearsal.form_of(facts.batch))  # the trial was of another rank's
-            self.rehearsal.end()
+                facts = replace(facts, form=self.trial_runs.form_of(facts.batch))  # the trial was of another rank's
+            self.trial_runs.end()
         return facts
 
     @property
     def splits(self) -> bool:
         """True where every unit gives the same when the batch is cut in rows, as far as that is known."""
-        pages = [page for unit in self._state.units if not unit.resident for page in unit.known.values()]
-        return all(page.splits for page in pages if page.is_compared)
+        variants = [variant for unit in self._state.units if not unit.resident for variant in unit.known.values()]
+        return all(variant.splits for variant in variants if variant.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
         """No few rows of a batch run by themselves: no batch is cut from now on."""
@@ -234,10 +234,10 @@ class Steps:
     def _judge(self, facts: BatchFacts) -> None:
         """Have passes of this kind judged on a few rows of the batch."""
         self._state.updates.flush()
-        sample = self.rehearsal.take_sample(facts)
+        sample = self.trial_runs.take_sample(facts)
         self.method.begin_trial()
         self.judging.judge(facts, sample)
-        self.rehearsal.forget_traffic()
+        self.trial_runs.forget_traffic()
 
     def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run; where a unit is called as it was not recorded (a mask that came with padding, a window that a longer
@@ -259,7 +259,7 @@ class Steps:
                 if self._recovery.torn or state.runner.step_number != step_number:  # it is done, in part or all of it
                     raise
                 before.put_back()
-                if isinstance(error, DepartedError):
+                if isinstance(error, UnrecordedCallError):
                     departed, num_departures = error.is_own, num_departures + 1
                     if num_departures == _MOST_DEPARTURES and state.way.cut == "units":
                         state.way.change(cut="calls")
@@ -285,8 +285,8 @@ class Steps:
         for unit in self._state.units:
             if not unit.resident and unit.known:
                 inside.update(unit.modules)
-            for page in unit.known.values():
-                moving |= page.buffers
+            for variant in unit.known.values():
+                moving |= variant.buffers
         return moving | buffer_places([module for module in self._modules if module not in inside])
 
     def _gives_back(self, error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from offload.config.config import Config
 from offload.config.rules import OFFERS
 from offload.errors import ConfigError, format_bytes
-from offload.forecast.forecast import Alternative, Forecast, Teller
+from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.machine.hardware import Hardware
 from offload.machine.probe import probe
 from offload.planning.from_config import placement
@@ -32,33 +32,33 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     """
     if hardware is None:
         hardware = probe(config.offload.device, placement(config).dirs)
-    teller = Teller(config, num_ranks)
-    given = teller.tell(config, hardware)
-    found = with_fix(teller, place(teller, given))
-    return replace(found, alternatives=tuple(alternatives(teller, given, found)))
+    forecaster = Forecaster(config, num_ranks)
+    given = forecaster.tell(config, hardware)
+    found = with_fix(forecaster, place(forecaster, given))
+    return replace(found, alternatives=tuple(alternatives(forecaster, given, found)))
 
 
-def with_fix(teller: Teller, found: Forecast) -> Forecast:
+def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
     """Return a forecast with the smallest change that fits, where it does not."""
-    fix = {} if found.fits else find_fix(teller, found) or _larger_budgets(teller, found)
+    fix = {} if found.fits else find_fix(forecaster, found) or _larger_budgets(forecaster, found)
     notes = found.notes
     if "train.batch_size" in fix:
         notes = (*notes, "a step of fewer rows is other training: nothing else was found that fits.")
     return replace(found, fix=flags(fix), notes=notes)
 
 
-def alternatives(teller: Teller, given: Forecast, found: Forecast) -> Iterator[Alternative]:
+def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> Iterator[Alternative]:
     """Yield what else than a fix is worth a look: each of a few changes of the settings of `given` that alters whether
     it fits, or, of what fits, how fast it is beside `found`, which is what the search makes of these settings.
     """
     if found.memory.total("nvme") or "cpu" in found.memory.shortfalls or found.refusal:
-        more_bytes, more = _more_host_memory(teller, given)
+        more_bytes, more = _more_host_memory(forecaster, given)
         if _is_different(found, more):
             yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
     for change in _changes(found):
-        other = None if flags(change) == found.fix else _told(teller, found, change)
+        other = None if flags(change) == found.fix else _told(forecaster, found, change)
         if other is not None and not other.fits:  # where the states are now; elsewhere there may be room
-            other = place(teller, _told(teller, given, change) or other)
+            other = place(forecaster, _told(forecaster, given, change) or other)
         if other is not None and _is_different(found, other):
             yield _alternative(other, flags(change))
 
@@ -79,12 +79,12 @@ def _is_different(found: Forecast, other: Forecast) -> bool:
     return abs(other.timing.tokens_per_second / found.timing.tokens_per_second - 1) > _WORTH
 
 
-def place(teller: Teller, found: Forecast, *, times: bool = True) -> Forecast:
+def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> Forecast:
     """Return the forecast of what `train` makes of settings: with what the search finds for what they leave open; the
     one that is given, where that does not pay. Without the `times`, the first placement that fits.
     """
-    change = teller.choose(found, times=times) if is_open(found) else {}
-    other = _told(teller, found, change, times=times) if change else None
+    change = forecaster.choose(found, times=times) if is_open(found) else {}
+    other = _told(forecaster, found, change, times=times) if change else None
     if other is None or not other.fits or (times and other.timing is None):
         return found
     before = found.timing.step_seconds if found.fits and found.timing else None
@@ -93,10 +93,10 @@ def place(teller: Teller, found: Forecast, *, times: bool = True) -> Forecast:
     return replace(other, placed=flags(change), unplaced_seconds=before)
 
 
-def _told(teller: Teller, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
+def _told(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
     """Return what a change comes to; None for settings that do not go together."""
     try:
-        return teller.tell(changed(found.config, change), found.hardware, times=times)
+        return forecaster.tell(changed(found.config, change), found.hardware, times=times)
     except ConfigError:
         return None
 
@@ -111,36 +111,36 @@ def _alternative(other: Forecast, change: str) -> Alternative:
     )
 
 
-def find_fix(teller: Teller, found: Forecast) -> dict[str, Any]:
+def find_fix(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
     """Return the smallest change with which `train` fits, of which no key can be left out: one of those that cost least
     where one is enough, else several; empty without any.
     """
     changes, together = list(_fixes(found)), dict[str, Any]()
-    fitting = (change for change in changes if _fits(teller, found, change))
+    fitting = (change for change in changes if _fits(forecaster, found, change))
     if (one := next(fitting, None)) is not None:
-        return _fewest(teller, found, one)
+        return _fewest(forecaster, found, one)
     for change in changes:
         together |= change
-        if _fits(teller, found, together):
-            return _fewest(teller, found, together)
+        if _fits(forecaster, found, together):
+            return _fewest(forecaster, found, together)
     return {}
 
 
-def _fewest(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
+def _fewest(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
     """Return a change that fits without what the rest of it makes needless."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
-        if fewer and _fits(teller, found, fewer):
-            return _fewest(teller, found, fewer)
+        if fewer and _fits(forecaster, found, fewer):
+            return _fewest(forecaster, found, fewer)
     return dict(change)
 
 
-def _fits(teller: Teller, found: Forecast, change: Mapping[str, Any]) -> bool:
-    other = _told(teller, found, change, times=False)
-    return other is not None and (other.fits or place(teller, other, times=False).fits)
+def _fits(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> bool:
+    other = _told(forecaster, found, change, times=False)
+    return other is not None and (other.fits or place(forecaster, other, times=False).fits)
 
 
-def _larger_budgets(teller: Teller, found: Forecast) -> dict[str, Any]:
+def _larger_budgets(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
     """Return the budgets, in whole MiB, that hold what passes those that are set; nothing where that is not enough."""
     change: dict[str, Any] = {}
     larger: Forecast | None = found
@@ -153,7 +153,7 @@ def _larger_budgets(teller: Teller, found: Forecast) -> dict[str, Any]:
                 return {}
             num_sharing = 1 if tier == "device" else found.num_ranks
             change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
-        larger = _told(teller, found, change, times=False)
+        larger = _told(forecaster, found, change, times=False)
     if larger is None or not larger.fits:
         return {}
     return {key: f"{num_bytes >> 20}MiB" for key, num_bytes in change.items()}
@@ -172,7 +172,7 @@ def flags(change: Mapping[str, Any]) -> str:
     return " ".join(f"--{key} {'none' if value is None else value}" for key, value in shown.items())
 
 
-def _more_host_memory(teller: Teller, given: Forecast) -> tuple[int, Forecast]:
+def _more_host_memory(forecaster: Forecaster, given: Forecast) -> tuple[int, Forecast]:
     """Return how much more host memory is worth a look, and what that comes to: what is missing, in whole GiB."""
     more_bytes, found = 0, given
     for _ in range(_ENLARGED):
@@ -183,7 +183,7 @@ def _more_host_memory(teller: Teller, given: Forecast) -> tuple[int, Forecast]:
         config, hardware = given.config, given.hardware
         if (budget := config.offload.host_memory) is not None:
             config = config.with_resolved(offload__host_memory=budget + more_bytes)
-        found = place(teller, teller.tell(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes)))
+        found = place(forecaster, forecaster.tell(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes)))
     return more_bytes, found
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.distributed.comm import ImaginedRanks
-from offload.engine.assemble import Prepared, prepare
+from offload.engine.assemble import EnginePlan, prepare
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
@@ -49,7 +49,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run, foretold.
+    """A run, forecast.
 
     num_parameters: of the model. num_ranks: of the machine; what is held is of one.
     memory: what is held, by tier and name.
@@ -71,7 +71,7 @@ class Forecast:
     num_ranks: int
     memory: Footprint
     timing: Timing | None
-    prepared: Prepared
+    prepared: EnginePlan
     refusal: str = ""
     placed: str = ""
     unplaced_seconds: float | None = None
@@ -149,7 +149,7 @@ class Forecast:
 
 
 @dataclass
-class Teller:
+class Forecaster:
     """Tells of one model, which is on `meta`, under many configurations and on many machines.
 
     config: which model.
@@ -237,7 +237,7 @@ class Teller:
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
 
-    def _work(self, config: Config, prepared: Prepared) -> Workload | str:
+    def _work(self, config: Config, prepared: EnginePlan) -> Workload | str:
         """Return what a step computes, or why that is not known."""
         told, kind = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // self.num_ranks)

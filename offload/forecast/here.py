@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from offload.config.config import Config
 from offload.errors import format_bytes
 from offload.forecast.alternatives import changed, flags, is_open, place, wider, with_fix
-from offload.forecast.forecast import Forecast, Teller
+from offload.forecast.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import least, memory_limits
 from offload.machine.probe import probe
@@ -23,7 +23,7 @@ NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "d
 """Of tiers, for people."""
 
 
-def foretell(
+def forecast_run(
     config: Config, architecture: PreTrainedConfig, num_ranks: int, machine: ThisMachine, say: Callable[[str], None]
 ) -> tuple[Config, Forecast]:
     """Decide by search where what is left open is to be, and tell what a run of so many ranks here will hold and take.
@@ -31,17 +31,17 @@ def foretell(
     The machine is measured where it was not before, which `say` is told, and where anything depends on it: what fits
     the device stays there. Raises ConfigError.
     """
-    teller, folders = Teller(config, num_ranks, architecture, machine), placement(config).dirs
+    forecaster, folders = Forecaster(config, num_ranks, architecture, machine), placement(config).dirs
     try:
         hardware, is_measured = probe(config.offload.device, folders, measures=False), True
     except LookupError:
         hardware, is_measured = _unmeasured(machine), False
-    found = teller.tell(config, hardware, times=is_measured)
+    found = forecaster.tell(config, hardware, times=is_measured)
     if is_open(found) and not is_measured:
         say("measuring this machine, once, to choose where the states are to be ...")
-        found = teller.tell(config, probe(config.offload.device, folders))
-    found = with_fix(teller, place(teller, found))
-    for text in (*placed(found), *slow_precision(teller, found)):
+        found = forecaster.tell(config, probe(config.offload.device, folders))
+    found = with_fix(forecaster, place(forecaster, found))
+    for text in (*placed(found), *slow_precision(forecaster, found)):
         say(text)
     return (found.config if found.placed else config), found
 
@@ -53,10 +53,10 @@ def placed(found: Forecast) -> Iterator[str]:
         yield f"placement, by search: {found.placed}, {found.timing.step_seconds:.3g} s a step{instead}"
 
 
-def slow_precision(teller: Teller, found: Forecast) -> Iterator[str]:
+def slow_precision(forecaster: Forecaster, found: Forecast) -> Iterator[str]:
     """Yield what a step takes in bf16, and what in fp32, where that is far less."""
     for change in wider(found):
-        now, other = found.timing, teller.tell(changed(found.config, change), found.hardware)
+        now, other = found.timing, forecaster.tell(changed(found.config, change), found.hardware)
         if now and other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * now.step_seconds:
             yield (
                 f"note: this machine computes bf16 slowly: by the plan {now.step_seconds:.3g} s a step, and "

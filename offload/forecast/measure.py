@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.assemble import Prepared
+from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.find import Candidate
 from offload.engine.units.unit import put_parameters
+from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.unit_use import SeenUse, SeenUses
-from offload.forecast.watch import UnknownValueError, Watch
 from offload.forecast.workload import NO_COST, NO_WORK, Cost, UnitWork, Workload
 
 _CHUNKED_LOSS = "ForCausalLMLoss"
@@ -45,7 +45,7 @@ class BatchSpec:
     is_padded: bool = False
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return so many rows, on `meta`. To be called under a Watch, which knows their values."""
+        """Return so many rows, on `meta`. To be called under a OpCounter, which knows their values."""
         length = self.length // 2 if self.kind == "seq2seq" else self.length
         ones = functools.partial(torch.ones, rows, dtype=torch.long, device="meta")
         batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
@@ -55,7 +55,7 @@ class BatchSpec:
         return batch
 
 
-def measure(model: nn.Module, batch: BatchSpec, prepared: Prepared) -> Workload:
+def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workload:
     """Run a micro-batch forward and backward through a model on `meta`, of which `prepared` was made; return what a
     step computes. The model is as it was afterwards.
 
@@ -85,10 +85,10 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: Prepared) -> Workload:
     )
 
 
-def _run(model: nn.Module, batch: BatchSpec, prepared: Prepared, rows: int) -> Workload:
+def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int) -> Workload:
     """Return what one micro-batch of so many rows computes."""
     probe = _Probe(prepared)
-    with probe.routed(), probe.watch.watching(), torch.enable_grad():
+    with probe.routed(), probe.counter.watching(), torch.enable_grad():
         num_chunks = probe.run(model, batch.make(rows), prepared.settings.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
 
@@ -119,13 +119,13 @@ class _Entry:
 class _Probe:
     """Takes the calls of units, and what is computed between them."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: EnginePlan) -> None:
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
-        self.watch, self.last_result_bytes = Watch(fuses_dropout=not is_cpu), 0
+        self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
         self._entries: list[_Entry] = []
         self._chunk: list[_Entry] = []
-        self._uses = SeenUses(self.watch)
+        self._uses = SeenUses(self.counter)
         self._held: dict[int, int] = {}
         self._movable: dict[int, _Entry] = {}  # whose input went to no other unit so far, by storage
         self._mark, self._is_inside = NO_COST, False
@@ -190,8 +190,8 @@ class _Probe:
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
             self._run_chunk(head.losses(output, given, num_chunks, given["labels"].numel()))
-            self._mark = self.watch.cost
-            self.watch.begin()
+            self._mark = self.counter.cost
+            self.counter.begin()
             hidden.backward(gradient)
             self._end_backward(0)
         return num_chunks
@@ -199,7 +199,7 @@ class _Probe:
     def _run_whole(self, model: nn.Module, given: dict[str, torch.Tensor]) -> int:
         loss = find_loss(model(**select_inputs(model, given, False)))
         self._end_stretch()
-        self.watch.begin()
+        self.counter.begin()
         loss.backward()
         self._end_backward(0)
         return 1
@@ -208,7 +208,7 @@ class _Probe:
         """Run the first chunk: its memory is its own, and nothing of it waits for the backward of what is below."""
         before, held, held_bytes = self._entries, dict(self._held), sum(self._held.values())
         self._entries, most = [], 0
-        self.watch.begin()
+        self.counter.begin()
         loss, _leaf, _span = next(losses)
         self._end_stretch()
         most = self._peak_bytes()
@@ -236,8 +236,8 @@ class _Probe:
 
     def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that the graph between units saves."""
-        key = self.watch.storage_of(tensor)
-        if self.watch.is_own(key):
+        key = self.counter.storage_of(tensor)
+        if self.counter.is_own(key):
             self._held.setdefault(key, tensor.untyped_storage().nbytes())
         return tensor
 
@@ -247,30 +247,30 @@ class _Probe:
         saved = sum(self._held.values()) - held
         work = replace(
             NO_WORK,
-            forward=self.watch.cost - self._mark,
+            forward=self.counter.cost - self._mark,
             saved_bytes=saved,
             forward_temporary_bytes=max(0, self._peak_bytes() - held - saved),
             is_cut=False,
         )
         self._entries.append(_Entry(work, held + saved))
-        self._mark = self.watch.cost
-        self.watch.begin()
+        self._mark = self.counter.cost
+        self.counter.begin()
 
     def _peak_bytes(self) -> int:
-        return self.watch.peak_bytes
+        return self.counter.peak_bytes
 
     def _end_backward(self, number: int) -> None:
         """A backward has come to the stretch's begin."""
         entry = self._entries[number]
         peak = max(0, self._peak_bytes() - entry.held_bytes)
-        entry.work = replace(entry.work, backward=self.watch.cost - self._mark, backward_temporary_bytes=peak)
-        self._mark = self.watch.cost
-        self.watch.begin()
+        entry.work = replace(entry.work, backward=self.counter.cost - self._mark, backward_temporary_bytes=peak)
+        self._mark = self.counter.cost
+        self.counter.begin()
 
     def _forget(self) -> None:
         self._entries, self._held, self._movable = [], {}, {}
-        self._mark = self.watch.cost
-        self.watch.begin()
+        self._mark = self.counter.cost
+        self.counter.begin()
 
     # -- a unit ----------------------------------------------------------------------------------------------
 
@@ -292,20 +292,20 @@ class _Probe:
         self.last_result_bytes = work.result_bytes
         number = len(self._entries) - 1
         anchor = torch.empty((), device="meta", requires_grad=any(p.requires_grad for p in unit.module.parameters()))
-        self._mark = self.watch.cost
+        self._mark = self.counter.cost
         outputs = _Border.apply(self, number, seen, anchor, *arguments.tensors)
-        self.watch.begin()
+        self.counter.begin()
         return deliver(seen.result, outputs, containers)
 
     def _wait(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> None:
         """Note the inputs of a use, which wait for its backward, each once."""
         fresh = staying = 0
-        for storage, tensor in {self.watch.storage_of(tensor): tensor for tensor in tensors}.items():
+        for storage, tensor in {self.counter.storage_of(tensor): tensor for tensor in tensors}.items():
             num_bytes = tensor.untyped_storage().nbytes()
             if storage in self._movable:  # it is not put away if another unit gets it too
                 first = self._movable.pop(storage)
                 first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
-            elif self.watch.is_own(storage) and storage not in self._held:
+            elif self.counter.is_own(storage) and storage not in self._held:
                 self._held[storage] = num_bytes
                 fresh += num_bytes
                 if tensor.requires_grad:
@@ -321,8 +321,8 @@ class _Probe:
 
     def passed(self) -> None:
         """A unit's backward is over."""
-        self._mark = self.watch.cost
-        self.watch.begin()
+        self._mark = self.counter.cost
+        self.counter.begin()
 
 
 class _Border(torch.autograd.Function):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload.engine.assemble import Prepared
+from offload.engine.assemble import EnginePlan
 from offload.forecast.workload import UnitWork, Workload
 from offload.layout.regions import Region
 from offload.machine.hardware import Hardware
@@ -69,7 +69,7 @@ class Footprint:
         return not self.shortfalls
 
 
-def footprint(prepared: Prepared, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
+def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return what one of so many ranks holds. `workload`: None where it is not known, nor what a step adds."""
     found, kept = prepared.plan.allocations, frozenset[int]()
     if workload is not None:
@@ -100,7 +100,7 @@ def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int)
     return {"device": device_budget(plan, hardware), "cpu": host, "nvme": disk}
 
 
-def _loading_bytes(prepared: Prepared) -> int:
+def _loading_bytes(prepared: EnginePlan) -> int:
     """Return what the weights of the largest unit take in fp32, which are made at once where none are read."""
     infos = prepared.infos
     return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.candidates)

@@ -1,8 +1,9 @@
 """What a training step takes, played before it is made: the engine's own parts over lanes in counted time.
 
-The `Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `Pending` and `ActivationOffload` here are those of
-an engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link; their memory
-is mapped, and nobody touches it but for padding. Here stands only in what order a method of training calls them.
+The `Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `SlotUpdates` and `ActivationOffload` here are
+those of an engine, with all their fences and rings. Their lanes do no work, and take what its bytes take on a link;
+their memory is mapped, and nobody touches it but for padding. Here stands only in what order a method of training calls
+them.
 
 What is not played: random delays, evaluations, checkpoints, and steps of own loops that add several backwards up.
 """
@@ -21,7 +22,7 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import BringDown, Measures
 from offload.engine.gradients.update_place import InPlace, OnDevice, TileUpdate
 from offload.engine.gradients.updates import Updates
-from offload.engine.methods.pending import Pending
+from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
 from offload.lanes.played import PlayedLanes, Seconds
 from offload.lanes.ticket import Ticket
@@ -253,7 +254,7 @@ class _PlayedEngine:
             place = OnDevice(ring, len(plan.regions), lanes, device, self._counters)
         counted = _Place(place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
-        self._pending = Pending(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
+        self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
         tier = settings.placement.activations
         self._inputs: ActivationOffload[Any] | None = None
         if tier == "cpu":

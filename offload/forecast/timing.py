@@ -41,7 +41,7 @@ _MOST_PIECES = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """A step, foretold.
+    """A step, forecast.
 
     step_seconds: its seconds, in the steady state.
     lane_seconds: how long each link, and compute, is busy in it.

@@ -10,7 +10,7 @@ import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import Candidate
-from offload.forecast.watch import Watch
+from offload.forecast.op_counter import OpCounter
 from offload.forecast.workload import NO_WORK, UnitWork
 
 
@@ -33,10 +33,10 @@ class SeenUse:
 
 
 class SeenUses:
-    """Uses of units, of which each that is new runs, under a `Watch`."""
+    """Uses of units, of which each that is new runs, under an `OpCounter`."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, counter: OpCounter) -> None:
+        self._counter = counter
         self._seen: dict[Hashable, SeenUse] = {}
 
     def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
@@ -46,34 +46,34 @@ class SeenUses:
 
     def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
         """Run a use of a unit forward without a graph, and then as a recompute and its backward do."""
-        watch, inputs = self._watch, arguments.tensors
-        cost, before = watch.cost, watch.begin()
+        counter, inputs = self._counter, arguments.tensors
+        cost, before = counter.cost, counter.begin()
         with torch.no_grad():
             result = run_over_copies(forward, arguments, inputs, arguments.others)
-        forward_cost, forward_bytes = watch.cost - cost, watch.peak_bytes - before
+        forward_cost, forward_bytes = counter.cost - cost, counter.peak_bytes - before
         numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
         sources = [numbers.get(id(tensor)) for tensor in result.tensors]
         likes = [(t.shape, t.stride(), t.dtype) for t in result.tensors]
-        owned = {watch.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
-        result_bytes = sum(size for key, size in owned.items() if watch.is_own(key))
+        owned = {counter.storage_of(t): t.untyped_storage().nbytes() for t in result.tensors}
+        result_bytes = sum(size for key, size in owned.items() if counter.is_own(key))
         result.tensors.clear()
         gradients = [torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
 
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-        known = {watch.storage_of(t) for t in (*leaves, *unit.module.parameters())}
+        known = {counter.storage_of(t) for t in (*leaves, *unit.module.parameters())}
         saved: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = watch.storage_of(tensor)
+            storage = counter.storage_of(tensor)
             if storage not in known:
                 saved[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
         hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
-        before = watch.begin()
+        before = counter.begin()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             again = run_over_copies(forward, arguments, leaves, arguments.others).tensors
-        cost = watch.cost
+        cost = counter.cost
         pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in again]
         if pairs:
@@ -83,10 +83,10 @@ class SeenUses:
         work = replace(
             NO_WORK,
             forward=forward_cost,
-            backward=watch.cost - cost,
+            backward=counter.cost - cost,
             saved_bytes=sum(saved.values()),
             forward_temporary_bytes=forward_bytes,
-            backward_temporary_bytes=watch.peak_bytes - before,
+            backward_temporary_bytes=counter.peak_bytes - before,
             result_bytes=result_bytes,
             gradient_bytes=sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None),
             keeps_graph=not saved,

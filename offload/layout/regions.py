@@ -298,7 +298,7 @@ class DiskLayout:
     staying: frozenset[int] = frozenset()
     in_slots: bool = False
 
-    def rides(self, region: Region) -> tuple[Plane, ...]:
+    def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return what a region has in its slot beside the weights, for their update there."""
         is_updated = self.updates_in_slot(region) and region.has_low
         return (region.plane("low"),) if is_updated else ()

@@ -65,7 +65,7 @@ def update_tile(
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ZerothOrderStep:
     """A step of a rule without gradients, as it was measured; all that its update goes by, beside the weights."""
 
     step: int
@@ -86,7 +86,7 @@ def descend_tile(
     thresholds: Mapping[int, float],
     rules: Sequence[UpdateRule],
     infos: Sequence[ParameterInfo],
-    estimate: Estimate,
+    estimate: ZerothOrderStep,
 ) -> int | torch.Tensor:
     """Update the parameters of a tile of a region that took part in a step without gradients; return what `update_tile`
     does. `planes` are flat over the tile. `thresholds`: of parameters, by their indices, of which some weights were

@@ -57,7 +57,7 @@ def slot_bytes(unit: UnitPlan, resident: set[int], layout: DiskLayout = DiskLayo
 
 def cargo_bytes(region: Region, layout: DiskLayout) -> int:
     """Bytes of a region in a slot."""
-    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.rides(region))
+    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.co_fetched(region))
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:

@@ -33,9 +33,9 @@ class Cargoes(ABC):
     offset; `wait` lets compute come after it; `used` notes compute as a reader. `_fill` says how a cargo comes up.
     """
 
-    def __init__(self, rides: Callable[[Region], Sequence[Plane]], due: Due, lanes: Lanes) -> None:
-        """`rides`: the planes that a region has in a slot beside its weights."""
-        self._rides, self._due, self._lanes = rides, due, lanes
+    def __init__(self, co_fetched: Callable[[Region], Sequence[Plane]], due: Due, lanes: Lanes) -> None:
+        """`co_fetched`: the planes that a region has in a slot beside its weights."""
+        self._co_fetched, self._due, self._lanes = co_fetched, due, lanes
         self._slots: list[Slot] = []
         self._lying: dict[int, Slot] = {}  # by cargo: what is good until its weights are updated elsewhere
         self._staying: dict[int, Fence] = {}  # of the regions that stay, by their index
@@ -69,7 +69,7 @@ class Cargoes(ABC):
         return self._sizes[cargo]
 
     def _slot_bytes(self, region: Region) -> int:
-        return region.weight_bytes + sum([plane.num_bytes(region.numel) for plane in self._rides(region)])
+        return region.weight_bytes + sum([plane.num_bytes(region.numel) for plane in self._co_fetched(region)])
 
     def is_resident(self, region: Region) -> bool:
         """True where a region is on the device for good."""
@@ -143,7 +143,7 @@ class Cargoes(ABC):
         needed, lacking = set(regions), []
         for slot in self._lying.values():
             its = needed.intersection(self.cargoes[slot.cargo])
-            if its and not slot.is_whole and any(map(self._rides, its)):
+            if its and not slot.is_whole and any(map(self._co_fetched, its)):
                 lacking.append(slot)
             elif its:
                 slot.is_whole = True

@@ -42,7 +42,7 @@ class Slots(Cargoes):
         slot_name: str,
         debug: bool = False,
     ) -> None:
-        super().__init__(store.rides, due, lanes)
+        super().__init__(store.co_fetched, due, lanes)
         self._store, self._infos, self._device, self._counters = store, infos, device, counters
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # of the regions that stay
@@ -104,7 +104,7 @@ class Slots(Cargoes):
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
         """Return what of a region lies in a slot from `begin` on, in its order."""
         found = {}
-        for plane in (region.plane("weights"), *self._store.rides(region)):
+        for plane in (region.plane("weights"), *self._store.co_fetched(region)):
             num_bytes = plane.num_bytes(region.numel)
             found[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
@@ -236,9 +236,9 @@ class Slots(Cargoes):
         flat: torch.Tensor,
         fills: Sequence[Ticket],
         is_ahead: bool,
-        rides: Mapping[str, torch.Tensor] = {},
+        co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
-        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them; `rides`: where what
+        """Bring a region's weights to `flat`, tile by tile, and what other ranks hold of them; `co_fetched`: where what
         comes up beside them goes.
         """
         self._due.submit(region)
@@ -246,8 +246,8 @@ class Slots(Cargoes):
             return self._put_together(region, flat, fills, is_ahead)
         tickets = []
         for tile in self._store[region].held:
-            lease = tile.fetch(is_ahead, *rides)
-            targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **rides}.items()}
+            lease = tile.fetch(is_ahead, *co_fetched)
+            targets = {name: to[tile.begin : tile.end] for name, to in {"weights": flat, **co_fetched}.items()}
             num_bytes = sum([target.nbytes for target in targets.values()])
             ticket = self._lanes.h2d.submit(
                 partial(copy_planes, self._device, targets, lease.planes),

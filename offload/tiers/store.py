@@ -48,10 +48,10 @@ class Tile:
     fence: Fence = field(default_factory=lambda: Fence("weights"))
     stale: Fence | None = None
 
-    def fetch(self, is_ahead: bool, *rides: str) -> Lease:
+    def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
         """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
         if self.stale is None:
-            return self._lend(("weights", *rides), fetches=True, is_ahead=is_ahead)
+            return self._lend(("weights", *co_fetched), fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
@@ -266,9 +266,9 @@ class Store:
             tiles.append(Tile(begin, end, mine, record))
         return tiles
 
-    def rides(self, region: Region) -> tuple[Plane, ...]:
+    def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return what a region has in a slot beside its weights."""
-        return self._layout.rides(region)
+        return self._layout.co_fetched(region)
 
     def updates_in_slot(self, region: Region) -> bool:
         """True where a region is updated in its slot, when it comes up."""

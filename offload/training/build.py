@@ -25,7 +25,7 @@ from offload.distributed.outcome import as_one
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.here import foretell, shortage, summary
+from offload.forecast.here import forecast_run, shortage, summary
 from offload.hf.models import (
     BuiltModel,
     Kind,
@@ -132,9 +132,9 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         for text in built.notes:
             note(text)
         built.model.train()
-    config, foretold = _foretell(config, architecture, comm, say, note)
-    if foretold is not None:
-        say(f"plan: at most {summary(foretold)}")
+    config, forecast = _foretell(config, architecture, comm, say, note)
+    if forecast is not None:
+        say(f"plan: at most {summary(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name = type(built.model).__name__
     if accelerator is not None and config.offload.device_memory is not None:
@@ -152,7 +152,7 @@ def make_run(start: ResumePoint, comm: Comm, say: Say, note: Say) -> Run:
         first_late = config.train.delay_after + 1
         say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
     meta, needs = begin_at(start, made, say), DiskNeeds.of(config, num_parameters)
-    return Run(config, kind, data, objective, made, files, meta, rebuild, foretold, needs)
+    return Run(config, kind, data, objective, made, files, meta, rebuild, forecast, needs)
 
 
 def _foretell(
@@ -168,16 +168,16 @@ def _foretell(
     found, decided = None, config
     if comm.rank == 0:
         try:
-            decided, found = foretell(config, architecture, comm.size, machine, say)
+            decided, found = forecast_run(config, architecture, comm.size, machine, say)
         except (OffloadError, OSError) as error:  # a run needs no forecast, and what is wrong the engine says better
-            note(f"what this run will hold is not foretold: {error}")
+            note(f"what this run will hold is not forecast: {error}")
         except Exception as error:
             if config.run.debug:
                 traceback.print_exception(error)
             what = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
             hint = "" if config.run.debug else ", and --debug shows where"
             note(
-                f"what this run will hold is not foretold, by a defect of the forecast ({what}): training goes on "
+                f"what this run will hold is not forecast, by a defect of the forecast ({what}): training goes on "
                 f"without one{hint}."
             )
     decided = comm.gather_objects(decided, "placement")[0]

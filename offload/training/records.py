@@ -31,7 +31,7 @@ class NoRecords:
         forecast: Forecast | None = None,
     ) -> None:
         """Write what the run is, once its first step has shown that it can be done. `pids`: of its ranks, in order;
-        `last_step`: at which it went on; `forecast`: what was foretold.
+        `last_step`: at which it went on; `forecast`: what was forecast.
         """
 
     def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:

@@ -30,10 +30,10 @@ from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.opening import open_run
 from offload.training.parts import with_decisions
+from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
-from offload.training.standing import Standing
 
 _AGAIN_S, _LOOK_S = 60.0, 0.5
 """After which an export that failed is tried again, and how often a signal is looked for until then."""
@@ -112,7 +112,7 @@ class Trainer:
         self.config, self._kind, self._data, self._objective = run.config, run.kind, run.data, run.objective
         self._engine, self._files, self._forecast = run.engine, run.files, run.forecast
         self._notes.exchange()
-        self._stands = Standing(run.meta, self.config.train)
+        self._stands = RunProgress(run.meta, self.config.train)
         section, last = self.config.checkpoint, self._stands.num_done if run.meta is not None else None
         self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs)
         with as_one(comm, "look at the disk"):

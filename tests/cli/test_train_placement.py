@@ -77,7 +77,7 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         def fail(*_: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(build, "foretell", fail)
+        monkeypatch.setattr(build, "forecast_run", fail)
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
         decided = build._foretell(config, LlamaConfig(), comm, notes.append, notes.append)
@@ -92,6 +92,6 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         assert not capsys.readouterr().err
         assert "--debug" not in told(AssertionError("twice"), debug=True)
         assert "Traceback" in capsys.readouterr().err
-        assert told(ConfigError("a reason.")) == "what this run will hold is not foretold: a reason."
+        assert told(ConfigError("a reason.")) == "what this run will hold is not forecast: a reason."
     finally:
         comm.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.distributed.watch import CLEANUP_S, Position, Times, Watch
+from offload.distributed.watchdog import CLEANUP_S, Position, Times, Watchdog
 from tests.distributed.ranks import Rank, ranks
 from tests.forks import PATIENCE_S
 from tests.matrix import quick
@@ -130,11 +130,11 @@ def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch
         note("look")
         return [Position(), Position()]
 
-    monkeypatch.setattr("offload.distributed.watch._clean_up", lambda: note("clean up"))
+    monkeypatch.setattr("offload.distributed.watchdog._clean_up", lambda: note("clean up"))
     monkeypatch.setattr("os._exit", lambda _code: ended.set())
     here, there = socket.socketpair()
     with there:
-        watch = Watch(0, {1: here}, look, Times(grace_s=0), lambda: note("enter"))
+        watch = Watchdog(0, {1: here}, look, Times(grace_s=0), lambda: note("enter"))
         there.close()  # rank 1 is gone
         assert ended.wait(PATIENCE_S)
     atexit.unregister(watch._at_exit)

@@ -33,7 +33,7 @@ def steps_of(engine: Engine) -> Steps:
 
 def head_of(engine: Engine) -> ChunkedHead | None:
     """Return the head that is used in chunks, of some kind of batch."""
-    return next((found.head for found in steps_of(engine).rehearsal._found.values() if found.head), None)
+    return next((found.head for found in steps_of(engine).trial_runs._found.values() if found.head), None)
 
 
 def recovery_of(engine: Engine) -> Recovery:

@@ -30,7 +30,7 @@ from torch.nn import functional
 from offload import AdamW, Engine, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from offload.distributed.watch import Times
+from offload.distributed.watchdog import Times
 from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.lane import ThreadLane
 from offload.lanes.streams import StreamLanes

@@ -85,10 +85,10 @@ def test_what_is_recorded_between_two_backward_calls_leaves_the_first_ones_gradi
 def recordings(engine: Engine) -> list[Any]:
     """Return a list that grows with every call that is recorded, or watched."""
     found: list[Any] = []
-    rehearsal = steps_of(engine).rehearsal
-    record, watch = rehearsal._record, rehearsal._watched
-    rehearsal._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
-    rehearsal._watched = lambda run: (found.append("watch"), watch(run))[1]  # type: ignore[method-assign]
+    trial_runs = steps_of(engine).trial_runs
+    record, watch = trial_runs._record, trial_runs._watched
+    trial_runs._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
+    trial_runs._watched = lambda run: (found.append("watch"), watch(run))[1]  # type: ignore[method-assign]
     return found
 
 

@@ -309,12 +309,12 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     other.step(text(8))
     assert head_of(whole) is not None
     assert head_of(other) is not None
-    assert steps_of(whole).rehearsal.decided == steps_of(other).rehearsal.decided
+    assert steps_of(whole).trial_runs.decided == steps_of(other).trial_runs.decided
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
     # What was decided holds, whatever a probe would say now.
-    (key,) = steps_of(whole).rehearsal.decided
-    steps_of(whole).rehearsal.decided[key][2] = 0
+    (key,) = steps_of(whole).trial_runs.decided
+    steps_of(whole).trial_runs.decided[key][2] = 0
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))

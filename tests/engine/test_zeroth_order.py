@@ -179,8 +179,8 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: 
         assert host.counters.d2h_bytes == 0
         up_bytes = sum(region.weight_bytes for region in regions)
         assert host.counters.h2d_bytes == up_bytes
-        rides = down_bytes // 2 if width == "bf16" else 0
-        assert slots.counters.h2d_bytes == up_bytes + rides
+        co_fetched = down_bytes // 2 if width == "bf16" else 0
+        assert slots.counters.h2d_bytes == up_bytes + co_fetched
         down_bytes = sum(
             (2 if width == "alone" else 4) * r.numel for r in regions if r.index in touched and not resident(r)
         )

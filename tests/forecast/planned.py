@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from offload.distributed.comm import Comm
-from offload.engine.assemble import Prepared, prepare
+from offload.engine.assemble import EnginePlan, prepare
 from offload.forecast.workload import Cost, UnitWork, Workload
 from offload.planning.settings import Settings
 
@@ -55,7 +55,7 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)} for _ in range(count)]
 
 
-def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> Prepared:
+def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> EnginePlan:
     """Plan for a model, as an engine does. Collective."""
     return prepare(model, settings, comm or Comm())
 

@@ -21,7 +21,7 @@ MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 
 
 def told_and_made(placement: dict[str, Any], **settings: Any) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the bytes of each link in a step as they are foretold, and what an engine counts."""
+    """Return the bytes of each link in a step as they are forecast, and what an engine counts."""
     with open_comm() as comm:
         torch.manual_seed(0)
         chosen = Settings(placement=Placement(**placement), clip="deferred", throttle={"h2d": 1e12}, **settings)

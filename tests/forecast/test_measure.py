@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from offload import Engine, Placement
 from offload.config.presets import PRESETS
 from offload.distributed.comm import Comm
-from offload.engine.assemble import Prepared, prepare
+from offload.engine.assemble import EnginePlan, prepare
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware
@@ -28,7 +28,7 @@ from tests.engine.inside import parts_of
 ROWS, LENGTH = 4, 32
 
 
-def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: bool) -> tuple[Prepared, Workload]:
+def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: bool) -> tuple[EnginePlan, Workload]:
     twin = copy.deepcopy(model).to("meta")
     prepared = prepare(twin, settings, Comm())
     return prepared, measure(twin, BatchSpec(kind, ROWS, LENGTH, **batch), prepared)

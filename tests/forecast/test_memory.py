@@ -10,7 +10,7 @@ import pytest
 from benchmarks.plan_memory import CASES, Case, compare
 from offload.config.config import Config
 from offload.forecast.alternatives import forecast
-from offload.forecast.forecast import Teller
+from offload.forecast.forecast import Forecaster
 from offload.forecast.here import slow_precision
 from offload.forecast.memory import StepMemory
 from offload.forecast.timing import PlannedStep
@@ -61,10 +61,10 @@ def names(allocations: tuple[Allocation, ...], tier: str) -> set[str]:
 def test_without_a_gpu_nothing_is_pinned() -> None:
     where = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.activations": "cpu"}
     where["train.recompute"] = "always"
-    teller = Teller(config(), 1)
-    on_gpu = teller.tell(config(**where), GPU, times=False).memory.allocations
+    forecaster = Forecaster(config(), 1)
+    on_gpu = forecaster.tell(config(**where), GPU, times=False).memory.allocations
     cpu = GPU.with_(device="cpu", device_bytes=None)
-    on_cpu = teller.tell(config(**where), cpu, times=False).memory.allocations
+    on_cpu = forecaster.tell(config(**where), cpu, times=False).memory.allocations
     states = {"weights", "exp avg", "exp avg sq", "gradients", "activation checkpoints"}
     assert names(on_gpu, "pinned") == states | {"low"}
     assert names(on_gpu, "cpu") == set()
@@ -74,10 +74,10 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 
 
 def test_budgets_are_those_of_the_machine_or_less() -> None:
-    teller = Teller(config(), 1)
-    free = teller.tell(config(), GPU, times=False).memory
+    forecaster = Forecaster(config(), 1)
+    free = forecaster.tell(config(), GPU, times=False).memory
     assert free.budgets["device"] == int(0.9 * GPU.device_bytes)  # type: ignore[operator]
-    held = teller.tell(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
+    held = forecaster.tell(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
     assert held.budgets["device"] == 300 << 20
     assert held.total("device") <= 300 << 20
     assert len(held.kept) <= len(free.kept)
@@ -88,9 +88,9 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str) -> None
     where: dict[str, object] = {"offload.device_memory": "300MiB", "offload.parameters": "cpu"}
     where |= {"offload.optimizer": "cpu", "offload.activations": activations}
     where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
-    teller = Teller(config(**where), 1)
-    found = teller.tell(config(**where), GPU)
-    its, work = found.prepared, teller._work(found.config, found.prepared)
+    forecaster = Forecaster(config(**where), 1)
+    found = forecaster.tell(config(**where), GPU)
+    its, work = found.prepared, forecaster._work(found.config, found.prepared)
     assert isinstance(work, Workload)
     step = PlannedStep(its.settings, its.regions, its.units, its.plan, work, GPU, True)
     assert step.device_bytes == found.memory.total("device")
@@ -105,9 +105,9 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str) -> None
 def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     where = {"offload.device_memory": "300MiB", "offload.parameters": "cpu", "offload.optimizer": "cpu"}
     where |= {"train.recompute": "auto"}
-    teller = Teller(config(**where), 1)
-    found = teller.tell(config(**where), GPU, times=False)
-    its, work = found.prepared, teller._work(found.config, found.prepared)
+    forecaster = Forecaster(config(**where), 1)
+    found = forecaster.tell(config(**where), GPU, times=False)
+    its, work = found.prepared, forecaster._work(found.config, found.prepared)
     assert isinstance(work, Workload)
     step = StepMemory(its.settings, its.regions, its.units, its.plan, work, GPU)
     missing = [n for n in range(len(work.calls)) if n not in step.kept]
@@ -118,7 +118,7 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
 
 def test_more_ranks_share_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
-    one, two = (Teller(where, n).tell(where, GPU, times=False).memory for n in (1, 2))
+    one, two = (Forecaster(where, n).tell(where, GPU, times=False).memory for n in (1, 2))
     assert two.host_bytes == one.host_bytes // 2
     assert two.total("pinned") == pytest.approx(one.total("pinned") / 2, rel=0.01)
 
@@ -135,16 +135,16 @@ def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:
     where = config(**{"train.precision": "bf16"})
     for flops, is_said in (({"fp32": 1e12, "bf16": 1e10}, True), ({"fp32": 1e12, "bf16": 8e11}, False)):
         cpu = GPU.with_(device="cpu", device_bytes=None, rates=replace(GPU.rates, flops_per_s=flops))
-        teller = Teller(where, 1)
-        found = teller.tell(where, cpu)
+        forecaster = Forecaster(where, 1)
+        found = forecaster.tell(where, cpu)
         assert found.timing is not None
-        said = " ".join(slow_precision(teller, found))
+        said = " ".join(slow_precision(forecaster, found))
         assert (f"{found.timing.step_seconds:.3g} s a step" in said and "--train.precision fp32" in said) == is_said
 
 
 def test_operations_stand_beside_the_budget_of_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
-    found = Teller(where, 1).tell(where, GPU.with_(device="cpu", device_bytes=None), times=False)
+    found = Forecaster(where, 1).tell(where, GPU.with_(device="cpu", device_bytes=None), times=False)
     operations, held = found.memory.operations_bytes, found.tiers["cpu"]
     assert operations > 0
     assert held["bytes"] == found.memory.total("cpu") - operations == sum(each["bytes"] for each in held["allocations"])
@@ -157,7 +157,7 @@ def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise CannotMeasureError("X asks for a value")
 
     monkeypatch.setattr("offload.forecast.forecast.measure", fails)
-    found = Teller(config(), 1).tell(config(), GPU)
+    found = Forecaster(config(), 1).tell(config(), GPU)
     assert found.timing is None
     assert found.to_dict()["step_seconds"] is None
     assert "X asks for a value" in found.notes[0]

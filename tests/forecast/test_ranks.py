@@ -1,4 +1,4 @@
-"""A step of several ranks, foretold: its links move the bytes, and exchange the elements, that an engine's do."""
+"""A step of several ranks, forecast: its links move the bytes, and exchange the elements, that an engine's do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.ranks import run
 from tests.forecast import ranks_jobs
 from tests.matrix import quick
 
-pytestmark = cpu_only("what is foretold here is a CPU's step")
+pytestmark = cpu_only("what is forecast here is a CPU's step")
 
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], [1, 3]))

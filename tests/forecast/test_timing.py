@@ -1,4 +1,4 @@
-"""What is foretold of a step: it moves the very bytes that an engine moves, in the lanes in which it moves them."""
+"""What is forecast of a step: it moves the very bytes that an engine moves, in the lanes in which it moves them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.device import cpu_only
 from tests.forecast.planned import Stack, batches, loss_of, planned, work, workload
 from tests.matrix import quick
 
-pytestmark = cpu_only("what is foretold here is a CPU's step")
+pytestmark = cpu_only("what is forecast here is a CPU's step")
 
 WIDTH, DEPTH = 16, 5
 RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, 1e9, 1e9)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import MeZO
-from offload.engine.methods.result import Measured
+from offload.engine.methods.result import ZerothOrderRecord
 from tests.engine.zeroth_order import PlainMeZO
 from tests.fuzz import habits, models
 from tests.fuzz.cases import Case, Op
@@ -59,7 +59,7 @@ def compare(case: Case, ops: Sequence[Op], seen: Sequence[Any], blocks: Sequence
                 losses = plain.measure(lambda op=op: _loss(plain, case, op), taking)
             else:
                 plain.num_steps += 1
-            if isinstance(its.result[-1], Measured):
+            if isinstance(its.result[-1], ZerothOrderRecord):
                 measured = its.result[-1]
                 problem = _judge(plain, measured, losses, is_exact)
                 if problem:
@@ -100,7 +100,9 @@ def _loss(plain: PlainMeZO, case: Case, op: Op) -> float:
     return sum(loss * (count / sum(counts)) for loss, count in zip(losses, counts, strict=True))
 
 
-def _judge(plain: PlainMeZO, measured: Measured, losses: list[tuple[float, float]] | None, is_exact: bool) -> str:
+def _judge(
+    plain: PlainMeZO, measured: ZerothOrderRecord, losses: list[tuple[float, float]] | None, is_exact: bool
+) -> str:
     """Return what is wrong with what a step has measured."""
     if measured.step != plain.num_steps or measured.seed != plain.seed or measured.lr != plain.rule.lr:
         return f"it is told as step {measured.step} of seed {measured.seed} at {measured.lr}"

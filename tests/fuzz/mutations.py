@@ -279,14 +279,14 @@ def frozen_parameters_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
-    touched = descent.Descent.touched
-    patch.setattr(descent.Descent, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
+    touched = descent.ZerothOrderUpdate.touched
+    patch.setattr(descent.ZerothOrderUpdate, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
 
 
 @mutation
 def thresholds_of_what_was_called_alone(patch: pytest.MonkeyPatch) -> None:
     """Of a unit that no pass calls, all weights move."""
-    patch.setattr(descent.Descent, "_find_thresholds", lambda self, touched, thresholds: None)
+    patch.setattr(descent.ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None)
 
 
 @mutation
@@ -300,27 +300,27 @@ def rates_of_schedulers_not_followed(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def update_that_was_put_off_dropped(patch: pytest.MonkeyPatch) -> None:
     """Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one."""
-    patch.setattr(pending.Pending, "flush", lambda self: self._works.clear())
+    patch.setattr(pending.SlotUpdates, "flush", lambda self: self._works.clear())
 
 
 @mutation
 def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
-    put = pending.Pending.put
+    put = pending.SlotUpdates.put
 
-    def put_twice(self: pending.Pending, works: Any) -> None:
+    def put_twice(self: pending.SlotUpdates, works: Any) -> None:
         put(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
 
-    patch.setattr(pending.Pending, "put", put_twice)
+    patch.setattr(pending.SlotUpdates, "put", put_twice)
 
 
 @mutation
 def update_that_was_put_off_outlives_a_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pending.Pending, "forget", lambda self: None)
+    patch.setattr(pending.SlotUpdates, "forget", lambda self: None)
 
 
 @mutation
 def weights_updated_in_a_slot_do_not_go_down(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pending.Pending, "_copy", lambda self, targets, sources: None)
+    patch.setattr(pending.SlotUpdates, "_copy", lambda self, targets, sources: None)
 
 
 @mutation
@@ -331,16 +331,16 @@ def update_along_the_directions_of_the_step_before(patch: pytest.MonkeyPatch) ->
 
 @mutation
 def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
-    update_of = descent.Descent.update
+    update_of = descent.ZerothOrderUpdate.update
 
-    def updated(self: descent.Descent, *how: Any) -> None:
+    def updated(self: descent.ZerothOrderUpdate, *how: Any) -> None:
         rule, self.rule = self.rule, replace(self.rule, layer_fraction=1.0)
         try:
             update_of(self, *how)
         finally:
             self.rule = rule
 
-    patch.setattr(descent.Descent, "update", updated)
+    patch.setattr(descent.ZerothOrderUpdate, "update", updated)
 
 
 @mutation
@@ -359,13 +359,13 @@ def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
-    put_back = side_by_side._Standing.put_back
+    put_back = side_by_side._PassState.put_back
 
     def without(self: Any, now: Any) -> None:
         self._random = now._random
         put_back(self, now)
 
-    patch.setattr(side_by_side._Standing, "put_back", without)
+    patch.setattr(side_by_side._PassState, "put_back", without)
 
 
 @mutation

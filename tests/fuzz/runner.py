@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import Saving
-from offload.engine.methods.result import Measured
+from offload.engine.methods.result import ZerothOrderRecord
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -93,7 +93,7 @@ class Player:
         self._num_saved = 0
         self._saved: Path | None = None
         self._under_way: tuple[Saving, Path] | None = None
-        self.records: list[Measured] = []  # of the steps by forwards that have led to the weights as they are
+        self.records: list[ZerothOrderRecord] = []  # of the steps by forwards that have led to the weights as they are
         self._num_records_saved = 0
         self.may_copy = True  # states for a checkpoint, into memory that is left over
         self.outside = habits.Outside(models.width_of(case.model))

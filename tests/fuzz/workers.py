@@ -182,7 +182,7 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
             comm = None
             if world > 1:
                 from offload.distributed.joining import open_comm
-                from offload.distributed.watch import Times
+                from offload.distributed.watchdog import Times
 
                 comm = stack.enter_context(
                     open_comm(

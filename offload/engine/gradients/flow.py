@@ -61,7 +61,7 @@ class GradientFlow:
         self._exist = settings.optimizer.has_gradients
         self._has_wide_buffer = settings.splits  # the plan has room in the buffer for any region in fp32 then
         debug, regions = bool(settings.debug), [state.region for state in store.states]
-        self.is_wide = False  # several micro-batches or chunks add up in the buffer, in fp32
+        self.sums_in_fp32 = False  # several micro-batches or chunks add up in the buffer, in fp32
         self._repeats = self.is_over = False
         self._witness: Witness | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
@@ -104,7 +104,7 @@ class GradientFlow:
         self.landing.begin_step()
         self._open.clear()
         self._buffer.reset()
-        self.is_wide = self._repeats = self.is_over = False
+        self.sums_in_fp32 = self._repeats = self.is_over = False
         self._witness = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ class GradientFlow:
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
         if not passing:
             return
-        dtypes = [torch.bfloat16 if region.is_bf16 and not self.is_wide else torch.float32 for region in passing]
+        dtypes = [torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32 for region in passing]
         sizes = [region.numel * dtype.itemsize for region, dtype in zip(passing, dtypes, strict=True)]
         # Room that happens to be there must not decide in which order gradients land: clipping may go by it.
         is_too_wide = self._repeats and not self._has_wide_buffer and any(region.is_bf16 for region in passing)
@@ -186,25 +186,25 @@ class GradientFlow:
                 flat[span].zero_()
             self._open[region.index] = flat, stretch
 
-    def widen(self, is_wide: bool) -> None:
+    def widen(self, sums_in_fp32: bool) -> None:
         """Gradients of several micro-batches add up in the buffer, in fp32; or there is one for each weight."""
-        self.is_wide = is_wide
+        self.sums_in_fp32 = sums_in_fp32
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Within, uses of the same units add up, and land at the end (the chunks of a head)."""
-        was_wide = self.is_wide
-        self._repeats, self.is_wide = True, True
+        summed_in_fp32 = self.sums_in_fp32
+        self._repeats, self.sums_in_fp32 = True, True
         try:
             yield
         finally:
-            self._repeats, self.is_wide = False, was_wide
+            self._repeats, self.sums_in_fp32 = False, summed_in_fp32
         self.close(regions)
 
     @property
     def _sums_up(self) -> bool:
         """True where a gradient is one of several that are added, in this rank or over ranks."""
-        return self.is_wide or self._repeats or self.accumulates or self._store.comm.size > 1
+        return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
 
     def take(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient of a Parameter (the model's parameter number `index`) out of autograd's hands."""

@@ -82,7 +82,7 @@ class PassPlan:
         return sum(counts) if rank is None else counts[rank]
 
 
-def meet(
+def agree_on_pass(
     comm: Comm,
     operation: str,
     batch: Batch | None = None,

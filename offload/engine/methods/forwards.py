@@ -8,12 +8,12 @@ from contextlib import closing
 
 import torch
 
-from offload.engine.methods.descent import Descent
+from offload.engine.methods.interleaved import InterleavedForwards
 from offload.engine.methods.method import Method, Parts
-from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
-from offload.engine.methods.result import Measured, StepResult
-from offload.engine.methods.side_by_side import SideBySide
+from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.methods.slot_updates import SlotUpdates
+from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.engine.state import EngineState
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
@@ -29,10 +29,12 @@ class Forwards(Method):
         super().__init__(state, counters, settings)
         assert isinstance(settings.optimizer, MeZO)
         self._rule, self._seed, self._skips = settings.optimizer, settings.seed, settings.skips
-        self._pending = Pending(state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr)
-        self.descent = Descent(state, self._rule, self._pending)
+        self._pending = SlotUpdates(
+            state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr
+        )
+        self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
         self._perturbed = Perturbed(state, self._rule, settings.seed)
-        self._side_by_side = SideBySide(state, self._pending, self._perturbed)
+        self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
 
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         state = self._state
@@ -45,7 +47,7 @@ class Forwards(Method):
         self.begin_trial()
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
-        measured = Measured(
+        measured = ZerothOrderRecord(
             number + 1, self._seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
@@ -91,7 +93,7 @@ class Forwards(Method):
     def forget(self) -> None:
         self._pending.forget()
 
-    def replay(self, measured: Measured) -> None:
+    def replay(self, measured: ZerothOrderRecord) -> None:
         """Make a step again, from what it measured; one that was skipped only counts. Collective."""
         if not measured.slopes:
             self.descent.end_step(measured.step)
@@ -109,7 +111,7 @@ class Forwards(Method):
         self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
 
     def free(self) -> None:
-        self._side_by_side.free()
+        self._interleaved.free()
         self._perturbed.free()
 
     def _measure(self, parts: Parts) -> list[tuple[float, float]]:
@@ -130,7 +132,7 @@ class Forwards(Method):
                     total += part_loss.to(torch.float32)
             return total
 
-        return self._side_by_side.run(loss, self.num_passes)
+        return self._interleaved.run(loss, self.num_passes)
 
 
 def _shown(losses: list[tuple[float, float]]) -> str:

@@ -13,7 +13,7 @@ from offload.errors import ConfigError
 from offload.telemetry.timeline import LaneTime
 
 
-class Measured(NamedTuple):
+class ZerothOrderRecord(NamedTuple):
     """What a step by forward passes alone has measured. With the weights from before it, the step follows from that:
     `engine.replay` takes these.
     """
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
         return {"seed": self.seed, "lr": self.lr, **shown, "rule": self.rule, **frozen}
 
     @classmethod
-    def of(cls, record: Any) -> Measured:
+    def of(cls, record: Any) -> ZerothOrderRecord:
         """Return what a record says: one of these, the first three or more of its fields, or a line of a run's
         metrics.jsonl, which has neither seed nor slopes where the step was skipped. Raises ConfigError.
         """
@@ -96,5 +96,5 @@ class StepResult:
     """Of the step on this thread."""
     lanes: Mapping[str, LaneTime] = field(default_factory=dict)
     """How long each lane was busy in it, and how long compute waited for it."""
-    measured: Measured | None = None
+    measured: ZerothOrderRecord | None = None
     """Of a step without gradients: what it measured, from which its update follows. None where it was skipped."""

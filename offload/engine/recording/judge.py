@@ -24,7 +24,7 @@ from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.belongings import Belongings
 from offload.engine.units.router import Calls
-from offload.engine.units.traits import DepartedError, PartsDifferError
+from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 from offload.hf.models import in_eval_mode
@@ -202,7 +202,7 @@ class Judge:
         with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
             try:
                 evidence.losses += [float(loss.detach()) for loss in case.way()]
-            except (OffloadError, DepartedError, torch.OutOfMemoryError):
+            except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of rows that do not run by themselves, or nothing to do with the engine
                 state.runner.fail(False)

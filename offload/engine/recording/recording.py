@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
-from offload.engine.units.resting import Elsewhere
+from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.traits import UnitTraits, Use
 from offload.engine.units.unit import Unit
@@ -59,7 +59,7 @@ class Recording:
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
         self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._pages: set[int] = set()
+        self._variants: set[int] = set()
         self._streaming = {index: unit.name for unit in units if not unit.resident for index in unit.resting}
 
     def reads(self) -> TorchDispatchMode:
@@ -143,7 +143,7 @@ class Recording:
             leaves = [
                 t
                 for t in _graph_leaves([tensor])
-                if id(t) in self._borders or isinstance(t, Elsewhere) or self._runner.slots.holds(t)
+                if id(t) in self._borders or isinstance(t, OffloadedTensor) or self._runner.slots.holds(t)
             ]
             if leaves:
                 torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
@@ -172,9 +172,9 @@ class Recording:
         traits.learn_use(detached, mutated, buffers, saved_bytes, is_first=self._is_first(traits))
 
     def _is_first(self, traits: UnitTraits) -> bool:
-        """True for the first use of a page in this pass."""
-        is_first = id(traits) not in self._pages
-        self._pages.add(id(traits))
+        """True for the first use of a variant in this pass."""
+        is_first = id(traits) not in self._variants
+        self._variants.add(id(traits))
         return is_first
 
     def _learn_batch(self, unit: Unit) -> None:
@@ -240,7 +240,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             for leaf in value if isinstance(value, list | tuple) else (value,):  # an operation's lists are flat
-                if isinstance(leaf, Elsewhere) and leaf.info.index in self._streaming:
+                if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
                     self._found.add(self._streaming[leaf.info.index])
         return func(*args, **(kwargs or {}))
 

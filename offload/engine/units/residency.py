@@ -35,7 +35,7 @@ _FAILED = "was given to an engine that could not be made: some of its weights ar
 _RETURNED = (
     "was given back by the engine that had it (close(restore=True)): this is what stood for it. Take it from the model."
 )
-_HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
+_HOLDS: weakref.WeakSet[ModelOwnership] = weakref.WeakSet()
 """Of the models that live, those whose weights are not in them."""
 
 
@@ -103,7 +103,7 @@ class Answers(Protocol):
         ...
 
 
-class Hold:
+class ModelOwnership:
     """An engine's hold on a model, from when its weights are taken until they are given back, or for good.
 
     It makes what hangs in the model while the weights are elsewhere, answers who reads there, and every module refuses
@@ -309,7 +309,9 @@ class Hold:
 class Snapshot:
     """The modules and parameters of a model as an engine took them over."""
 
-    def __init__(self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: Hold) -> None:
+    def __init__(
+        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: ModelOwnership
+    ) -> None:
         self._infos, self._units, self._hold = infos, units, hold
         self._names = {module: name for name, module in model.named_modules()}
         self._tree = [(m, tuple(m._modules.items()), tuple(m._parameters)) for m in self._names]

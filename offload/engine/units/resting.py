@@ -45,7 +45,7 @@ def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return torch._C._disabled_torch_function_impl(function, (), args, kwargs)
 
 
-class Elsewhere(torch.Tensor):
+class OffloadedTensor(torch.Tensor):
     """A tensor whose values are elsewhere, and are brought for each operation that needs them.
 
     Shape, dtype, device, strides and whether it takes gradients are right, and cost nothing. It has no memory: who asks
@@ -67,12 +67,12 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only what goes past torch's dispatcher is seen to here.
         kwargs = kwargs or {}
-        if func in _WRITES and isinstance(args[0], Elsewhere):
+        if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
                 args[0].holder.check_look(args[0].info, "set to None")
             else:
                 args[0].holder.refuse_write(args[0].info, _WRITES[func])
-        if func in _ADDRESSES and isinstance(args[0], Elsewhere):
+        if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse_address(args[0].info)
         if func in _HOOKS and args[0].hangs:
             args[0].holder.refuse_hook(args[0].info)
@@ -80,7 +80,7 @@ class Elsewhere(torch.Tensor):
             args[0].holder.check_look(args[0].info, "read")
         if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
             own, made = args
-            if isinstance(own, Elsewhere) and not own.is_same(made):
+            if isinstance(own, OffloadedTensor) and not own.is_same(made):
                 own.holder.refuse_write(own.info, f"become {list(made.shape)} of {made.dtype} on {made.device}")
         if func in _READS:
             args, kwargs = tree_map(_copy, (args, kwargs))
@@ -100,12 +100,12 @@ class Elsewhere(torch.Tensor):
             given = {each.name: value for each, value in zip(arguments, args, strict=False)} | kwargs
             changed = [given.get(each.name) for each in arguments if each.is_write]
             for leaf in tree_leaves(changed):
-                if isinstance(leaf, Elsewhere):
+                if isinstance(leaf, OffloadedTensor):
                     leaf.holder.refuse_write(leaf.info, f"be written to, by {func}", in_place=True)
         found: dict[int, torch.Tensor] = {}
 
         def bring(leaf: Any) -> Any:
-            if not isinstance(leaf, Elsewhere):
+            if not isinstance(leaf, OffloadedTensor):
                 return leaf
             if id(leaf) not in found:
                 found[id(leaf)] = leaf.values()
@@ -127,7 +127,7 @@ class Elsewhere(torch.Tensor):
     def is_same(self, other: torch.Tensor) -> bool:
         """True where another tensor stands for the same values."""
         return (
-            isinstance(other, Elsewhere)
+            isinstance(other, OffloadedTensor)
             and (other.holder, other.info) == (self.holder, self.info)
             and (other.shape, other.stride(), other.dtype) == (self.shape, self.stride(), self.dtype)
         )
@@ -168,7 +168,7 @@ def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder:
     # To torch it is on `meta`, so that another tensor never takes its memory over (`other.data = this`), and says that
     # it is elsewhere.
     made = torch.Tensor._make_wrapper_subclass(
-        Elsewhere,
+        OffloadedTensor,
         like.shape,
         strides=like.stride(),
         storage_offset=like.storage_offset(),
@@ -194,13 +194,13 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return made[0] if isinstance(found, torch.Tensor) else made
 
 
-def _values_of_view(base: Elsewhere, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
+def _values_of_view(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
     made = func(base.values(), *args, **kwargs)
     return made if isinstance(made, torch.Tensor) else made[number]
 
 
 def _copy(leaf: Any) -> Any:
-    return copy.deepcopy(leaf) if isinstance(leaf, Elsewhere) else leaf
+    return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
 
 _LOOK = vars(torch._C.TensorBase)["grad"].__get__

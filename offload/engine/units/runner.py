@@ -18,9 +18,9 @@ from offload.engine.units.activation_offload import Layout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.condition import Moment
-from offload.engine.units.resting import Elsewhere
+from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.engine.units.traits import DepartedError, PartsDifferError, Rows
+from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
@@ -70,8 +70,8 @@ class UnitRunner:
     # -- a use of a unit -------------------------------------------------------------------------------------
 
     def count(self, unit: Unit, arguments: Arguments) -> None:
-        """A unit is called. Raises DepartedError, on all ranks, where the batch is cut in rows and the arguments on one
-        of them cannot be.
+        """A unit is called. Raises UnrecordedCallError, on all ranks, where the batch is cut in rows and the arguments
+        on one of them cannot be.
         """
         self._num_calls[unit.name] = self._num_calls.get(unit.name, 0) + 1
         is_known = unit.recall(arguments.structure) and unit.traits.is_compared
@@ -79,7 +79,7 @@ class UnitRunner:
             # The others would wait for the exchanges of a rank that left the pass by itself, so all of them leave here.
             departs = self._batch is not None and not (is_known and unit.traits.can_cut(arguments, self._batch[0]))
             if self._comm.any(departs, f"how unit {unit.name} is called"):
-                raise DepartedError(is_own=departs)
+                raise UnrecordedCallError(is_own=departs)
 
     def expect_backward(self, unit: Unit) -> None:
         """A use of a unit begins that will have a backward; it ends with `finish`."""
@@ -180,7 +180,7 @@ class UnitRunner:
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over weights on the device, or one that stands for a parameter elsewhere."""
-        return isinstance(tensor, Elsewhere) or self.slots.holds(tensor)
+        return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
 
     def make_live(self, regions: Sequence[Region]) -> dict[int, nn.Parameter]:
         """Return Parameters over the device's copy of `regions`, whose gradients go to the flow as soon as they

@@ -16,7 +16,7 @@ Rows = tuple[int, int, int]
 """A micro-batch: rows [begin, end) of so many."""
 
 
-class DepartedError(Exception):
+class UnrecordedCallError(Exception):
     """A unit was called with arguments of a structure that was not recorded, so that they cannot be cut in rows: on
     this rank (`is_own`) or on another.
     """
@@ -84,7 +84,7 @@ class UnitTraits:
     copied_bytes: int = 0
 
     def copy(self) -> UnitTraits:
-        """Return another page with the same notes."""
+        """Return another variant with the same notes."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     def need_graph(self) -> None:

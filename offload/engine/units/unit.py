@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.engine.units.belongings import NotePlace, note_places
 from offload.engine.units.find import Candidate, Place
-from offload.engine.units.resting import Elsewhere, past_subclasses
+from offload.engine.units.resting import OffloadedTensor, past_subclasses
 from offload.engine.units.traits import UnitTraits
 from offload.errors import ConfigError
 from offload.layout.regions import Region
@@ -54,16 +54,16 @@ class Unit:
         self._own: Callable[..., Any] | None = None  # what hung in the module itself before
 
     def learn(self, structure: Hashable) -> UnitTraits:
-        """Open the page for uses with arguments of this structure, empty or with what earlier passes wrote."""
+        """Open the variant for uses with arguments of this structure, empty or with what earlier passes wrote."""
         self.traits = self.known.setdefault(structure, UnitTraits())
         return self.traits
 
     def recall(self, structure: Hashable) -> bool:
-        """Turn to the page for uses of this structure. Where there is none: what is safe for any use, and False."""
+        """Turn to the variant for uses of this structure. Where there is none: what is safe for any use, and False."""
         found = self.known.get(structure)
         if found is None:
-            buffers = {place for page in self.known.values() for place in page.buffers}
-            needs_graph = any(page.needs_graph for page in self.known.values())
+            buffers = {place for variant in self.known.values() for place in variant.buffers}
+            needs_graph = any(variant.needs_graph for variant in self.known.values())
             self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
             return False
         self.traits = found
@@ -149,7 +149,7 @@ class Unit:
 
     def has(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """True where a Parameter views weights on the device, as those of a unit that stays there do."""
-        return parameter.dtype == dtype and not isinstance(parameter, Elsewhere) and self._slots.holds(parameter)
+        return parameter.dtype == dtype and not isinstance(parameter, OffloadedTensor) and self._slots.holds(parameter)
 
     def drop_gradients(self) -> None:
         """Forget gradients that autograd had made when an exception kept their hooks from taking them."""

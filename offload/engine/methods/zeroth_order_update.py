@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from offload.engine.methods.pending import Pending
-from offload.engine.methods.result import Measured
+from offload.engine.methods.result import ZerothOrderRecord
+from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.layout.regions import Region
 from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
-from offload.optim.update import Estimate, descend_tile
+from offload.optim.update import ZerothOrderStep, descend_tile
 from offload.tiers.due import Work
 from offload.tiers.store import Tile
 
@@ -21,10 +21,10 @@ _BLOCKS = "(blocks)"
 """In the place of a parameter's name, for the key of what chooses blocks."""
 
 
-class Descent:
+class ZerothOrderUpdate:
     """Knows which parameters take part in a step, and moves them against its slopes."""
 
-    def __init__(self, state: EngineState, rule: MeZO, pending: Pending) -> None:
+    def __init__(self, state: EngineState, rule: MeZO, pending: SlotUpdates) -> None:
         self._state, self.rule, self._pending = state, rule, pending
         blocks = [unit for unit in state.units if unit.is_block]
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
@@ -56,7 +56,7 @@ class Descent:
 
     def update(
         self,
-        measured: Measured,
+        measured: ZerothOrderRecord,
         thresholds: dict[int, float],
         rank: Callable[[Region], float],
         go_on: Callable[[], None],
@@ -66,7 +66,7 @@ class Descent:
         have found it; the others are added.
         """
         assert measured.lr is not None
-        estimate = Estimate(measured.step, measured.seed, measured.slopes, measured.lr)
+        estimate = ZerothOrderStep(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed, measured.frozen)
         regions = sorted((self._state.regions[index] for index in touched), key=rank)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
@@ -78,7 +78,7 @@ class Descent:
         self._state.updates.descend(works, go_on)
 
     def _work(
-        self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: Estimate
+        self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: ZerothOrderStep
     ) -> Work:
         state, engine = self._state.store[region], self._state
 
@@ -104,7 +104,7 @@ class Descent:
                         used = state.store.read_here(index).flatten()
                     thresholds[index] = self.rule.threshold(used)
 
-    def replay(self, measured: Measured) -> None:
+    def replay(self, measured: ZerothOrderRecord) -> None:
         """Make the update of a step that was measured once, from the weights that it was measured at. Collective."""
         self.update(measured, {}, lambda region: region.index, partial(self.end_step, measured.step))
 

@@ -10,7 +10,7 @@ from typing import Any
 from offload.config.sections import TrainSection
 
 
-class Standing:
+class RunProgress:
     """Counts from where the run was begun or resumed, which is now.
 
     `num_done`, `num_coarse`: steps of the run, in this process and before. `loss` is of the last step, `eval_loss` of

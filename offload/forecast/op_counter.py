@@ -50,7 +50,7 @@ class UnknownValueError(Exception):
     """A model asks for a value that does not follow from shapes."""
 
 
-class Watch(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts operations of `meta` tensors, and the memory that they would have.
 
     live_bytes: of all tensors that operations have made and somebody still holds. peak_bytes: the most of these since
@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
         self._values: Any = WeakIdKeyDictionary()
 
     @contextmanager
-    def watching(self) -> Iterator[Watch]:
+    def watching(self) -> Iterator[OpCounter]:
         """Within, operations are counted, attention as a fused kernel does it."""
         with ExitStack() as stack:
             stack.enter_context(self)
@@ -171,9 +171,9 @@ class Watch(TorchDispatchMode):
 class _FusedAttention(TorchFunctionMode):
     """Puts an attention that makes no matrix of scores in the place of torch's, which on `meta` makes one."""
 
-    def __init__(self, watch: Watch, fuses_dropout: bool) -> None:
+    def __init__(self, counter: OpCounter, fuses_dropout: bool) -> None:
         super().__init__()
-        self._watch, self._fuses_dropout = watch, fuses_dropout
+        self._counter, self._fuses_dropout = counter, fuses_dropout
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +183,7 @@ class _FusedAttention(TorchFunctionMode):
                 # Kernels skip what is above the diagonal; with a mask they do not know.
                 is_half = given.get("is_causal", False) and given.get("attn_mask") is None
                 tensors = given["query"], given["key"], given["value"]
-                return _Attention.apply(*tensors, self._watch, 0.5 if is_half else 1.0)
+                return _Attention.apply(*tensors, self._counter, 0.5 if is_half else 1.0)
         return func(*args, **kwargs)
 
 
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, watch: Watch, share: float
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counter: OpCounter, share: float
     ) -> Any:
         batch, heads, tokens, _ = query.shape
         if value.shape[-1] == query.shape[-1]:
@@ -210,10 +210,10 @@ class _Attention(torch.autograd.Function):
             result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, sums)
-        ctx.watch, ctx.share = watch, share
+        ctx.counter, ctx.share = counter, share
         shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
         ctx.shapes = shapes
-        watch.count(share * sdpa_flop_count(*shapes), sum(map(_touched_bytes, (query, key, value, result))))
+        counter.count(share * sdpa_flop_count(*shapes), sum(map(_touched_bytes, (query, key, value, result))))
         return result
 
     @staticmethod
@@ -221,7 +221,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, result, _ = ctx.saved_tensors
         found = [torch.empty_like(tensor) for tensor in (query, key, value)]
         flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
-        ctx.watch.count(flops, sum(map(_touched_bytes, (query, key, value, result, gradient, *found))))
+        ctx.counter.count(flops, sum(map(_touched_bytes, (query, key, value, result, gradient, *found))))
         return (*found, None, None)
 
 

@@ -16,7 +16,7 @@ from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
 
-class Pending:
+class SlotUpdates:
     """What a step puts off until the next one comes to its weights, so that these go up once and down once a step (ZO2,
     arXiv:2503.12668). Who reads the states before that has it made on the host: each update is made once,
     by whoever comes first, and has the same bits. What has gone down belongs to the step before: a step that is given

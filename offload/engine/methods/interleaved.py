@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.methods.pending import Pending
 from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver, received
 from offload.engine.units.call import Surroundings
@@ -20,20 +20,20 @@ from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
 
 
-class SideBySide:
+class InterleavedForwards:
     """Runs a function that calls the model several times at once: each pass goes on to the end of its next unit, then
     the other passes do (ZO2, arXiv:2503.12668, on modules as they are). All of them draw the same random
     numbers, and none sees what another's code has noted in modules above the units.
     """
 
-    def __init__(self, state: EngineState, pending: Pending, perturbed: Perturbed) -> None:
+    def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: Perturbed) -> None:
         self._state, self._pending, self._perturbed = state, pending, perturbed
         self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
         self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
-        self._kept: dict[int, _Standing] = {}
-        self._begin: _Standing | None = None
-        self._last: _Standing | None = None  # what was last put back
+        self._kept: dict[int, _PassState] = {}
+        self._begin: _PassState | None = None
+        self._last: _PassState | None = None  # what was last put back
         self._open: Unit | None = None  # whose weights are up
         self._have_run: set[int] = set()
         self._num_passes = 0
@@ -45,7 +45,7 @@ class SideBySide:
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
         self._above = [module for module in state.model.modules() if module not in inside]
         self._num_passes, self._open, self._kept = num_passes, None, {}
-        self._begin = self._last = _Standing(state, self._above)
+        self._begin = self._last = _PassState(state, self._above)
         passes = [self._pass(function) for _ in range(num_passes)]
         with state.router.diverted(self._call), self._residents_moved():
             try:
@@ -134,18 +134,18 @@ class SideBySide:
     def _switched(self, leaves: int, comes: int) -> None:
         """Another pass has its turn: all is as it was when it had it last."""
         assert self._begin is not None
-        self._kept[leaves] = _Standing(self._state, self._above, self._last)
+        self._kept[leaves] = _PassState(self._state, self._above, self._last)
         self._last = self._kept.get(comes, self._begin)
         self._last.put_back(self._kept[leaves])
         self._move_residents(comes)
 
 
-class _Standing:
+class _PassState:
     """What a pass has of its own between two of its turns: generators, micro-batches, and attributes of modules, in
     which its code makes notes. (Hooks that it has registered are everybody's, and so are flags that say so.)
     """
 
-    def __init__(self, state: EngineState, modules: list[nn.Module], last: _Standing | None = None) -> None:
+    def __init__(self, state: EngineState, modules: list[nn.Module], last: _PassState | None = None) -> None:
         """`last`: what was put back last, of which most is unchanged."""
         self._state = state
         self._random = state.device.random_state()
@@ -154,7 +154,7 @@ class _Standing:
         is_same = last is not None and last._attributes.are_as_then
         self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
 
-    def put_back(self, now: _Standing) -> None:
+    def put_back(self, now: _PassState) -> None:
         """All is as it was. `now`: how it is."""
         state = self._state
         state.device.set_random_state(self._random)

@@ -101,7 +101,7 @@ class _Peer:
         return [json.loads(line) for line in lines], stands
 
 
-class Watch:
+class Watchdog:
     """This rank's ear for the others.
 
     `look` returns where this rank is, in each of the two rows of exchanges. `listeners` are called with the error, by a

@@ -146,8 +146,8 @@ class Verdict:
         }
 
 
-class SideBySide:
-    """`SideBySide(config, steps, ...).verdict()` compares the first steps of the run of a configuration, from its
+class ParityCheck:
+    """`ParityCheck(config, steps, ...).verdict()` compares the first steps of the run of a configuration, from its
     initial weights on. Collective: over several ranks the resident side is rank 0's.
 
     same_order: the resident side sums in the engine's order where it can. say: prints a line, on rank 0.

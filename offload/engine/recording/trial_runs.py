@@ -51,7 +51,7 @@ class Found:
     form: BatchForm
 
 
-class Rehearsal:
+class TrialRuns:
     """Runs the recording passes, and those that try out the loss and the head. `rows`: what of batches has rows, where
     that is told. `cuts`: batches may have to be cut in these, or are parts of one.
 
@@ -101,15 +101,15 @@ class Rehearsal:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
-        teller = self._choose_teller(batch, loss_fn, departed)
-        form = self._record_batch(batch, loss_fn, teller, departed is not None)
-        rule, head = self._try_loss(batch, loss_fn, form, teller, departed is not None)
+        leader = self._choose_leader(batch, loss_fn, departed)
+        form = self._record_batch(batch, loss_fn, leader, departed is not None)
+        rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # the next batch may tell
             return replace(facts, form=form)
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
         found = Found(rule, head, form)
-        if self._told(teller, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
+        if self._told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
         return replace(facts, **vars(found))
@@ -124,8 +124,8 @@ class Rehearsal:
         """
         sample, self._sample_left = self._sample_left, None
         if sample is None:
-            teller = self._choose_teller(facts.batch, facts.loss_fn, None)
-            sample = self._samples(facts.batch, facts.form, teller, whole=False)[0]
+            leader = self._choose_leader(facts.batch, facts.loss_fn, None)
+            sample = self._samples(facts.batch, facts.form, leader, whole=False)[0]
         return sample
 
     def samples_of_call(
@@ -146,17 +146,17 @@ class Rehearsal:
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
         return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
 
-    def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, teller: int, again: bool) -> BatchForm:
+    def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, leader: int, again: bool) -> BatchForm:
         """Record on a few rows of a batch, or where that cannot be on all of it; return the form in which it was."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
-        is_plain = self._told(teller, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
+        is_plain = self._told(leader, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
         form, known = self.form_of(batch), self._found.get(signature)
         form = replace(form, obstacle=known.form.obstacle) if known is not None else form
-        told = self._told(teller, lambda: replace(form, owners={}))  # whose functions are the caller's
-        form = form if self._state.comm.rank == teller else told
+        told = self._told(leader, lambda: replace(form, owners={}))  # whose functions are the caller's
+        form = form if self._state.comm.rank == leader else told
         self._alike.pop(signature, None)
         if not form.is_whole:
-            samples = self._samples(batch, form, teller, again)
+            samples = self._samples(batch, form, leader, again)
             self._sample_left, alike = samples[0], form.alike(samples[-1], form.axes)
             if len(alike) == len(form.axes) or (self._cuts and not is_plain):
                 self._alike[signature] = alike
@@ -174,7 +174,7 @@ class Rehearsal:
             obstacle = f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
             form = replace(form, obstacle=obstacle)
         self._alike.pop(signature, None)
-        samples = self._samples(batch, form, teller, again)
+        samples = self._samples(batch, form, leader, again)
         self._sample_left = samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
@@ -191,26 +191,26 @@ class Rehearsal:
     def _record_on(
         self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[Sequence[Batch]]
     ) -> None:
-        known = [(unit, {key: page.copy() for key, page in unit.known.items()}) for unit in self._state.units]
+        known = [(unit, {key: variant.copy() for key, variant in unit.known.items()}) for unit in self._state.units]
         try:
             for samples in variants:
                 run = partial(run_loss, self._model, has_gradient=self._has_backward)
                 runs = [partial(run, sample, loss_fn) for sample in samples]
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # what was learned of no batch
-            for unit, pages in known:
+            for unit, before in known:
                 unit.known.clear()
-                unit.known.update(pages)
+                unit.known.update(before)
             raise
 
     def _try_loss(
-        self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, teller: int, again: bool
+        self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, again: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
         head = None
-        probe = self._probe(form, self._samples(batch, form, teller, again)[0])
+        probe = self._probe(form, self._samples(batch, form, leader, again)[0])
         with (
             self._unseen(),
             in_eval_mode(self._model),
@@ -352,7 +352,7 @@ class Rehearsal:
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
-    def _choose_teller(self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None) -> int:
+    def _choose_leader(self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None) -> int:
         """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
         or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
         padding.
@@ -366,25 +366,25 @@ class Rehearsal:
         worth = bool(departed), self.is_new(batch, loss_fn), min(check_batch(batch), max(_ROWS)), padding, -comm.rank
         return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
-    def _samples(self, batch: Batch, form: BatchForm, teller: int, whole: bool) -> list[Batch]:
+    def _samples(self, batch: Batch, form: BatchForm, leader: int, whole: bool) -> list[Batch]:
         """Return what to record on: the same on all ranks."""
         if form.is_whole:
-            return [self._shared(teller, lambda: _cut_off(batch))] * len(_ROWS)
-        return [self._shared(teller, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
+            return [self._shared(leader, lambda: _cut_off(batch))] * len(_ROWS)
+        return [self._shared(leader, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
 
-    def _shared(self, teller: int, make: Callable[[], Batch]) -> Batch:
+    def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
         """Return the batch that one rank makes."""
         if self._state.comm.size == 1:
             return make()
-        host = self._told(teller, lambda: map_tensors(torch.Tensor.cpu, make()))
+        host = self._told(leader, lambda: map_tensors(torch.Tensor.cpu, make()))
         return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
 
-    def _told(self, teller: int, make: Callable[[], _Made]) -> _Made:
+    def _told(self, leader: int, make: Callable[[], _Made]) -> _Made:
         """Return what one rank makes, which all have to go by."""
         comm = self._state.comm
         if comm.size == 1:
             return make()
-        found = comm.gather_objects(make() if comm.rank == teller else None, "what to record on")[teller]
+        found = comm.gather_objects(make() if comm.rank == leader else None, "what to record on")[leader]
         return cast(_Made, found)
 
     def _variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
