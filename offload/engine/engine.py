@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import xxhash
 from torch import nn
 
-from offload.checkpoint.reader import Reader
 from offload.config.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from offload.distributed.outcome import as_one
 from offload.engine.assemble import assemble
-from offload.engine.checkpoints import Saving, check_contents, load_states
-from offload.engine.exporting import export_model
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
 from offload.engine.reading import Reading
+from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_compiled, refuse_copy, refuse_held, refuse_sparse
-from offload.errors import ConfigError, nearest
-from offload.hf.safetensors_file import reader
+from offload.errors import ConfigError
 from offload.hf.sources import Fill
-from offload.hf.write import SHARD_BYTES
-from offload.layout.regions import ParameterInfo
 from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings, with_settings
@@ -43,13 +33,8 @@ from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import Span
 from offload.tiers.placement import Placement
 
-_Json = Mapping[str, Any] | None
-_Files = Mapping[str, bytes] | None
-_MARKED = 4096
-"""Elements of each parameter by which weights are told from others."""
 
-
-class Engine:
+class Engine(StateAccess):
     """Trains `model` with its states on the tiers that `placement` says; the other keywords are the fields of
     `Settings`, which may also be given as one.
 
@@ -101,16 +86,6 @@ class Engine:
         self._own_loop = OwnLoop(self._state, self._steps)
         self._reading = Reading(self._state, self.counters, self._own_loop)
         self._recovery.also(self._steps.trial_runs.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
-
-    def _settle(self, operation: str) -> None:
-        """Let every update that is on its way arrive, before the host reads the states. Collective."""
-        self._recovery.check_usable()
-        agree_on_pass(self.comm, operation)
-        with self._recovery.working():
-            self._state.updates.flush()
-            self._state.lanes.drain_updates()
-            if self.comm.size > 1:
-                self._state.lanes.finish()
 
     def stay(self) -> None:
         """Live as long as the model, although nobody may refer to the engine; `engine_of` finds it."""
@@ -309,186 +284,6 @@ class Engine:
         """
         self._recovery.check_open()
         return self._steps.resolve_clip(tokens)
-
-    # -- states ----------------------------------------------------------------------------------------------
-
-    def named_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield fresh fp32 CPU copies of the master weights under the model's names, in torch's order, tied names
-        once; all of them, or those that were not frozen at `Engine()`. Collective: all ranks ask for all of them.
-        """
-        self._settle("named_parameters")
-        for info in self._state.infos:
-            if trained_only and not info.trainable:
-                continue
-            if self.comm.size > 1:  # a step may have been made since the last one was asked for
-                self._state.lanes.finish()
-            with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.read(info.index)
-            yield info.name, value
-
-    def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters to be changed in place, for merges, resets and averages:
-
-            for name, value in engine.edit():
-                value.mul_(0.5)
-
-        Each is an fp32 copy of the master weights on the CPU, in its shape, and is written back when the loop goes on.
-        Moments stay as they are. Collective: all ranks ask for the same, and those of rank 0 are written.
-
-        names: of the parameters, as `named_parameters` has them; None for all.
-
-        Raises ConfigError for a name that there is none of, and for values that are not finite, which are not written.
-        """
-        infos = {info.name: info for info in self._state.infos}
-        wanted = list(infos if names is None else names)
-        unknown = next((name for name in wanted if name not in infos), None)
-        if unknown is not None:
-            raise ConfigError(f"engine.edit was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
-        self._own_loop.refuse_middle("engine.edit")
-        self._settle(f"edit({', '.join(wanted)})")
-        self.catch_up()
-        return self._edited([infos[name] for name in wanted])
-
-    def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter, and write it back. Between two of them anything may be called: nothing is stale."""
-        state = self._state
-        for info in infos:
-            self._settle(f"edit of {info.name}")
-            with self._recovery.working(), self.counters.unchanged():
-                value = state.store.read(info.index)
-            yield info.name, value
-            self._settle(f"edit of {info.name}")
-            if num_wrong := value.numel() - int(value.isfinite().sum()):
-                raise ConfigError(
-                    f"engine.edit was left {num_wrong} of {value.numel()} values of {info.name} that are not finite; "
-                    "they were not written."
-                )
-            with self._recovery.working(), self.counters.unchanged():
-                state.store.write(info.index, reader(value), value.dtype, source=0)
-                state.lanes.drain_updates()  # a disk that fails is found out here
-                state.weights_changed(region for region in state.regions if info.index in region.parameters)
-
-    def weights_mark(self) -> str:
-        """Return 16 hexadecimal digits that tell the weights from others: of each parameter the name, and the first
-        few thousand of its fp32 master weights. Collective.
-        """
-        self._settle("weights_mark")
-        found = xxhash.xxh64()
-        for info in self._state.infos:
-            if self.comm.size > 1:
-                self._state.lanes.finish()
-            with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.read_range(info.index, 0, min(info.numel, _MARKED))
-            found.update(info.name.encode())
-            found.update(value.numpy().tobytes())
-        return found.hexdigest()
-
-    @property
-    def allocations(self) -> list[tuple[str, str, int]]:
-        """Return what is held: (tier, name, bytes)."""
-        if self._recovery.is_idle:
-            with self._recovery.working():
-                self._state.runner.collect()
-        ledgers = (self._state.device.ledger, self._state.host, self._state.nvme_ledger)
-        return [(ledger.tier, name, size) for ledger in ledgers for name, size in ledger.allocations.items()]
-
-    def export(
-        self,
-        path: str | Path,
-        dtype: torch.dtype | None = None,
-        shard_bytes: int = SHARD_BYTES,
-        files: Mapping[str, bytes] | None = None,
-        replace: bool = False,
-    ) -> None:
-        """Write the model as a Hugging Face folder: configuration, as it was given, and safetensors, piece by piece.
-        Collective; rank 0 writes. The folder is there whole, or not at all.
-
-        dtype: None for that in which the device uses each weight; float32 gives the master weights, bit for bit.
-        shard_bytes: of a file of weights at most. files: rank 0's, by name, go with it, such as those of its
-        tokenizer. replace: an earlier export gives way.
-
-        Raises, on all ranks, ConfigError or DiskError.
-        """
-        self._recovery.check_open()
-        self._state.snapshot.check(trains=False)
-        self._settle("export")
-        with self._recovery.working(), self.counters.unchanged():
-            export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace)
-
-    def save_checkpoint(
-        self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
-    ) -> None:
-        """Write all states to a folder, from which any number of ranks with any placement can go on. Collective. What
-        was there before stays until the new one is complete; `meta` (for JSON) is given back by `load_checkpoint`, and
-        `files` (rank 0's, by name) lie beside the model's configuration, such as those of its tokenizer. With
-        `trained_only` it lacks what was frozen at `Engine()`, and only an engine that has the same there can load it.
-
-        Raises, on all ranks, DiskError or ConfigError, after which training can go on.
-        """
-        how = {"copies": False, "trained_only": trained_only}
-        with self._saving("save_checkpoint", path, meta, files, **how) as saving, self._recovery.working():
-            saving.finish()
-
-    def begin_checkpoint(self, path: str | Path, meta: _Json = None, files: _Files = None) -> Saving:
-        """Begin what `save_checkpoint` does: all states are copied into host memory that is left over (of the budget,
-        or half of what is free without one), and are on their way to the disk when this returns. What has no room there
-        is waited for. Steps may follow; the checkpoint is there once `finish` of what this returns has returned, which
-        is collective as well, and comes before `close`. It `is_done` (on this rank) when `finish` need not wait;
-        `abort` gives it up.
-
-        Raises as `save_checkpoint`; what the disk refuses later is raised by `finish`, on all ranks.
-        """
-        return self._saving("begin_checkpoint", path, meta, files, copies=True)
-
-    def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
-        self._own_loop.refuse_middle(f"engine.{name}")
-        self._settle(name)
-        with self._recovery.working(), self.counters.unchanged():
-            return Saving(self._state, Path(path), self._steps.decided, meta or {}, files, **how)
-
-    def load_checkpoint(self, path: str | Path, *, reset: bool = False) -> dict[str, Any]:
-        """Take all states from a folder that `save_checkpoint` wrote; return its meta. Collective. A torn engine is
-        sound again. With `reset` the states of an update rule that is not this engine's, or of another width, are left
-        out: this one's begin anew.
-
-        Raises:
-            CheckpointError: on all ranks; the folder is damaged. Where its data are, the engine is torn.
-            ConfigError: on all ranks; it is another model's, or, without `reset`, another rule's.
-        """
-        self._recovery.check_open()
-        agree_on_pass(self.comm, "load_checkpoint")
-        self._recovery.recover()
-        self._state.lanes.finish()
-        with self._recovery.working(), ExitStack() as opened:
-            opened.enter_context(self.counters.unchanged())
-            with as_one(self.comm, "opening of the checkpoint"):
-                reader = opened.enter_context(Reader(Path(path)))
-                anew = check_contents(self._state, reader, may_reset=reset)
-            if anew and self.comm.rank == 0:
-                warnings.warn(f"{path} holds the states of another update rule: this one's begin anew.", stacklevel=2)
-            self._recovery.tear(f"{path} was read in part")
-            self._steps.method.forget()
-            self._state.store.forgive()
-            self._state.lanes.forget_failures()
-            with as_one(self.comm, "reading of the checkpoint"):
-                decided, meta = load_states(self._state, reader, anew=anew)
-                self._state.lanes.drain_updates()  # what fails on its way to the disk fails the load
-            self._state.weights_changed()
-            self._state.slots.settle()
-        self._steps.decide_again(decided)
-        self._state.lanes.settle()
-        self._recovery.mend()
-        self._own_loop.forget()
-        return meta
-
-    def catch_up(self) -> None:
-        """Let what is computed next see the newest weights. It is for the end of a run whose updates come late: between
-        its steps an evaluation sees the weights that the next step would compute with. Collective.
-        """
-        self._settle("catch_up")
-        with self._recovery.working(), self.counters.unchanged():
-            self._state.updates.catch_up()
-            self._state.weights_changed()
 
     @property
     def closed(self) -> bool:

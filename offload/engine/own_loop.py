@@ -124,7 +124,7 @@ class OwnLoop:
             self._steps.require_backward()
             trial_runs.forget_other_modes()
             if agree_on_pass(state.comm, "own loop", is_new=partial(trial_runs.is_new_call, args, kwargs)).is_new:
-                samples = trial_runs.samples_of_call(args, kwargs)
+                samples = trial_runs.samples.of_call(args, kwargs)
                 trial_runs.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
             self._open_step()
 

@@ -210,7 +210,9 @@ class Steps:
             goes_on = is_recorded and departed is None and self.judging.goes_on(facts)
             if not goes_on and (is_recorded or (facts.trains and not self.judging.knows(facts))):
                 self._judge(facts)
-                facts = replace(facts, form=self.trial_runs.form_of(facts.batch))  # the trial was of another rank's
+                facts = replace(
+                    facts, form=self.trial_runs.samples.form_of(facts.batch)
+                )  # the trial was of another rank's
             self.trial_runs.end()
         return facts
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import walk_tb
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,13 +21,13 @@ from offload.engine.loss.batch import (
     describe,
     has_equal_rows,
     is_token_batch,
-    map_tensors,
     pattern,
 )
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.facts import BatchFacts
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
+from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.recording.start import Start
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
@@ -35,11 +35,8 @@ from offload.errors import ConfigError, OffloadError
 from offload.hf.models import in_eval_mode
 from offload.telemetry.counters import Counters
 
-_ROWS = (2, 3)
-_TOKENS = 16
-_FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
-_MOST_CHOICES = 4  # values of an int that are recorded; one that has more counts something, and chooses nothing
 _Made = TypeVar("_Made")
+_MOST_CHOICES = 4  # values of an int that are recorded; one that has more counts something, and chooses nothing
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class TrialRuns:
     def __init__(
         self, state: EngineState, counters: Counters, rows: Rows | None, cuts: bool, has_backward: bool
     ) -> None:
-        self._has_backward, self._rows = has_backward, rows
+        self._has_backward, self.samples = has_backward, Samples(state, rows)
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
         self._roots: Mapping[str, Any] = {}  # what the model is called with
@@ -77,15 +74,11 @@ class TrialRuns:
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def form_of(self, batch: Batch) -> BatchForm:
-        """Return how a batch is cut in rows. Raises ConfigError."""
-        return BatchForm.of(batch, self._rows)
-
     def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
         """True where this kind of batch, its loss and the configuration were not recorded yet; or on rows that were the
         same by what tells them apart now, so that it did not show whether units and the batch itself may be cut.
         """
-        signature, form = self._signature(batch, loss_fn), self.form_of(batch)
+        signature, form = self._signature(batch, loss_fn), self.samples.form_of(batch)
         if signature not in self._found or self._is_new(signature, _ints((), batch)):
             return True
         alike = self._alike.get(signature, set())
@@ -101,7 +94,7 @@ class TrialRuns:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
-        leader = self._choose_leader(batch, loss_fn, departed)
+        leader = self.samples.choose_leader(batch, self.is_new(batch, loss_fn), departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # the next batch may tell
@@ -109,7 +102,7 @@ class TrialRuns:
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
         found = Found(rule, head, form)
-        if self._told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
+        if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
         return replace(facts, **vars(found))
@@ -124,24 +117,9 @@ class TrialRuns:
         """
         sample, self._sample_left = self._sample_left, None
         if sample is None:
-            leader = self._choose_leader(facts.batch, facts.loss_fn, None)
-            sample = self._samples(facts.batch, facts.form, leader, whole=False)[0]
+            leader = self.samples.choose_leader(facts.batch, self.is_new(facts.batch, facts.loss_fn), None)
+            sample = self.samples.take(facts.batch, facts.form, leader, whole=False)[0]
         return sample
-
-    def samples_of_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
-        """Return on what a call of an own loop is judged: on a few rows of its arguments, where these look like a
-        batch, or else on all of them.
-        """
-        whole = args, kwargs
-        try:
-            batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-            sample = self._sample(batch, BatchForm.of(batch), min(_ROWS), whole=False)
-        except (ConfigError, IndexError):
-            return [whole]
-        named = {key: value for key, value in sample.items() if key in kwargs}
-        return [([sample[str(number)] for number in range(len(args))], named), whole]
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
         return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
@@ -149,19 +127,19 @@ class TrialRuns:
     def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, leader: int, again: bool) -> BatchForm:
         """Record on a few rows of a batch, or where that cannot be on all of it; return the form in which it was."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
-        is_plain = self._told(leader, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
-        form, known = self.form_of(batch), self._found.get(signature)
+        is_plain = self.samples.told(leader, lambda: is_token_batch(batch, rows))  # and has such rows as it seems
+        form, known = self.samples.form_of(batch), self._found.get(signature)
         form = replace(form, obstacle=known.form.obstacle) if known is not None else form
-        told = self._told(leader, lambda: replace(form, owners={}))  # whose functions are the caller's
+        told = self.samples.told(leader, lambda: replace(form, owners={}))  # whose functions are the caller's
         form = form if self._state.comm.rank == leader else told
         self._alike.pop(signature, None)
         if not form.is_whole:
-            samples = self._samples(batch, form, leader, again)
+            samples = self.samples.take(batch, form, leader, again)
             self._sample_left, alike = samples[0], form.alike(samples[-1], form.axes)
             if len(alike) == len(form.axes) or (self._cuts and not is_plain):
                 self._alike[signature] = alike
             try:
-                self._record_on(_ROWS, loss_fn, [samples] if again else self._variants(form, samples))
+                self._record_on(ROWS, loss_fn, [samples] if again else self.samples.variants(form, samples))
                 return form
             except (OffloadError, torch.OutOfMemoryError):
                 raise
@@ -171,10 +149,10 @@ class TrialRuns:
                 self.forget_traffic()
                 self._state.runner.fail(False)
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"tried on {' and '.join(map(str, _ROWS))} rows, the model says: {why}"
+            obstacle = f"tried on {' and '.join(map(str, ROWS))} rows, the model says: {why}"
             form = replace(form, obstacle=obstacle)
         self._alike.pop(signature, None)
-        samples = self._samples(batch, form, leader, again)
+        samples = self.samples.take(batch, form, leader, again)
         self._sample_left = samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
@@ -210,7 +188,7 @@ class TrialRuns:
             return self._model(**select_inputs(self._model, inputs, loss_fn is not None), **extra)
 
         head = None
-        probe = self._probe(form, self._samples(batch, form, leader, again)[0])
+        probe = self.samples.probe(form, self.samples.take(batch, form, leader, again)[0])
         with (
             self._unseen(),
             in_eval_mode(self._model),
@@ -319,89 +297,6 @@ class TrialRuns:
             (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
         )
 
-    def _sample(self, batch: Batch, form: BatchForm, rows: int, whole: bool) -> Batch:
-        """Return a few rows of a batch, repeated where it has too few: those with most padding first, and then those
-        that differ from the first in most; of token batches, a few tokens, or all with `whole`.
-        """
-        mask = _padding_mask(form, batch)
-        first = 0 if mask is None else int(mask.sum(1).argmin())
-        differing = form.differing(batch, first)
-        others = differing.argsort(stable=True, descending=True)
-        order = [first, *(row for row in others.tolist() if row != first)]
-        numbers = [order[number % len(order)] for number in range(rows)]
-        sample = form.take(batch, torch.tensor(numbers, device="cpu"))
-        if not whole and self._is_text(form, batch):
-            sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
-        return _cut_off(sample)
-
-    def _probe(self, form: BatchForm, sample: Batch) -> Batch:
-        """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
-        if not self._is_text(form, sample):
-            return sample
-        length = next(iter(sample.values())).shape[1]
-        columns = torch.arange(min(max(length, _FEWEST_COLUMNS), _TOKENS)) % length
-        return {
-            key: torch.ones_like(value[:, columns]) if key == "attention_mask" else value[:, columns]
-            for key, value in sample.items()
-        }
-
-    def _is_text(self, form: BatchForm, batch: Batch) -> bool:
-        """True where all of a batch is [rows, tokens]."""
-        if not hasattr(self._model, "config") or form.is_whole or not form.is_rows_of(batch):
-            return False
-        shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
-        return len(shapes) == 1 and len(next(iter(shapes))) == 2
-
-    def _choose_leader(self, batch: Batch, loss_fn: LossFunction | None, departed: bool | None) -> int:
-        """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
-        or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
-        padding.
-        """
-        comm = self._state.comm
-        if comm.size == 1:
-            return 0
-        form = self.form_of(batch)
-        mask = _padding_mask(form, self._sample(batch, form, max(_ROWS), departed is not None))
-        padding = 0 if mask is None else int((mask == 0).sum())
-        worth = bool(departed), self.is_new(batch, loss_fn), min(check_batch(batch), max(_ROWS)), padding, -comm.rank
-        return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
-
-    def _samples(self, batch: Batch, form: BatchForm, leader: int, whole: bool) -> list[Batch]:
-        """Return what to record on: the same on all ranks."""
-        if form.is_whole:
-            return [self._shared(leader, lambda: _cut_off(batch))] * len(_ROWS)
-        return [self._shared(leader, partial(self._sample, batch, form, rows, whole)) for rows in _ROWS]
-
-    def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
-        """Return the batch that one rank makes."""
-        if self._state.comm.size == 1:
-            return make()
-        host = self._told(leader, lambda: map_tensors(torch.Tensor.cpu, make()))
-        return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
-
-    def _told(self, leader: int, make: Callable[[], _Made]) -> _Made:
-        """Return what one rank makes, which all have to go by."""
-        comm = self._state.comm
-        if comm.size == 1:
-            return make()
-        found = comm.gather_objects(make() if comm.rank == leader else None, "what to record on")[leader]
-        return cast(_Made, found)
-
-    def _variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
-        """Return samples without and with padding where there are several ranks: later batches may have some on one of
-        them alone, and the model may then leave the mask out on the others.
-        """
-        mask = _padding_mask(form, samples[0])
-        if self._state.comm.size == 1 or mask is None:
-            return [samples]
-        variants: list[list[Batch]] = []
-        for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):
-            masks = [torch.ones_like(sample["attention_mask"]) for sample in samples]
-            for each in masks:
-                each[:1, each.shape[1] - num_padded :] = 0
-            variants.append([{**s, "attention_mask": m} for s, m in zip(samples, masks, strict=True)])
-        return variants
-
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes, (rows, run) by (rows, run), each compared with the one before."""
         before: Recording | None = None
@@ -448,11 +343,6 @@ class TrialRuns:
         return Start(self._state, {"": self._model, **self._roots}).unseen()
 
 
-def _cut_off(batch: Batch) -> Batch:
-    """Return a batch whose tensors hang on no graph of the caller's, in which a trial would leave gradients."""
-    return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
-
-
 def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
     """Return the numbers among arguments, by position or name."""
     given = [*enumerate(args), *kwargs.items()]
@@ -480,12 +370,6 @@ def _is_raised_in(function: Any, error: Exception) -> bool:
         function = function.func
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
     return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
-
-
-def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:
-    """Return what says which tokens of a batch [rows, tokens] are none."""
-    mask = batch.get("attention_mask")
-    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0 else None
 
 
 def _num_axes(value: Any) -> int | str:

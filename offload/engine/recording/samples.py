@@ -1,0 +1,136 @@
+"""The rows of a batch on which a model is recorded and judged: few, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+
+from offload.engine.loss.batch import Batch, BatchForm, Rows, check_batch, map_tensors
+from offload.engine.state import EngineState
+from offload.errors import ConfigError
+
+ROWS = (2, 3)
+_TOKENS = 16
+_FEWEST_COLUMNS = 4  # that show whether a loss shifts, and adds up over chunks
+_Made = TypeVar("_Made")
+
+
+class Samples:
+    """Takes samples of batches. `rows`: what of batches has rows, where that is told."""
+
+    def __init__(self, state: EngineState, rows: Rows | None) -> None:
+        self._state, self._rows = state, rows
+
+    def form_of(self, batch: Batch) -> BatchForm:
+        """Return how a batch is cut in rows. Raises ConfigError."""
+        return BatchForm.of(batch, self._rows)
+
+    def _few(self, batch: Batch, form: BatchForm, rows: int, whole: bool) -> Batch:
+        """Return a few rows of a batch, repeated where it has too few: those with most padding first, and then those
+        that differ from the first in most; of token batches, a few tokens, or all with `whole`.
+        """
+        mask = _padding_mask(form, batch)
+        first = 0 if mask is None else int(mask.sum(1).argmin())
+        differing = form.differing(batch, first)
+        others = differing.argsort(stable=True, descending=True)
+        order = [first, *(row for row in others.tolist() if row != first)]
+        numbers = [order[number % len(order)] for number in range(rows)]
+        sample = form.take(batch, torch.tensor(numbers, device="cpu"))
+        if not whole and self._is_text(form, batch):
+            sample = {key: value[:, :_TOKENS].contiguous() for key, value in sample.items()}
+        return _cut_off(sample)
+
+    def probe(self, form: BatchForm, sample: Batch) -> Batch:
+        """Return a sample on which a loss is tried: with a few columns, however many the batch has, and no padding."""
+        if not self._is_text(form, sample):
+            return sample
+        length = next(iter(sample.values())).shape[1]
+        columns = torch.arange(min(max(length, _FEWEST_COLUMNS), _TOKENS)) % length
+        return {
+            key: torch.ones_like(value[:, columns]) if key == "attention_mask" else value[:, columns]
+            for key, value in sample.items()
+        }
+
+    def _is_text(self, form: BatchForm, batch: Batch) -> bool:
+        """True where all of a batch is [rows, tokens]."""
+        if not hasattr(self._state.model, "config") or form.is_whole or not form.is_rows_of(batch):
+            return False
+        shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
+        return len(shapes) == 1 and len(next(iter(shapes))) == 2
+
+    def choose_leader(self, batch: Batch, is_new: bool, departed: bool | None) -> int:
+        """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
+        or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
+        padding.
+        """
+        comm = self._state.comm
+        if comm.size == 1:
+            return 0
+        form = self.form_of(batch)
+        mask = _padding_mask(form, self._few(batch, form, max(ROWS), departed is not None))
+        padding = 0 if mask is None else int((mask == 0).sum())
+        worth = bool(departed), is_new, min(check_batch(batch), max(ROWS)), padding, -comm.rank
+        return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
+
+    def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool) -> list[Batch]:
+        """Return what to record on: the same on all ranks."""
+        if form.is_whole:
+            return [self._shared(leader, lambda: _cut_off(batch))] * len(ROWS)
+        return [self._shared(leader, partial(self._few, batch, form, rows, whole)) for rows in ROWS]
+
+    def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
+        """Return the batch that one rank makes."""
+        if self._state.comm.size == 1:
+            return make()
+        host = self.told(leader, lambda: map_tensors(torch.Tensor.cpu, make()))
+        return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
+
+    def told(self, leader: int, make: Callable[[], _Made]) -> _Made:
+        """Return what one rank makes, which all have to go by."""
+        comm = self._state.comm
+        if comm.size == 1:
+            return make()
+        found = comm.gather_objects(make() if comm.rank == leader else None, "what to record on")[leader]
+        return cast(_Made, found)
+
+    def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
+        """Return samples without and with padding where there are several ranks: later batches may have some on one of
+        them alone, and the model may then leave the mask out on the others.
+        """
+        mask = _padding_mask(form, samples[0])
+        if self._state.comm.size == 1 or mask is None:
+            return [samples]
+        variants: list[list[Batch]] = []
+        for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):
+            masks = [torch.ones_like(sample["attention_mask"]) for sample in samples]
+            for each in masks:
+                each[:1, each.shape[1] - num_padded :] = 0
+            variants.append([{**s, "attention_mask": m} for s, m in zip(samples, masks, strict=True)])
+        return variants
+
+    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+        """Return on what a call of an own loop is judged: on a few rows of its arguments, where these look like a
+        batch, or else on all of them.
+        """
+        whole = args, kwargs
+        try:
+            batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+            sample = self._few(batch, BatchForm.of(batch), min(ROWS), whole=False)
+        except (ConfigError, IndexError):
+            return [whole]
+        named = {key: value for key, value in sample.items() if key in kwargs}
+        return [([sample[str(number)] for number in range(len(args))], named), whole]
+
+
+def _cut_off(batch: Batch) -> Batch:
+    """Return a batch whose tensors hang on no graph of the caller's, in which a trial would leave gradients."""
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
+
+
+def _padding_mask(form: BatchForm, batch: Batch) -> torch.Tensor | None:
+    """Return what says which tokens of a batch [rows, tokens] are none."""
+    mask = batch.get("attention_mask")
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 and form.axes.get("attention_mask") == 0 else None
