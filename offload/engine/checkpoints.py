@@ -32,7 +32,7 @@ from offload.layout.planes import MASTER, STALE
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
-from offload.tiers.store import RegionState, Tile
+from offload.tiers.tile import RegionState, Tile
 
 _COPY = "copy for a checkpoint"
 _TRAINED_ONLY = "trained_only"

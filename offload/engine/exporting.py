@@ -34,7 +34,7 @@ def export_model(
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm = state.comm
     # What the device uses is rounded to bf16 at most: any other dtype is made of the fp32 masters.
-    read = partial(state.store.read_range, travelling=dtype in (None, torch.bfloat16))
+    read = partial(state.store.values.read_range, travelling=dtype in (None, torch.bfloat16))
     if comm.rank:
         while (wanted := _told(state, _END, 0, 0))[0] != _END:
             read(*wanted)

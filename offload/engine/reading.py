@@ -52,4 +52,4 @@ class Reading:
         with torch.inference_mode(False), recovery.working(), self._counters.unchanged():
             state.updates.flush()
             state.lanes.drain_updates()  # its own is waited for by its fence; where another's fails, there is no step
-            return state.store.read_here(info.index)
+            return state.store.values.read_here(info.index)

@@ -310,7 +310,7 @@ class EngineState:
             for place in unit.places:
                 index, now = place.parameter, place.module._parameters.get(place.key)
                 if restore and index not in made:
-                    value = self.store.read(index).to(self.device.torch_device, self.dtypes[index])
+                    value = self.store.values.read(index).to(self.device.torch_device, self.dtypes[index])
                     trainable = self.infos[index].trainable if now is None else now.requires_grad
                     made[index] = nn.Parameter(value, requires_grad=trainable)
                 put_parameters([place], made if restore else unit.resting)

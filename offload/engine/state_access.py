@@ -66,7 +66,7 @@ class StateAccess:
             if self.comm.size > 1:  # a step may have been made since the last one was asked for
                 self._state.lanes.finish()
             with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.read(info.index)
+                value = self._state.store.values.read(info.index)
             yield info.name, value
 
     def edit(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,7 +98,7 @@ class StateAccess:
         for info in infos:
             self._settle(f"edit of {info.name}")
             with self._recovery.working(), self.counters.unchanged():
-                value = state.store.read(info.index)
+                value = state.store.values.read(info.index)
             yield info.name, value
             self._settle(f"edit of {info.name}")
             if num_wrong := value.numel() - int(value.isfinite().sum()):
@@ -107,7 +107,7 @@ class StateAccess:
                     "they were not written."
                 )
             with self._recovery.working(), self.counters.unchanged():
-                state.store.write(info.index, reader(value), value.dtype, source=0)
+                state.store.values.write(info.index, reader(value), value.dtype, source=0)
                 state.lanes.drain_updates()  # a disk that fails is found out here
                 state.weights_changed(region for region in state.regions if info.index in region.parameters)
 
@@ -121,7 +121,7 @@ class StateAccess:
             if self.comm.size > 1:
                 self._state.lanes.finish()
             with self._recovery.working(), self.counters.unchanged():
-                value = self._state.store.read_range(info.index, 0, min(info.numel, _MARKED))
+                value = self._state.store.values.read_range(info.index, 0, min(info.numel, _MARKED))
             found.update(info.name.encode())
             found.update(value.numpy().tobytes())
         return found.hexdigest()

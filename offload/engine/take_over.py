@@ -52,7 +52,7 @@ def _take(state: EngineState, fill: Fill | None) -> None:
             assert parameter is not None
             if place.parameter not in taken:
                 read = given.pop(parameter).read if parameter in given else reader(parameter)
-                state.store.write(place.parameter, read, parameter.dtype, source)
+                state.store.values.write(place.parameter, read, parameter.dtype, source)
                 taken.add(place.parameter)
             unit.resting[place.parameter] = state.hold.resting[place.parameter]
         unit.install(unit.resting)

@@ -37,7 +37,8 @@ from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
-from offload.tiers.store import Store, Tile
+from offload.tiers.store import Store
+from offload.tiers.tile import Tile
 
 _NUM_STEPS, _NUM_WARM = 6, 3
 """Played, and of these not counted. The first one fetches on demand; then what a step leaves on the device may differ

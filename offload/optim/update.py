@@ -12,7 +12,7 @@ import torch
 from offload.layout.planes import STALE
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
-from offload.tiers.store import RegionState, Tile
+from offload.tiers.tile import RegionState, Tile
 
 
 def update_tile(

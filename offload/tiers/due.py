@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from offload.layout.regions import Region
-from offload.tiers.store import Tile
+from offload.tiers.tile import Tile
 
 Work = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
 """Updates a tile, given its planes and gradients; returns how many of its weights are no longer finite."""

@@ -14,7 +14,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import DiskError
 from offload.hf import safetensors_file as tensor_file
 from offload.hf.models import build_model
-from offload.tiers.store import Store
+from offload.tiers.values import Values
 from tests.engine.families import tokens
 from tests.engine.ranks_child import CASES, opened, share, small_tiles
 
@@ -26,9 +26,9 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
     many pieces this rank has read.
     """
     num_read = 0
-    real = Store.read_range
+    real = Values.read_range
 
-    def read_range(self: Store, *args: Any, **options: Any) -> torch.Tensor:
+    def read_range(self: Values, *args: Any, **options: Any) -> torch.Tensor:
         nonlocal num_read
         num_read += 1
         return real(self, *args, **options)
@@ -36,7 +36,7 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
     placement = Placement(**ON_DISK, nvme_dir=folder) if on_disk else None
     with open_comm() as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "_PIECE_BYTES", 4096)
-        patch.setattr(Store, "read_range", read_range)
+        patch.setattr(Values, "read_range", read_range)
         built = build_model(ModelSection(path=given), seed=0)
         engine = Engine(
             built.model, precision="bf16", zero_stage=zero_stage, placement=placement, fill=built.fill, comm=comm

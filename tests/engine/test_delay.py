@@ -13,7 +13,7 @@ from offload.errors import ConfigError
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import STALE
 from offload.planning import disk
-from offload.tiers.store import Tile
+from offload.tiers.tile import Tile
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.inside import parts_of

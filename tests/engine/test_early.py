@@ -245,6 +245,6 @@ def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPat
         patched.setattr(Stripes, "read", _fail)
         for info in parts_of(pair.on_disk).infos:
             with pytest.raises(DiskError, match="on purpose"):
-                parts_of(pair.on_disk).store.read(info.index)
+                parts_of(pair.on_disk).store.values.read(info.index)
     pair.do(steps)
     pair.compare()

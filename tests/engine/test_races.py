@@ -32,7 +32,7 @@ from offload.planning.device_updates import UPDATE_RING as DEVICE_RING
 from offload.schedule.execute import Executor
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
 from offload.tiers.ring import Ring
-from offload.tiers.store import Tile
+from offload.tiers.tile import Tile
 from tests.engine.compare import same_bits, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
@@ -529,14 +529,14 @@ def test_states_come_down_once_the_fetch_has_read_the_weights(
     parts = parts_of(streaming)
     unit, state = of_one_tile(streaming)
     index = state.region.parameters[0]
-    before = parts.store.read(index)
+    before = parts.store.values.read(index)
     take_away(broken, "weights", "before_fill", monkeypatch)
     with held_up(parts.lanes.h2d):
         shown = brought_up(streaming, unit, state)
         update(streaming, state, torch.ones(state.region.numel))
     settle(streaming)
     assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
-    assert not torch.equal(parts.store.read(index), before)
+    assert not torch.equal(parts.store.values.read(index), before)
 
 
 @BROKEN
@@ -564,13 +564,13 @@ def test_the_host_reads_states_after_their_update(
     parts = parts_of(engine)
     region = next(state.region for state in parts.store.states if state.region.trainable)
     state, index = parts.store[region], region.parameters[0]
-    before = parts.store.read(index)
+    before = parts.store.values.read(index)
     take_away(broken, "weights", "before_read", monkeypatch)
     assert state.gradients is not None
     landed = Landed(region, state.gradients.fill_(1.0), state.landing)
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update):
         parts.updates.tiles.submit(landed, [True] * len(region.parameters))
-        found = reader.submit(parts.store.read, index)
+        found = reader.submit(parts.store.values.read, index)
     settle(engine)
     assert torch.equal(found.result(), before) == broken
 
@@ -699,7 +699,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     """Two waits see to it: the update's for the copy that goes up, and its write's for the read."""
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     (region,), index = unit.regions, state.region.parameters[0]
-    before = parts.store.read(index)
+    before = parts.store.values.read(index)
     fill = Fence.before_fill
     if broken:
         monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
@@ -709,7 +709,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
         update(on_disk, state, torch.ones(region.numel))
     settle(on_disk)
     assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
-    assert not torch.equal(parts.store.read(index), before)
+    assert not torch.equal(parts.store.values.read(index), before)
 
 
 def read_early(engine: Engine, state: Any) -> None:
@@ -725,7 +725,7 @@ def test_weights_go_up_from_the_ring_once_they_were_read(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
-    before = parts.store.read(state.region.parameters[0])
+    before = parts.store.values.read(state.region.parameters[0])
     take_away(broken, UPDATE_RING, "before_read", monkeypatch)
     parts.store._nvme.updates._ring.memory.zero_()
     with held_up(parts.lanes.update_read):
@@ -749,7 +749,7 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
         parts.lanes.update_read.drain()
         shown = brought_up(on_disk, unit, state)
     settle(on_disk)
-    assert torch.equal(shown.cpu(), parts.store.read(state.region.parameters[0]).view(-1)) == (not broken)
+    assert torch.equal(shown.cpu(), parts.store.values.read(state.region.parameters[0]).view(-1)) == (not broken)
 
 
 @BROKEN
@@ -757,7 +757,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
     on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
-    before = parts.store.read(state.region.parameters[0])
+    before = parts.store.values.read(state.region.parameters[0])
     if broken:
         monkeypatch.setattr(Tile, "renewed", lambda self, lease: lease)
     read_early(on_disk, state)
@@ -766,7 +766,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
         update(on_disk, state, torch.ones(state.region.numel))
     settle(on_disk)
     assert torch.equal(shown.cpu(), before.view(-1)) == (not broken)
-    assert not torch.equal(parts.store.read(state.region.parameters[0]), before)
+    assert not torch.equal(parts.store.values.read(state.region.parameters[0]), before)
 
 
 @BROKEN
@@ -775,11 +775,11 @@ def test_the_host_reads_records_after_their_update_was_written(
 ) -> None:
     parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
     index = state.region.parameters[0]
-    before = parts.store.read(index)
+    before = parts.store.values.read(index)
     take_away(broken, "record", "before_read", monkeypatch)
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_write):
         update(on_disk, state, torch.ones(state.region.numel))
-        found = reader.submit(parts.store.read, index)
+        found = reader.submit(parts.store.values.read, index)
     settle(on_disk)
     assert torch.equal(found.result(), before) == broken
 
@@ -790,12 +790,12 @@ def test_the_host_waits_for_what_it_reads_from_disk(
 ) -> None:
     parts, (_, state) = parts_of(on_disk), of_one_tile(on_disk)
     index = state.region.parameters[0]
-    before = parts.store.read(index)
+    before = parts.store.values.read(index)
     if broken:
         used_before_it_was_read(UPDATE_RING)(monkeypatch)
     parts.store._nvme.updates._ring.memory.zero_()
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_read):
-        found = reader.submit(parts.store.read, index)
+        found = reader.submit(parts.store.values.read, index)
     assert torch.equal(found.result(), before) == (not broken)
 
 

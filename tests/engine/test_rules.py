@@ -169,7 +169,7 @@ def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
     for info in parts_of(engine).infos:
         own = [
             plane.name
-            for plane in parts_of(engine).store.states[parts_of(engine).store._home[info.index][0]].region.states
+            for plane in parts_of(engine).store.states[parts_of(engine).store.values._home[info.index][0]].region.states
         ]
         kind = "times" if "norm" in info.name else "code" if "mlp" in info.name else "exp_avg"
         assert kind in own

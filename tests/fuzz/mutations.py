@@ -32,7 +32,7 @@ from offload.optim.mezo import MeZO
 from offload.tiers.nvme import Stripes
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.slots import Slots
-from offload.tiers.store import RegionState
+from offload.tiers.tile import RegionState
 
 Change = Callable[[pytest.MonkeyPatch], None]
 MUTATIONS: dict[str, Change] = {}

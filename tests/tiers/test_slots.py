@@ -56,7 +56,7 @@ class Bench:
         )
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        self.store.write(index, lambda begin, end: value.view(-1)[begin:end], value.dtype)
+        self.store.values.write(index, lambda begin, end: value.view(-1)[begin:end], value.dtype)
 
     def of(self, unit: str) -> tuple[Region, ...]:
         return tuple(region for region in self.regions if region.units == (unit,))
@@ -82,14 +82,14 @@ def test_fetching_shows_a_units_weights_under_their_shapes(tier, precision):
             wanted = bench.values[index]
             assert shown.shape == wanted.shape
             assert shown.is_contiguous()
-            stored = bench.store.read_range(index, 0, wanted.numel(), travelling=True)
+            stored = bench.store.values.read_range(index, 0, wanted.numel(), travelling=True)
             assert torch.equal(shown.view(-1), stored)
             if precision == "fp32":
                 assert torch.equal(shown, wanted)
             else:
                 assert shown.dtype == torch.bfloat16
                 torch.testing.assert_close(shown.float(), wanted, rtol=2**-8, atol=0)
-            assert torch.equal(bench.store.read(index), wanted), "the master keeps all bits"
+            assert torch.equal(bench.store.values.read(index), wanted), "the master keeps all bits"
 
 
 def test_a_unit_that_is_still_there_is_not_fetched_again():

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from offload.layout.regions import Region
 from offload.tiers.lease import Lease
-from offload.tiers.store import Store, Tile
+from offload.tiers.store import Store
+from offload.tiers.tile import Tile
 
 
 class EarlyReads:

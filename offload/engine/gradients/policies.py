@@ -182,7 +182,7 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
     """Raise NonFiniteError for the first parameter, in this order, whose gradient is not finite: the rest follows."""
     infos, squares = updates.infos, measures.squares
     bad = [infos[i] for i in (order or range(len(infos))) if not math.isfinite(squares[i])]
-    advice = updates.store.why_not_finite(
+    advice = updates.store.values.why_not_finite(
         "Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such steps."
     )
     if not bad:

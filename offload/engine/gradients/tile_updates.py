@@ -18,7 +18,8 @@ from offload.optim.update import update_tile
 from offload.planning.settings import Settings
 from offload.tiers.due import Work
 from offload.tiers.slots import Slots
-from offload.tiers.store import Store, Tile
+from offload.tiers.store import Store
+from offload.tiers.tile import Tile
 
 
 @dataclass
@@ -168,7 +169,7 @@ class TileUpdates:
     def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
         """Raise NonFiniteError: an update has made weights that are no numbers. The states are not to be used."""
         self.begin()
-        advice = self.store.why_not_finite(
+        advice = self.store.values.why_not_finite(
             "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
         )
         raise NonFiniteError(

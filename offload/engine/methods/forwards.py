@@ -52,7 +52,7 @@ class Forwards(Method):
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._skips:
-            advice = state.store.why_not_finite(
+            advice = state.store.values.why_not_finite(
                 "Lower --optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip "
                 "goes on without such steps."
             )

@@ -15,7 +15,7 @@ from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
 from offload.tiers.due import Work
-from offload.tiers.store import Tile
+from offload.tiers.tile import Tile
 
 _BLOCKS = "(blocks)"
 """In the place of a parameter's name, for the key of what chooses blocks."""
@@ -99,9 +99,9 @@ class ZerothOrderUpdate:
                 if takes_part and index not in thresholds:
                     state.lanes.drain_updates()
                     if state.store.sharding.gathers:  # no rank has all weights, and all ranks lack the same ones
-                        used = state.store.read_range(index, 0, state.infos[index].numel, travelling=True)
+                        used = state.store.values.read_range(index, 0, state.infos[index].numel, travelling=True)
                     else:
-                        used = state.store.read_here(index).flatten()
+                        used = state.store.values.read_here(index).flatten()
                     thresholds[index] = self.rule.threshold(used)
 
     def replay(self, measured: ZerothOrderRecord) -> None:

@@ -1,0 +1,166 @@
+"""Values of parameters, whole or in ranges, wherever the planes of their regions rest."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from offload.distributed.comm import Comm
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Ticket
+from offload.layout.planes import MASTER
+from offload.layout.regions import ParameterInfo, Sharding
+from offload.native import kernels
+from offload.tiers.tile import RegionState, Tile
+
+Read = Callable[[int, int], torch.Tensor]
+"""Returns elements `begin` to `end` of a parameter, flat."""
+_PIECE = 1 << 20
+"""Elements of a parameter that are taken over at once."""
+
+
+class Values:
+    """Reads and writes the parameters of a store, a piece at a time. `states`: its regions, by their index."""
+
+    def __init__(
+        self,
+        states: Mapping[int, RegionState],
+        infos: Sequence[ParameterInfo],
+        sharding: Sharding,
+        comm: Comm,
+        lanes: Lanes,
+    ) -> None:
+        self._states, self._infos, self.sharding, self.comm, self._lanes = states, infos, sharding, comm, lanes
+        self._home = {
+            parameter: (index, position)
+            for index, state in states.items()
+            for position, parameter in enumerate(state.region.parameters)
+        }
+        self._spoilt: dict[str, int] = {}  # by parameter: how many of its weights were not finite as they were given
+
+    def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
+        """Set the master weights of one parameter, piece by piece: `read(begin, end)` gives elements of it, flat, in
+        `dtype`, any float one. Collective with `source`: that rank's alone is asked.
+        """
+        region, position = self._home[parameter]
+        state, info = self._states[region], self._infos[parameter]
+        is_shared = source is not None and self.comm.size > 1
+        for begin in range(0, info.numel, _PIECE):
+            end = min(begin + _PIECE, info.numel)
+            if not is_shared:
+                flat = read(begin, end)
+            else:
+                flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(end - begin, dtype=dtype)
+                self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
+            if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
+                self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong
+            for tiles in (state.tiles, *state.others.values()):
+                for planes, mine, its in self._opened(state, position, tiles, MASTER, begin, end, changes=True):
+                    _put(planes, mine, flat[its], state.region.has_low)
+
+    def why_not_finite(self, otherwise: str) -> str:
+        """Say what makes numbers not finite: weights that were not when they were given, else what `otherwise` says."""
+        if not self._spoilt:
+            return otherwise
+        name, others = next(iter(self._spoilt)), len(self._spoilt) - 1
+        more = f" (and of {others} other parameters)" if others else ""
+        return (
+            f"The cause: {self._spoilt[name]} weights of {name}{more} were not finite when they were loaded, before "
+            "any update. Load the model from files that are whole."
+        )
+
+    def forget_spoilt(self) -> None:
+        """All weights are about to be written anew."""
+        self._spoilt.clear()
+
+    def read(self, parameter: int) -> torch.Tensor:
+        """Return a fresh fp32 CPU copy of one parameter's master weights, in its shape. Collective."""
+        info = self._infos[parameter]
+        return self.read_range(parameter, 0, info.numel).view(info.shape)
+
+    def read_range(self, parameter: int, begin: int, end: int, *, travelling: bool = False) -> torch.Tensor:
+        """Return a fresh CPU copy of elements `begin` to `end` of one parameter, flat: of its fp32 master weights, or
+        of what the device uses (bf16, or fp32). Collective.
+        """
+        region, _ = self._home[parameter]
+        dtype = self._states[region].region.plane("weights").dtype if travelling else torch.float32
+        found = torch.empty(end - begin, dtype=dtype)
+        for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
+            weights = planes["weights"][mine].cpu()
+            found[its] = kernels.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
+        return self._completed(parameter, begin, found)
+
+    def read_here(self, parameter: int) -> torch.Tensor:
+        """Return a fresh CPU copy of a parameter as the device uses it (bf16, or fp32), in its shape. Not collective:
+        this rank has to hold all of its weights.
+        """
+        region, position = self._home[parameter]
+        state, info = self._states[region], self._infos[parameter]
+        found = torch.empty(info.numel, dtype=state.region.plane("weights").dtype)
+        for tiles in (state.tiles, *state.others.values()):
+            for planes, mine, its in self._opened(state, position, tiles, MASTER[:1], 0, info.numel, changes=False):
+                found[its] = planes["weights"][mine].cpu()
+        return found.view(info.shape)
+
+    def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
+        """Return elements of a parameter, from `begin` on, of which each rank has filled what it updates, with what the
+        others have.
+        """
+        region, position = self._home[parameter]
+        state, what = self._states[region], f"weights of {self._infos[parameter].name}"
+        if self.sharding.num_ranges > 1:
+            start = state.span(position).start + begin
+            for rank, (first, last) in enumerate(self.sharding.ranges(state.region)):
+                low, high = max(start, first), min(start + len(found), last)
+                if low < high:
+                    self.comm.broadcast(found[low - start : high - start], rank, what)
+        return found
+
+    def opened(
+        self, parameter: int, *names: str, begin: int = 0, end: int | None = None, changes: bool = False
+    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
+        """Return (planes of a tile, the parameter's elements in them, the same counted from `begin`) of every tile with
+        a share of elements `begin` to `end` of a parameter that this rank updates, for this thread to read or, with
+        `changes`, to write.
+        """
+        region, position = self._home[parameter]
+        state, end = self._states[region], self._infos[parameter].numel if end is None else end
+        return self._opened(state, position, state.tiles, names, begin, end, changes)
+
+    def _opened(
+        self,
+        state: RegionState,
+        position: int,
+        tiles: Sequence[Tile],
+        names: Sequence[str],
+        first: int,
+        last: int,
+        changes: bool,
+    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
+        first, last = (state.span(position).start + number for number in (first, last))
+        low = bisect_right(tiles, first, key=lambda tile: tile.end)
+        high = bisect_left(tiles, last, key=lambda tile: tile.begin)
+        for tile in tiles[low:high] if first < last else ():
+            begin, end = max(first, tile.begin), min(last, tile.end)
+            lease = tile.lend(*names)
+            give_back = lease.done_reading
+            try:
+                self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
+                mine, its = (slice(begin - start, end - start) for start in (tile.begin, first))
+                yield lease.planes, mine, its
+                give_back = lease.done_writing if changes else lease.done_reading
+            finally:
+                give_back(Ticket("compute", is_done=True))
+
+
+def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
+    """Set elements of a tile, of a split master or a plain one."""
+    low: torch.Tensor | int = 0
+    if is_split and piece.dtype != torch.bfloat16:
+        piece, low = kernels.split(piece.float().to(planes["weights"].device))
+    planes["weights"][mine].copy_(piece)
+    if "low" in planes:
+        planes["low"][mine] = low
