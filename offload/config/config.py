@@ -264,7 +264,7 @@ class Config(BaseModel):
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
-        self._check_rule()
+        _check_rule(self)
         if self.model.path is not None and self.model.preset is not None:
             raise ConfigError(
                 f"model.path ({self.model.path}) and model.preset ({self.model.preset}) are both set; leave one of "
@@ -274,39 +274,6 @@ class Config(BaseModel):
             raise ConfigError(
                 "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
                 "--model.init random."
-            )
-
-    def _check_rule(self) -> None:
-        """Refuse settings that the update rule does not have."""
-        rule = self.optimizer.name
-        rules = [rule, *(str(values["rule"]) for _, values in self.optimizer.groups if values.get("rule") in OFFERS)]
-        for key in dict.fromkeys(key for offer in OFFERS.values() for key in offer.keys):
-            value = getattr(self.optimizer, key)
-            if (
-                not any(key in OFFERS[each].keys for each in rules)
-                and value != OptimizerSection.model_fields[key].default
-            ):
-                having = [name for name, offer in OFFERS.items() if key in offer.keys]
-                raise ConfigError(
-                    f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
-                    f"--optimizer.name {' or '.join(having)}."
-                )
-        if rule == "mezo" and self.train.max_grad_norm is not None and self.origin("train.max_grad_norm") != "default":
-            raise ConfigError(
-                f"train.max_grad_norm is {_show(self.train.max_grad_norm)}, and mezo has no gradients to clip: leave "
-                "it out, or set it to none."
-            )
-        if self.optimizer.master == "bf16" and self.train.precision == "fp32":
-            raise ConfigError(
-                "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
-                "set --train.precision bf16, or leave --optimizer.master out."
-            )
-        states = self.optimizer.states
-        if (rule != "adamw" or states != "fp32") and self.train.clip == "speculative":
-            lacking = rule if states == "fp32" else f"{rule} with states in {states}"
-            raise ConfigError(
-                f"train.clip is speculative, which corrects updates once the norm is known, and {lacking} has no "
-                "correction: set --train.clip deferred or auto."
             )
 
     def check_source(self) -> None:
@@ -389,6 +356,37 @@ class Config(BaseModel):
 
 
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _check_rule(config: Config) -> None:
+    """Refuse settings that the update rule does not have."""
+    rule = config.optimizer.name
+    rules = [rule, *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in OFFERS)]
+    for key in dict.fromkeys(key for offer in OFFERS.values() for key in offer.keys):
+        value = getattr(config.optimizer, key)
+        if not any(key in OFFERS[each].keys for each in rules) and value != OptimizerSection.model_fields[key].default:
+            having = [name for name, offer in OFFERS.items() if key in offer.keys]
+            raise ConfigError(
+                f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
+                f"--optimizer.name {' or '.join(having)}."
+            )
+    if rule == "mezo" and config.train.max_grad_norm is not None and config.origin("train.max_grad_norm") != "default":
+        raise ConfigError(
+            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and mezo has no gradients to clip: leave "
+            "it out, or set it to none."
+        )
+    if config.optimizer.master == "bf16" and config.train.precision == "fp32":
+        raise ConfigError(
+            "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
+            "set --train.precision bf16, or leave --optimizer.master out."
+        )
+    states = config.optimizer.states
+    if (rule != "adamw" or states != "fp32") and config.train.clip == "speculative":
+        lacking = rule if states == "fp32" else f"{rule} with states in {states}"
+        raise ConfigError(
+            f"train.clip is speculative, which corrects updates once the norm is known, and {lacking} has no "
+            "correction: set --train.clip deferred or auto."
+        )
 
 
 def _can_be_a_file(name: str) -> bool:

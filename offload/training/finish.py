@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +12,14 @@ from offload.config.config import Config
 from offload.data.dataset import Dataset, share
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
+from offload.errors import DiskError, common
 from offload.hf import reload
 from offload.hf.models import Kind
 from offload.training.objectives import Batch, Objective
 from offload.training.run_folder import RunFolder
 
+_AGAIN_S, _LOOK_S = 60.0, 0.5
+"""After which an export that failed is tried again, and how often a signal is looked for until then."""
 NUM_EVAL_BATCHES = 8  # the same rows each time, so that evaluations of a run can be compared
 
 
@@ -86,3 +90,38 @@ class Export:
         if kind.name == "causal" and self._tokenizer is not None:
             prompt, text = reload.sample_text(model, self._tokenizer, self._probe.batch["input_ids"][:, :16], seed=seed)
             self._say(f"sample: {prompt!r} -> {text!r}")
+
+
+def export_or_save(
+    export: Callable[[], Export],
+    save: Callable[[], None],
+    leave_if_told: Callable[[], None],
+    say: Callable[[str], None],
+    *,
+    waits: bool,
+    saved: str,
+) -> Export:
+    """Return an export. Where it fails the states are saved, for an export of them; where there is no room for these
+    either, wait for it, unless it `waits` for nothing: nothing else has them. `saved`: what is said once they are.
+    Collective. Raises DiskError.
+    """
+    while True:
+        try:
+            return export()
+        except DiskError as error:
+            failure = error
+        try:
+            save()
+        except DiskError as unsaved:
+            if not waits:
+                raise failure from unsaved
+            say(
+                f"the export failed: {failure} The states could not be saved either: {unsaved} Make room for one of "
+                f"them; both are tried again every {_AGAIN_S:g} s. Ctrl-C or SIGTERM ends the run without them."
+            )
+        else:
+            raise common(DiskError(f"{failure} {saved}", failure.errno or 0, failure.path))
+        until = time.monotonic() + _AGAIN_S
+        while time.monotonic() < until:
+            leave_if_told()
+            time.sleep(_LOOK_S)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from offload.config.config import Config
@@ -18,14 +19,14 @@ from offload.distributed.outcome import as_one, outcome
 from offload.engine.engine import Engine
 from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, DiskError, InterruptedRun, OffloadError, common, is_common
+from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
 from offload.optim.lr import learning_rate
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
-from offload.training.finish import Export, evaluate, is_exported, own_share
+from offload.training.finish import Export, evaluate, export_or_save, is_exported, own_share
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.opening import open_run
@@ -34,9 +35,6 @@ from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
 from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
 from offload.training.run_folder import RunFolder
-
-_AGAIN_S, _LOOK_S = 60.0, 0.5
-"""After which an export that failed is tried again, and how often a signal is looked for until then."""
 
 
 @dataclass(frozen=True)
@@ -333,38 +331,22 @@ class Trainer:
         return TrainResult(folder.path, stands.num_done, stands.loss, stands.eval_loss, exported)
 
     def _export(self, folder: RunFolder) -> Export:
-        """Export. Where that fails the states are saved, for an export of them; where there is no room for these
-        either, wait for it: nothing else has them. Collective. Raises DiskError.
-        """
+        """Export, or save the states, whichever there is room for. Collective. Raises DiskError."""
         assert self._engine is not None
-        while True:
-            try:
-                return Export(folder.hf, self._engine, self._data, self._objective, self._files, self._say)
-            except DiskError as error:
-                failure = error
-            try:
-                if self._saves.last_step != self._stands.num_done:
-                    self._save(is_last=True)
-            except DiskError as unsaved:
-                if self.config.checkpoint.on_error == "stop":
-                    raise failure from unsaved
-                self._say(
-                    f"the export failed: {failure} The states could not be saved either: {unsaved} Make room for one "
-                    f"of them; both are tried again every {_AGAIN_S:g} s. Ctrl-C or SIGTERM ends the run without them."
-                )
-            else:
-                raise common(
-                    DiskError(
-                        f"{failure} All {self._stands.num_done} steps are done, and their states are saved: `python "
-                        f"-m offload.export {folder.path} OUT` exports them to a folder OUT, also on another disk.",
-                        failure.errno or 0,
-                        failure.path,
-                    )
-                )
-            until = time.monotonic() + _AGAIN_S
-            while time.monotonic() < until:
-                self._leave_if_told(folder)
-                time.sleep(_LOOK_S)
+
+        def save() -> None:
+            if self._saves.last_step != self._stands.num_done:
+                self._save(is_last=True)
+
+        return export_or_save(
+            partial(Export, folder.hf, self._engine, self._data, self._objective, self._files, self._say),
+            save,
+            partial(self._leave_if_told, folder),
+            self._say,
+            waits=self.config.checkpoint.on_error != "stop",
+            saved=f"All {self._stands.num_done} steps are done, and their states are saved: `python -m offload.export "
+            f"{folder.path} OUT` exports them to a folder OUT, also on another disk.",
+        )
 
     def _leave_if_told(self, folder: RunFolder) -> None:
         """Save, make the evaluation that is due, and raise InterruptedRun, on all ranks, where one of them was told to

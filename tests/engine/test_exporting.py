@@ -19,7 +19,7 @@ from offload.errors import ConfigError
 from offload.hf import safetensors_file as tensor_file
 from offload.hf.models import BuiltModel, build_model
 from offload.hf.names import CannotStream
-from offload.tiers import store
+from offload.tiers import values
 from tests.engine.compare import same_bits
 from tests.engine.exporting_jobs import ON_DISK, exported, refused
 from tests.engine.families import build, gemma2, gpt2, llama, mixtral, tokens
@@ -35,7 +35,7 @@ FAMILIES = {"llama": llama, "gemma2": gemma2, "gpt2": gpt2, "mixtral": mixtral}
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that small parameters are taken over and written in many pieces, over many tiles."""
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(store, "_PIECE", 700)
+    monkeypatch.setattr(values, "_PIECE", 700)
     with small_tiles():
         yield
 

@@ -25,7 +25,7 @@ from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, InterruptedRun
 from offload.export import main as export_command
-from offload.training import checkpoints, disk_needs, trainer
+from offload.training import checkpoints, disk_needs, finish
 from offload.training.checkpoints import Saves
 from tests.disks import held_back, mounted
 from tests.matrix import quick
@@ -366,7 +366,7 @@ def test_an_export_to_a_full_disk_loses_no_states(
         return export(self, *args, **more)
 
     monkeypatch.setattr(Engine, "export", filling)
-    monkeypatch.setattr(trainer, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(finish, "_AGAIN_S", 0.0)
     settings = {"run.dir": str(disk / "run"), "checkpoint.every": 3 if is_saved else "auto"}
     if not is_saved:
         result, _, said = run("run", **settings)
