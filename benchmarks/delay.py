@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
 from offload.benches.report import Measured, Result
+from tests.engine.inside import parts_of
 
 LAYERS, WIDTH, ROWS, LENGTH = 16, 256, 4, 128
 STEPS, WARM, BLOCKS = 6, 3, 3
@@ -47,7 +48,7 @@ def main() -> None:
     free = make(throttle={"update": 10**15})
     seconds(free, batch, WARM)
     passes = min(seconds(free, batch, STEPS) for _ in range(BLOCKS))
-    state_bytes = sum(region.update_bytes(region.numel) for region in free._state.regions)
+    state_bytes = sum(region.update_bytes(region.numel) for region in parts_of(free).regions)
     throttle = {"update": state_bytes / (UPDATE_SHARE * passes)}
     engines = {"in time": make(throttle=throttle), "one step late": make(throttle=throttle, delay=1)}
     for engine in engines.values():

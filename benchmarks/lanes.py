@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ideal import Ideal, Unit, Use, Work, ideal
+from tests.engine.inside import parts_of
 
 NUM_GRADIENT_BUFFERS = 2
 
@@ -138,27 +139,29 @@ def seen_uses(spans: Sequence[Any], streamed: Container[str]) -> list[Use]:
 
 def streamed_sizes(engine: Any) -> dict[str, int]:
     """Return the bytes of weights of each unit of an engine that streams."""
-    return {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in engine._state.units if not unit.resident}
+    return {
+        unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(engine).units if not unit.resident
+    }
 
 
 def best_schedule(engine: Any, blocks: Sequence[Block], compute_s: float | None = None) -> Ideal:
     """Return the ideal schedule of blocks of equally many steps."""
     steps = [spans for block in blocks for spans in block.spans]
     corrected = round(statistics.median(block.corrected for block in blocks))
-    capacity = engine._state.slots.capacity_bytes
+    capacity = parts_of(engine).slots.capacity_bytes
     work = seen_work(steps, streamed_sizes(engine), capacity, mode_of(engine), corrected, compute_s)
     return ideal(work, len(blocks[0].spans), as_block=True)
 
 
 def mode_of(engine: Any) -> str:
     """Return how the engine clips, in the words of the ideal."""
-    updates = engine._state.updates
+    updates = parts_of(engine).updates
     return "deferred" if updates.waits else "speculative" if updates.clip == "speculative" else "none"
 
 
 def num_parameters(engine: Any) -> int:
     """Return how many parameters an engine has, padding left out."""
-    return sum(info.numel for info in engine._state.infos)
+    return sum(info.numel for info in parts_of(engine).infos)
 
 
 def described(block: Block, best: Ideal) -> dict[str, Any]:

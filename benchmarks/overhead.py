@@ -34,6 +34,7 @@ from offload.engine.units.router import Router
 from offload.engine.units.unit import Unit
 from offload.planning.memory import SLOT
 from tests import accelerator
+from tests.engine.inside import parts_of
 
 SHALLOW, DEEP = 8, 24
 NUM_STEPS = 31
@@ -78,12 +79,12 @@ def engine_steps(case: str, num_layers: int) -> Iterator[Callable[[], object]]:
 
     def step() -> None:
         engine.step(batch())
-        engine._state.lanes.finish()
+        parts_of(engine).lanes.finish()
 
     try:
         for _ in range(20):
             step()
-            if engine._state.slots.capacity_bytes == engine._state.plan.range(SLOT)[1]:
+            if parts_of(engine).slots.capacity_bytes == parts_of(engine).plan.range(SLOT)[1]:
                 break
         else:
             raise RuntimeError("twenty steps have not shown what memory is left over")

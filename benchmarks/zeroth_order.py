@@ -29,6 +29,7 @@ from offload import Engine, MeZO, Placement
 from offload.benches.report import Measured, Result
 from offload.native.directions import NoiseRange, descend, perturb
 from offload.optim.rule import parameter_key
+from tests.engine.inside import parts_of
 
 LAYERS, WIDTH = 8, 256
 FEW, MANY = (4, 64), (8, 256)
@@ -124,7 +125,7 @@ def main() -> None:
     host = Placement(parameters="cpu", optimizer="cpu")
     free = engine(placement=host, throttle={"h2d": 10**15})
     alone = rounds({"free": lambda: free.step(batch)})["free"]
-    regions = free._state.regions
+    regions = parts_of(free).regions
     moved = sum(region.weight_bytes for region in regions)
     free.close()
     for where in ("device", "cpu"):

@@ -125,7 +125,7 @@ class Store:
         if held == {region: plane.dtype for region, (plane,) in wanted.items()}:
             return
         for state in trained:
-            state.gradients = None
+            state.keep_gradients(None)
         (self._host if self.tier == "cpu" else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
@@ -133,7 +133,7 @@ class Store:
             state, start = self[region], self.sharding.held(region, "gradients").start
             own = self.sharding.own(region)
             # Stage 1 holds the whole plane, as ZeRO does, although only what is updated is ever used.
-            state.gradients = flat[own.start - start : own.stop - start]
+            state.keep_gradients(flat[own.start - start : own.stop - start])
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Return memory beside the states, in place of what there was under this name."""

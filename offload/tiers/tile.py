@@ -136,6 +136,10 @@ class RegionState:
         """The tiles with weights that this rank holds."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
+    def keep_gradients(self, plane: torch.Tensor | None) -> None:
+        """Gradients wait in this memory from now on; None: in no memory."""
+        self.gradients = plane
+
     @property
     def keeps_gradients(self) -> bool:
         """True where the region's gradients wait for the norm."""

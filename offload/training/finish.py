@@ -48,6 +48,22 @@ def own_share(objective: Objective, comm: Comm, rows: Batch, step: int, num_rows
     return objective.apply(rows, step, share(num_rows, comm.rank, comm.size).start, num_rows)
 
 
+def next_share(
+    data: Dataset, objective: Objective, comm: Comm, step: int, num_rows: int
+) -> tuple[Batch | None, Exception | None]:
+    """Return this rank's share of a step's rows, None at their end; and over several ranks what failed, of which the
+    others have to hear first.
+    """
+    try:
+        return own_share(objective, comm, data.batch(step, comm.rank, comm.size), step, num_rows), None
+    except StopIteration:
+        return None, None
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        return None, error
+
+
 def is_exported(folder: RunFolder, config: Config, comm: Comm, step: int) -> bool:
     """Tell, alike on all ranks, whether hf/ is of the step that the run began at: made after the checkpoint."""
     saved = folder.checkpoints / f"step-{step}" / MANIFEST

@@ -25,11 +25,11 @@ from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.hf.models import BuiltModel
 from offload.machine.environment import memory
-from offload.optim.lr import learning_rate
 from offload.training.apart import Apart, WeightsApart, json_number
 from offload.training.build import Run, make_run
 from offload.training.objectives import Batch
 from offload.training.opening import check_settings
+from offload.training.parts import rate_at
 from offload.training.resident import Part, Resident, resident_bytes
 from offload.training.resume import ResumePoint
 
@@ -238,7 +238,7 @@ class _Sides:
         batches = self._batches(step)
         if self._comm.any(not batches, "whether there are rows"):
             return False
-        self._engine.lr = self._rate(step)
+        self._engine.lr = rate_at(step, self._run.config)
         self._begin(step)
         result = self._engine.step(batches[self._comm.rank])
         self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
@@ -248,7 +248,7 @@ class _Sides:
         """Train the resident side on the batch that the engine has trained on, and note what both gave. Collective."""
         with as_one(self._comm, "step of the resident side"):
             if self._resident is not None:
-                self._resident.lr = self._rate(step)
+                self._resident.lr = rate_at(step, self._run.config)
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
                 norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
@@ -259,16 +259,6 @@ class _Sides:
     def _begin(self, step: int) -> None:
         """Let what a step draws be the same on both sides."""
         torch.manual_seed(self._run.config.run.seed * 1_000_003 + step)
-
-    def _rate(self, step: int) -> float:
-        train, optimizer = self._run.config.train, self._run.config.optimizer
-        return learning_rate(
-            step,
-            base=float(optimizer.lr or 0.0),
-            schedule=optimizer.schedule,
-            warmup_steps=optimizer.warmup_steps or 0,
-            num_steps=train.steps,
-        )
 
     def _batches(self, step: int) -> list[Batch]:
         """Return the rows of each rank; nothing where there are none left."""

@@ -14,6 +14,7 @@ from offload.data.tokenizer import grown_vocabulary, load_tokenizer, tokenizer_f
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.hf.models import Kind, locate, vocab_size
+from offload.optim.lr import learning_rate
 from offload.planning.from_config import settings
 
 
@@ -87,3 +88,15 @@ def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[
             say(f"data: {stage} ...")
 
     return progress
+
+
+def rate_at(step: int, config: Config) -> float:
+    """Return the learning rate of a step, counted from 0."""
+    optimizer = config.optimizer
+    return learning_rate(
+        step,
+        base=float(optimizer.lr or 0.0),
+        schedule=optimizer.schedule,
+        warmup_steps=optimizer.warmup_steps or 0,
+        num_steps=config.train.steps,
+    )

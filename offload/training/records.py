@@ -143,13 +143,16 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     return found
 
 
-def shown_tiers(held: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what `tiers` has found, as text."""
+def told_tiers(engine: Engine, config: Config) -> str:
+    """Return what `tiers` finds, as text."""
+    held = tiers(engine, config)
     shown = []
     for tier, each in held.items():
         of = f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else ""
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of}")
-    return ", ".join(shown)
+    where = "; updates on the device" if config.offload.update == "device" else ""
+    unused = "; nothing is in offload.nvme_dir" if config.offload.nvme_dir and "nvme" not in held else ""
+    return f"tiers: between steps {', '.join(shown)}{where}{unused}"
 
 
 def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:

@@ -22,18 +22,17 @@ from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, is_common
 from offload.machine.environment import untested
 from offload.native.io import disk_error
-from offload.optim.lr import learning_rate
 from offload.telemetry.progress import Progress, make_progress
 from offload.training.build import make_run
 from offload.training.checkpoints import Saves
-from offload.training.finish import Export, evaluate, export_or_save, is_exported, own_share
+from offload.training.finish import Export, evaluate, export_or_save, is_exported, next_share
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.opening import open_run
-from offload.training.parts import with_decisions
+from offload.training.parts import rate_at, with_decisions
 from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
-from offload.training.records import NoRecords, Records, shown_tiers, step_fields, tiers
+from offload.training.records import NoRecords, Records, step_fields, told_tiers
 from offload.training.run_folder import RunFolder
 
 
@@ -145,7 +144,7 @@ class Trainer:
     # -- the steps ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        train, optimizer, stands = self.config.train, self.config.optimizer, self._stands
+        train, stands = self.config.train, self._stands
         assert self._engine is not None
         for step in itertools.count(stands.num_done):
             if train.steps is not None and step >= train.steps:
@@ -156,14 +155,8 @@ class Trainer:
             batch = self._next_batch(step)
             if batch is None:
                 return
-            self._engine.lr = learning_rate(
-                step,
-                base=float(optimizer.lr or 0.0),
-                schedule=optimizer.schedule,
-                warmup_steps=optimizer.warmup_steps or 0,
-                num_steps=train.steps,
-            )
-            is_marked = optimizer.name == "mezo" and step == stands.first_step  # for a replay
+            self._engine.lr = rate_at(step, self.config)
+            is_marked = self.config.optimizer.name == "mezo" and step == stands.first_step  # for a replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
             result = self._engine.step(batch)
             end = time.perf_counter()
@@ -202,16 +195,7 @@ class Trainer:
         any more, or the time is over, by rank 0's count. One exchange; a save first, where one of them is told to.
         """
         comm, train = self._comm, self.config.train
-        batch, failure = None, None
-        try:
-            rows = self._data.batch(step, comm.rank, comm.size)
-            batch = own_share(self._objective, comm, rows, step, train.batch_size)
-        except StopIteration:
-            pass
-        except Exception as error:
-            if comm.size == 1:
-                raise
-            failure = error
+        batch, failure = next_share(self._data, self._objective, comm, step, train.batch_size)
         votes = tally(
             comm,
             "what comes after a step",
@@ -255,11 +239,7 @@ class Trainer:
             self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
-        held = tiers(self._engine, self.config)
-        where = "; updates on the device" if self.config.offload.update == "device" else ""
-        self._say(f"tiers: between steps {shown_tiers(held)}{where}; run folder: {self._folder.path}")
-        if self.config.offload.nvme_dir and "nvme" not in held:
-            self._say("note: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it.")
+        self._say(f"{told_tiers(self._engine, self.config)}; run folder: {self._folder.path}")
 
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""
@@ -305,8 +285,7 @@ class Trainer:
         """Save, evaluate, export, and prove the export. After a signal only save, and raise InterruptedRun."""
         assert self._engine is not None
         self._progress.close()
-        stands = self._stands
-        comm = self._comm
+        stands, comm = self._stands, self._comm
         self._saves.settle()
         self._leave_if_told(folder)
         has_some = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None

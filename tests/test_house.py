@@ -1,6 +1,4 @@
-"""No attribute of an object is assigned in another file than that of its class: who reads a class sees all that changes
-it.
-"""
+"""Rules of the house that no linter knows."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from pathlib import Path
 import offload
 
 _ROOT = Path(offload.__file__).parent
+_MOST_LINES = 300
 _OTHERS = {"_models", "data", "dtype", "forward", "grad", "optimizer", "training", "use_cache"}
 """Attributes of torch's and transformers' objects that some class of this project has as well."""
 
@@ -55,10 +54,15 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls", "ctx")
 
 
+def sources() -> dict[str, str]:
+    found = {str(path.relative_to(_ROOT)): path.read_text() for path in _ROOT.rglob("*.py")}
+    assert len(found) > 100
+    return found
+
+
 def test_no_attribute_is_assigned_in_another_file_than_that_of_its_class() -> None:
-    sources = {str(path.relative_to(_ROOT)): path.read_text() for path in _ROOT.rglob("*.py")}
-    assert len(sources) > 100
-    assert assigned_elsewhere(sources) == []
+    """Who reads a class sees all that changes its objects."""
+    assert assigned_elsewhere(sources()) == []
 
 
 def test_one_that_is_is_found() -> None:
@@ -69,3 +73,15 @@ def test_one_that_is_is_found() -> None:
     other = "def forget(lanes):\n    for lane in lanes:\n        lane.error = None\n        lane.lr = lane.grad = 1\n"
     assert assigned_elsewhere({"one": one, "other": other}) == ["other:3: lane.error"]
     assert not assigned_elsewhere({"one": one + other})
+
+
+def test_no_class_is_longer_than_an_evening() -> None:
+    classes = (node for text in sources().values() for node in ast.walk(ast.parse(text)))
+    sizes = {c.name: (c.end_lineno or 0) - c.lineno + 1 for c in classes if isinstance(c, ast.ClassDef)}
+    assert {name: size for name, size in sizes.items() if size > _MOST_LINES} == {}
+
+
+def test_tests_look_into_an_engine_at_one_place() -> None:
+    here = Path(__file__).parent
+    found = {path.relative_to(here) for path in here.rglob("*.py") if "engine._state" in path.read_text()}
+    assert found - {Path(__file__).relative_to(here)} == {Path("engine/inside.py")}
