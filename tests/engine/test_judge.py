@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offload import SGD, Engine, MeZO
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.methods import side_by_side
+from offload.engine.methods import interleaved
 from offload.engine.units import arguments, call, unit
 from offload.engine.units.call import Call, Surroundings, UnitFunction
 from offload.engine.units.condition import Condition
@@ -234,7 +234,7 @@ def test_what_micro_batches_would_change_is_found(block: type[nn.Module]) -> Non
 
 def test_notes_that_passes_would_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdict(build(Collects), optimizer=MeZO(lr=1e-3))
-    monkeypatch.setattr(side_by_side.Dicts, "pairs", lambda self: iter(()))
+    monkeypatch.setattr(interleaved.Dicts, "pairs", lambda self: iter(()))
     assert "one after the other" in verdict(build(Collects), optimizer=MeZO(lr=1e-3))
 
 

@@ -19,10 +19,13 @@ from offload.checkpoint.reader import Reader
 from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.tile_updates import TileUpdates
+from offload.engine.gradients.updates import Updates
 from offload.engine.loss import parts as losses
-from offload.engine.methods import descent, pending, side_by_side
+from offload.engine.methods import interleaved, slot_updates, zeroth_order_update
 from offload.engine.methods.method import Method
 from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.slot_updates import SlotUpdates
+from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.engine.units import call, condition, router
 from offload.engine.units.unit import Unit
 from offload.integrations.optimizer import OffloadOptimizer
@@ -223,7 +226,7 @@ def micro_batches_weighted_alike(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(condition.Condition, "buffers_again", _as_it_is)
+    patch.setattr(condition.Condition, "values_again", _as_it_is)
 
 
 @mutation
@@ -279,14 +282,14 @@ def frozen_parameters_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
-    touched = descent.ZerothOrderUpdate.touched
-    patch.setattr(descent.ZerothOrderUpdate, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
+    touched = ZerothOrderUpdate.touched
+    patch.setattr(ZerothOrderUpdate, "touched", lambda self, step, seed, frozen=(): touched(self, step, seed))
 
 
 @mutation
 def thresholds_of_what_was_called_alone(patch: pytest.MonkeyPatch) -> None:
     """Of a unit that no pass calls, all weights move."""
-    patch.setattr(descent.ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None)
+    patch.setattr(ZerothOrderUpdate, "_find_thresholds", lambda self, touched, thresholds: None)
 
 
 @mutation
@@ -300,47 +303,47 @@ def rates_of_schedulers_not_followed(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def update_that_was_put_off_dropped(patch: pytest.MonkeyPatch) -> None:
     """Who reads, a checkpoint too, sees the weights from before the last step, and so does the next one."""
-    patch.setattr(pending.SlotUpdates, "flush", lambda self: self._works.clear())
+    patch.setattr(Updates, "flush", lambda self: self._due.in_slot.clear())
 
 
 @mutation
 def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
-    put = pending.SlotUpdates.put
+    put = SlotUpdates.put
 
-    def put_twice(self: pending.SlotUpdates, works: Any) -> None:
+    def put_twice(self: SlotUpdates, works: Any) -> None:
         put(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
 
-    patch.setattr(pending.SlotUpdates, "put", put_twice)
+    patch.setattr(SlotUpdates, "put", put_twice)
 
 
 @mutation
 def update_that_was_put_off_outlives_a_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pending.SlotUpdates, "forget", lambda self: None)
+    patch.setattr(SlotUpdates, "forget", lambda self: None)
 
 
 @mutation
 def weights_updated_in_a_slot_do_not_go_down(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pending.SlotUpdates, "_copy", lambda self, targets, sources: None)
+    patch.setattr(slot_updates, "copy_planes", lambda device, targets, sources: None)
 
 
 @mutation
 def update_along_the_directions_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    estimate = descent.Estimate
-    patch.setattr(descent, "Estimate", lambda step, *rest: estimate(step - 1, *rest))
+    estimate = zeroth_order_update.ZerothOrderStep
+    patch.setattr(zeroth_order_update, "ZerothOrderStep", lambda step, *rest: estimate(step - 1, *rest))
 
 
 @mutation
 def update_of_blocks_that_were_not_chosen(patch: pytest.MonkeyPatch) -> None:
-    update_of = descent.ZerothOrderUpdate.update
+    update_of = ZerothOrderUpdate.update
 
-    def updated(self: descent.ZerothOrderUpdate, *how: Any) -> None:
+    def updated(self: ZerothOrderUpdate, *how: Any) -> None:
         rule, self.rule = self.rule, replace(self.rule, layer_fraction=1.0)
         try:
             update_of(self, *how)
         finally:
             self.rule = rule
 
-    patch.setattr(descent.ZerothOrderUpdate, "update", updated)
+    patch.setattr(ZerothOrderUpdate, "update", updated)
 
 
 @mutation
@@ -359,13 +362,13 @@ def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
-    put_back = side_by_side._PassState.put_back
+    put_back = interleaved._PassState.put_back
 
     def without(self: Any, now: Any) -> None:
         self._random = now._random
         put_back(self, now)
 
-    patch.setattr(side_by_side._PassState, "put_back", without)
+    patch.setattr(interleaved._PassState, "put_back", without)
 
 
 @mutation

@@ -101,7 +101,7 @@ def test_a_played_link_begins_when_what_its_work_waits_for_has_come(
 def test_passes_that_no_step_ends_do_not_pile_up_events(
     played: PlayedModule, lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_MOST_STRETCHES", 64)
+    monkeypatch.setattr(streams, "_MOST_SPANS", 64)
     for number in range(500):
         begin = lanes.now()
         lanes.wait([lanes.h2d.submit(nothing, name="u")])

@@ -18,7 +18,7 @@ from offload import parity
 from offload.data.tokenizer import train_bpe
 from offload.errors import ConfigError, DoesNotFitError
 from offload.optim.sgd import SGD
-from offload.training import build, side_by_side
+from offload.training import build, parity_check
 from offload.training.apart import WeightsApart, first_element
 from offload.training.resident import Resident
 from tests import forks
@@ -134,7 +134,7 @@ def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings:
     code, found = run(*settings, *HOST)
     assert (code, found["equal"], found["bit_equal"]) == (0, True, False)
     assert [text.partition(":")[0].partition(" (")[0] for text in found["order_differs"]] == [reason]
-    assert found["tolerance"] in side_by_side.TOLERANCES.values()
+    assert found["tolerance"] in parity_check.TOLERANCES.values()
     assert 0 < found["weights"]["distance"] < found["tolerance"]["weights"]
 
 
@@ -200,7 +200,7 @@ def test_the_words_of_a_person(words: Callable[..., list[str]], capsys: pytest.C
 def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="draws random numbers"):
         parity.main(words("--train.micro_batch_size", "2", *HOST, family="gpt2"))
-    monkeypatch.setattr(side_by_side, "memory", lambda: {"available_bytes": 1000})
+    monkeypatch.setattr(parity_check, "memory", lambda: {"available_bytes": 1000})
     with pytest.raises(DoesNotFitError, match=r"on the cpu without .*first weights .* 1000 B are free"):
         parity.main(words(*HOST))
 
