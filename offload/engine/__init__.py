@@ -1,34 +1,38 @@
 """One training step over streamed units.
 
-To read one step, from the call to the updated weights, in order:
+The main line, to be read in this order: twelve files, some 3,000 lines.
 
-    engine/engine.py                  the public calls
-    engine/steps.py                   a step: batch, loss, the method of training
-    engine/methods/backward.py        forward, backward, update; or, without gradients, forwards.py
-    engine/loss/batch_agreement.py    what ranks tell each other of a batch first
-    engine/loss/parts.py              the loss in parts, each with its backward
-    engine/units/unit.py              a module whose parameters travel, its forward rerouted
-    engine/units/router.py            where a call of it goes
-    engine/units/arguments.py         what it is called with
-    engine/units/traits.py            what is known of it; micro-batches
-    engine/units/call.py              one use: forward, and backward with a recompute
-    engine/units/runner.py            its weights up, its module run, its room for others
-    engine/units/saved_inputs.py      what waits for the backward
-    engine/units/recompute_policy.py  whether its graph is kept
-    engine/units/saved_graph.py       and how
-    schedule/execute.py               which fetch comes next
-    tiers/slots.py                    memory on the device for weights
-    tiers/store.py                    where states are; tiles and leases
-    tiers/nvme.py                     those on disk
-    lanes/ticket.py                   what waits for what
-    lanes/lane.py                     queues of work beside compute
-    engine/gradients/flow.py          a gradient from autograd to where it waits
-    engine/gradients/landing.py       and on its way down
-    engine/gradients/norms.py         what is known of all of them
-    engine/gradients/updates.py       clipping, and the update of every tile
-    optim/update.py                   runs of parameters that are updated alike
-    native/kernels.py                 the kernels
+    engine/engine.py               Engine.step: the public call
+    engine/steps.py                Steps.step: agree with the other ranks, record what is new, make the step
+    engine/methods/backward.py     Backward.step: forward, backward, update
+    engine/loss/parts.py           Losses.parts: the model runs, and its loss comes in parts
+    engine/units/unit.py           Unit.route: the forward of a module whose weights travel
+    engine/units/call.py           Call: one use of a unit, its forward, and its backward with a recompute
+    engine/units/runner.py         UnitRunner.enter, run, leave: weights up, the module runs, room for others
+    schedule/execute.py            Executor.enter: which fetches come next
+    tiers/slots.py                 Slots.fetch: the copy of weights into device memory
+    engine/gradients/flow.py       GradientFlow.take: a gradient leaves autograd
+    engine/gradients/landing.py    Landing.land: a gradient goes down to where it waits
+    engine/gradients/updates.py    Updates.apply: the norm, clipping, the update
 
-What comes before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. What ends
-it otherwise: `recovery.py`. Own loops: `own_loop.py`.
+What is met on the way:
+
+    engine/loss/facts.py           what is known of a batch, found once and handed on
+    engine/loss/batch_agreement.py what the ranks tell each other before a pass
+    engine/units/router.py         where a unit's call goes: with a backward or without, or into a recording
+    engine/units/arguments.py      what a unit is called with, each tensor listed once
+    engine/units/traits.py         what is known of a unit; how its tensors are cut into micro-batches
+    engine/units/saved_inputs.py   what waits for the backward, on the device or put away
+    engine/units/recompute_policy.py, saved_graph.py   whether a use keeps its graph, and how
+    tiers/store.py, tile.py, lease.py   where states rest; what is lent of them, and for how long
+    tiers/nvme.py                  states on disk
+    lanes/ticket.py, lane.py       what waits for what; queues of work beside compute
+    engine/gradients/norms.py      the norm of all gradients
+    engine/gradients/policies.py   when gradients become updates: at once, deferred, speculative, delayed
+    engine/gradients/tile_updates.py, update_place.py   the update of each tile, and where it runs
+    optim/update.py, native/kernels.py   the rule's arithmetic
+
+Other ways through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the model
+themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. Where a step
+ends otherwise: `recovery.py`. The calls about states: `state_access.py`.
 """
