@@ -32,7 +32,7 @@ What is met on the way:
     engine/gradients/tile_updates.py, update_place.py   the update of each tile, and where it runs
     optim/update.py, native/kernels.py   the rule's arithmetic
 
-Other ways through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the model
-themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. Where a step
-ends otherwise: `recovery.py`. The calls about states: `state_access.py`.
+Other ways through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the
+model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. Where a
+step ends otherwise: `recovery.py`. The calls about states: `state_access.py`.
 """
