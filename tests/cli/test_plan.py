@@ -146,7 +146,7 @@ def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.Captu
     assert found["nvme_endurance_days"] > 0
 
 
-@pytest.mark.parametrize("stage", ["1", "3"])
+@pytest.mark.parametrize("stage", ["3"])
 def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str) -> None:
     where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
     code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", stage)

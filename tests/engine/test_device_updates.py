@@ -191,7 +191,6 @@ def held_by_region(engine: Engine) -> list[bool]:
 @TWO_KERNELS
 @matrix(
     strength=0,
-    long=2,
     place=["cpu", "nvme"],
     precision=list(ROOM),
     clip=list(CLIPS),

@@ -387,7 +387,7 @@ print(status("VmHWM") - before, largest, total, time.perf_counter() - start)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of peak memory")
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["experts"])
 def test_the_peak_of_reading_is_one_unit(kind: str, tmp_path: Path) -> None:
     make_large(kind, tmp_path / "model")
     command = [sys.executable, "-c", _READ, str(tmp_path / "model")]

@@ -203,7 +203,7 @@ def whole(forks: Forks) -> Run:
 
 
 @pytest.mark.slow  # in the quick run: tests/checkpoint/test_atomic.py, and two ranks that are signalled
-@pytest.mark.parametrize("tier", ["memory", "nvme"])
+@pytest.mark.parametrize("tier", ["nvme"])
 def test_a_run_that_is_killed_while_it_saves(forks: Forks, whole: Run, tier: str) -> None:
     run = Run(forks, tier, [*LARGE, *TIERS[tier], "--train.steps", "30", "--checkpoint.every", str(EVERY)])
     hits = kill_and_go_on(run, whole, FEW, 30, seed=1)

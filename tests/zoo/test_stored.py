@@ -1,4 +1,4 @@
-"""Every causal language model of transformers goes on from a checkpoint alone, and is exported from it."""
+"""Causal language models of transformers, every other one, go on from a checkpoint alone, and are exported from it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ def is_known(family: Any) -> bool:
     return found is family.model_class
 
 
-# From folders test_folders.py takes every family; here a fifth of them shows that a checkpoint does as well.
+# From folders test_folders.py takes every family; here some of them show that a checkpoint does as well.
 @pytest.mark.parametrize(
     ("name", "way"),
-    [pytest.param(*case.values, "random in fp32", marks=case.marks) for case in cases()]
-    + [pytest.param(*case.values, "a folder in bf16", marks=case.marks) for case in cases()[::5]],
+    [
+        pytest.param(*case.values, "a folder in bf16" if number % 8 == 0 else "random in fp32", marks=case.marks)
+        for number, case in enumerate(cases())
+        if number % 2 == 0
+    ],
 )
 def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) -> None:
     """The model that is built from it alone trains on with the same bits, buffers included.
