@@ -263,7 +263,7 @@ class ThreadLane(Lane):
                 self._is_idle = False
                 work = self._next()
                 if work is not None:
-                    work.has_begun = not self._is_given_up(work)
+                    work.has_begun = not (work.is_cancelled or self._is_closed)
                     return work
                 if self._is_closed and not self._queue:
                     return None

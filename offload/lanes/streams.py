@@ -84,6 +84,12 @@ class StreamLane(ThreadLane):
         super().close()
         self._stream.synchronize()  # the memory of what is still in it is about to go
 
+    def _run(self, work: Work, ordered: float) -> None:
+        if self._link.throttle is None:  # the events tell when it was at work
+            self._start(work)
+        else:
+            super()._run(work, ordered)
+
     def _start(self, work: Work) -> None:
         begin = StreamTicket(self.name, is_done=True, event=self._lanes.present(self._stream), pool=self._lanes.pool)
         work.run()

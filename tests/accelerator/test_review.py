@@ -441,7 +441,7 @@ def test_a_recompute_has_the_callers_default_device(sim):
 
 
 def test_evaluations_keep_few_events(engine, monkeypatch):
-    monkeypatch.setattr("offload.lanes.streams._MOST_STRETCHES", 20)
+    monkeypatch.setattr("offload.lanes.streams._MOST_SPANS", 20)
     one = engine()
     for seed in range(6):
         one.evaluate(tokens(seed))
