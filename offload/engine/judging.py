@@ -37,12 +37,16 @@ class Judging:
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
         self._state, self._method, self._losses = state, method, losses
         self._judge, self._before = Judge(state, precision), set[str]()
-        self.judged: set[str] = set()
-        """The kinds of passes that were judged, as they were made then, for a checkpoint."""
+        self._judged: set[str] = set()
+
+    @property
+    def judged(self) -> list[str]:
+        """The kinds of passes that were judged, in this run and those before, as they were made then."""
+        return sorted(self._judged | self._before)
 
     def knows(self, facts: BatchFacts) -> bool:
         """True where passes of this kind were judged as they are made now."""
-        return self._key(facts) in self.judged
+        return self._key(facts) in self._judged
 
     def begin_again(self, judged: Iterable[str]) -> None:
         """Go on with a run that has judged these kinds of passes."""
@@ -56,7 +60,7 @@ class Judging:
         if key not in self._before:
             return False
         self._before.discard(key)
-        self.judged.add(key)
+        self._judged.add(key)
         return True
 
     def judge(self, facts: BatchFacts, sample: Batch) -> None:
@@ -71,7 +75,7 @@ class Judging:
             interleaves=facts.trains and not self._losses.has_gradient,
         )
         if tells:
-            self.judged.add(self._key(facts))
+            self._judged.add(self._key(facts))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What

@@ -173,7 +173,7 @@ class Steps:
         """What was decided once and for all, and changes bits; for JSON."""
         clip, trial_runs = self._state.updates.clip, self.trial_runs
         way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
-        judged = sorted(self.judging.judged)
+        judged = self.judging.judged
         return {"clip": clip, "way": way, "losses": trial_runs.decided, "resident": resident, "judged": judged}
 
     def decide_again(self, decided: Mapping[str, Any]) -> None:
@@ -207,8 +207,8 @@ class Steps:
                 way.change(cut="calls")
             if is_recorded and facts.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(facts.form.obstacle)
-            goes_on = is_recorded and departed is None and self.judging.goes_on(facts)
-            if not goes_on and (is_recorded or (facts.trains and not self.judging.knows(facts))):
+            is_due = is_recorded or (facts.trains and not self.judging.knows(facts))
+            if is_due and not (departed is None and self.judging.goes_on(facts)):
                 self._judge(facts)
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)

@@ -356,6 +356,26 @@ def test_a_run_that_goes_on_is_judged_no_more_than_one_that_never_stopped(tmp_pa
     assert whole.step(mixed, cross_entropy).loss == other.step(mixed, cross_entropy).loss
 
 
+def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(tmp_path: Path) -> None:
+    """By the second engine after that which has judged it, and after a pass of another kind."""
+    whole, second, third = (Engine(build(MixesSome), micro_batch_size=1) for _ in range(3))
+    whole.step(words(0), cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    second.load_checkpoint(tmp_path / "saved")
+    one = {key: value[:1] for key, value in words(1).items()}  # which is not cut
+    assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
+    second.save_checkpoint(tmp_path / "again")
+    third.load_checkpoint(tmp_path / "again")
+    mixed = words(2)
+    mixed["x"][:, 0] = 0
+    assert whole.step(mixed, cross_entropy).loss == second.step(mixed, cross_entropy).loss
+    whole.save_checkpoint(tmp_path / "saved")
+    assert_same(second, whole)
+    assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
+    third.step(mixed, cross_entropy)
+    assert steps_of(third).judging.judged == steps_of(whole).judging.judged
+
+
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
     whole, resumed = (Engine(build(Sometimes), micro_batch_size=1) for _ in range(2))
     whole.step(rare(1, rank=0), cross_entropy)
