@@ -362,18 +362,15 @@ def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(tmp_path: Path)
     whole.step(words(0), cross_entropy)
     whole.save_checkpoint(tmp_path / "saved")
     second.load_checkpoint(tmp_path / "saved")
-    one = {key: value[:1] for key, value in words(1).items()}  # which is not cut
+    one = {key: value[:1] for key, value in words(2).items()}  # which is not cut
     assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
     second.save_checkpoint(tmp_path / "again")
     third.load_checkpoint(tmp_path / "again")
-    mixed = words(2)
+    mixed = words(1)
     mixed["x"][:, 0] = 0
-    assert whole.step(mixed, cross_entropy).loss == second.step(mixed, cross_entropy).loss
-    whole.save_checkpoint(tmp_path / "saved")
-    assert_same(second, whole)
-    assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
-    third.step(mixed, cross_entropy)
-    assert steps_of(third).judging.judged == steps_of(whole).judging.judged
+    wanted = whole.step(mixed, cross_entropy).loss
+    assert second.step(mixed, cross_entropy).loss == wanted
+    assert third.step(mixed, cross_entropy).loss == wanted
 
 
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
