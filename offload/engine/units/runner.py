@@ -109,7 +109,11 @@ class UnitRunner:
             if backward:
                 self.gradients.open(unit.regions)
         except BaseException:
-            self.fail()
+            if backward:
+                self.fail()
+            else:  # gradients that there are so far are whole: nothing but this use has failed
+                self._inside = None
+                self._executor.forget()
             raise
         self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
