@@ -15,8 +15,9 @@ KERNELS := $(wildcard csrc/*)
 WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
 # The engine's tests, but for those of disks, of processes that end and of the host's memory, in which the device has no
 # part; ON_DEVICE=tests/engine is all of them.
-ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,disk_faults memory ranks_faults ranks_memory), \
-  $(wildcard tests/engine/test_*.py))
+ON_HOST := any_batch batches close_and_export disk_faults exporting memory ownership ranks_departures ranks_faults \
+  ranks_memory ranks_saving reading
+ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Where it is set, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip warns of is shown only where it fails.
