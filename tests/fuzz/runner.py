@@ -732,7 +732,8 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
                 reference.collect()
             loss, norm = torch.stack([one.detach().float() for one in losses]).mean(), reference.update()
             # What is used in several places sums up over these first, and over the passes then.
-            is_exact = is_exact and not (spec["make"] == "mixtral" or models.shares(reference.model))
+            is_shared = models.shares(reference.model) or any(len(uses) > 1 for uses in reference.named.values())
+            is_exact = is_exact and not (spec["make"] == "mixtral" or is_shared)
             if not is_exact and not is_wide:
                 return
         _judge_plain((loss.item(), norm, *outside.learn(op)), wanted, reference, is_exact, f"op {number}")
