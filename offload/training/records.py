@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from offload.config.config import Config
@@ -143,16 +144,18 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     return found
 
 
-def told_tiers(engine: Engine, config: Config) -> str:
-    """Return what `tiers` finds, as text."""
+def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
+    """Return what `tiers` finds and where the run folder is, as text."""
     held = tiers(engine, config)
     shown = []
     for tier, each in held.items():
         of = f" of {format_bytes(each['budget_bytes'])}" if each["budget_bytes"] is not None else ""
         shown.append(f"{tier} {format_bytes(each['bytes'])}{of}")
     where = "; updates on the device" if config.offload.update == "device" else ""
-    unused = "; nothing is in offload.nvme_dir" if config.offload.nvme_dir and "nvme" not in held else ""
-    return f"tiers: between steps {', '.join(shown)}{where}{unused}"
+    text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}"
+    if config.offload.nvme_dir and "nvme" not in held:
+        text += "\nnote: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it."
+    return text
 
 
 def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:

@@ -239,7 +239,7 @@ class Trainer:
             self._records.open(self.config, self._engine, result, pids, self._stands.first_step, self._forecast)
         except OSError as error:
             raise disk_error("the write of what the run is", self._folder.path, error) from error
-        self._say(f"{told_tiers(self._engine, self.config)}; run folder: {self._folder.path}")
+        self._say(told_tiers(self._engine, self.config, self._folder.path))
 
     def _end_steps(self) -> None:
         """Write what was kept of the steps, however they ended."""

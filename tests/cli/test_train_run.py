@@ -155,6 +155,10 @@ def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: P
     assert {work.name for work in shown["compute"]} == verbs
     assert "prefetch: auto  # default; at least 0 ahead" in (run / "config.yaml").read_text()
     assert "clip: speculative  # command line" in (run / "config.yaml").read_text()
+    again = train("--config", str(run / "config.yaml"), "--run.dir", str(folder / "slow-again"))
+    assert again.returncode == 0, again.stderr
+    losses = [json.loads(line)["loss"] for line in (folder / "slow-again/metrics.jsonl").read_text().splitlines()]
+    assert losses == [line["loss"] for line in lines]
 
 
 def test_a_second_run_without_a_folder_gets_its_own(train: Train, folder: Path, tiny: list[str]) -> None:

@@ -61,7 +61,7 @@ class Samples:
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
-    def choose_leader(self, batch: Batch, is_new: bool, departed: bool | None) -> int:
+    def choose_leader(self, batch: Batch, is_new: Callable[[], bool], departed: bool | None) -> int:
         """Return the rank on whose samples all record, so that all learn the same: one that has departed, if one has,
         or that has what none has recorded; and then the one whose batch tells most, by its different rows, and by its
         padding.
@@ -72,7 +72,7 @@ class Samples:
         form = self.form_of(batch)
         mask = _padding_mask(form, self._few(batch, form, max(ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
-        worth = bool(departed), is_new, min(check_batch(batch), max(ROWS)), padding, -comm.rank
+        worth = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
         return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
 
     def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool) -> list[Batch]:

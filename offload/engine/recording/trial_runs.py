@@ -94,7 +94,7 @@ class TrialRuns:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
-        leader = self.samples.choose_leader(batch, self.is_new(batch, loss_fn), departed)
+        leader = self.samples.choose_leader(batch, partial(self.is_new, batch, loss_fn), departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # the next batch may tell
@@ -117,7 +117,8 @@ class TrialRuns:
         """
         sample, self._sample_left = self._sample_left, None
         if sample is None:
-            leader = self.samples.choose_leader(facts.batch, self.is_new(facts.batch, facts.loss_fn), None)
+            is_new = partial(self.is_new, facts.batch, facts.loss_fn)
+            leader = self.samples.choose_leader(facts.batch, is_new, None)
             sample = self.samples.take(facts.batch, facts.form, leader, whole=False)[0]
         return sample
 
