@@ -22,6 +22,8 @@ PARAMETER_ALIGNMENT = 128
 """Elements. A parameter starts on a 256-byte border in bf16 and a 512-byte border in fp32, as GPU kernels like it, and
 where a block begins: none lies across two parameters.
 """
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which the device uses weights; those in fp16 are never trained."""
 PAGE_BYTES = 4096
 """A page, and a block of any disk."""
 
@@ -94,14 +96,14 @@ class Factor:
 
 
 def table(compute: str, moments: Sequence[Plane], delays: bool = False) -> tuple[Plane, ...]:
-    """Return all planes that there may be of weights used as "bf16" or "fp32", with the `moments` of an update rule, in
+    """Return all planes that there may be of weights used as one of `DTYPES`, with the `moments` of an update rule, in
     the order in which they lie in a record on disk: what is changed together is neighbours, and what is read alone
     comes first. `delays`: updates are made beside a pass, which needs the weights from before.
 
     `weights` is what travels: the bf16 high half, or the fp32 master; `low` the low half of a split master; `gradients`
     what waits for the norm of one backward pass.
     """
-    travels = torch.bfloat16 if compute == "bf16" else torch.float32
+    travels = DTYPES[compute]
     made = (
         *([Plane(STALE, travels, "parameters")] if delays else ()),
         Plane("weights", travels, "parameters"),

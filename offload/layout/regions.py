@@ -32,7 +32,7 @@ class ParameterInfo:
     name: str
     shape: tuple[int, ...]
     trainable: bool
-    compute: str  # "bf16" or "fp32": the dtype in which the device uses it
+    compute: str  # one of `DTYPES`: in which the device uses it
     bf16_source: bool  # the values came in bf16, so that a frozen parameter has no low half
     lr_scale: float = 1.0
     weight_decay: float = 0.0

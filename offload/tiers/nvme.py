@@ -17,7 +17,7 @@ from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
-from offload.layout.regions import stripe, stripe_bytes
+from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.telemetry.counters import Counters
 from offload.tiers.host import Arena
@@ -308,10 +308,10 @@ class Nvme:
         self.updates = Channel(update, lanes.update_read, lanes.update_write, counters)
         self.activations = Channel(activation, lanes.activation_read, lanes.activation_write, counters)
 
-    def record(self, name: str, numel: int, planes: Sequence[Plane]) -> Record:
-        """Return the next record."""
-        by_name = {plane.name: plane for plane in planes}
-        record = Record(name, numel, by_name, self._states, self._next, self.fetches, self.updates)
+    def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> Record:
+        """Return the next record, of these planes of elements `begin` to `end` of a region."""
+        by_name, numel = {plane.name: plane for plane in planes}, end - begin
+        record = Record(region.name, numel, by_name, self._states, self._next, self.fetches, self.updates)
         self._next += sum(plane.disk_bytes(numel) for plane in planes)
         return record
 

@@ -22,6 +22,7 @@ from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
@@ -40,7 +41,7 @@ class Store:
         host: Ledger,
         lanes: Lanes,
         layout: DiskLayout | None = None,
-        nvme: Nvme | None = None,
+        nvme: Nvme | ModelFiles | None = None,
         comm: Comm | None = None,
         counters: Counters | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class Store:
             record = None
             if on_disk:
                 assert self._nvme is not None
-                record = self._nvme.record(region.name, end - begin, on_disk)
+                record = self._nvme.record(region, begin, end, on_disk)
             mine = {}
             for plane in map(region.plane, planes):
                 start = self.sharding.held(region, plane.name).start

@@ -11,6 +11,7 @@ from offload.lanes.ticket import Fence
 from offload.layout.planes import STALE
 from offload.layout.regions import Region
 from offload.tiers.lease import NOTHING, Lease
+from offload.tiers.model_files import FileRecord
 from offload.tiers.nvme import Record
 
 
@@ -26,7 +27,7 @@ class Tile:
     begin: int
     end: int
     planes: dict[str, torch.Tensor]
-    record: Record | None
+    record: Record | FileRecord | None
     fence: Fence = field(default_factory=lambda: Fence("weights"))
     stale: Fence | None = None
 

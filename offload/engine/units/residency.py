@@ -14,10 +14,10 @@ from torch import nn
 from offload.engine.units.resting import past_subclasses, stand_in
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
 from offload.machine.environment import memory
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ANEW = (
     "Change the model before Engine(); of this one, engine.close(restore=True) first gives back what was trained, and "
     "engine.save_checkpoint(folder) saves it as it is."
@@ -118,7 +118,7 @@ class ModelOwnership:
     ) -> None:
         self._reading: Callable[[], Answers | None] = lambda: None
         self.engine: Any = None
-        self.resting = [stand_in(info, _DTYPES[info.compute], device, self) for info in infos]
+        self.resting = [stand_in(info, DTYPES[info.compute], device, self) for info in infos]
         self._units = [weakref.ref(unit) for unit in units]
         # Modules without weights may be anybody's: transformers gives several models one and the same activation.
         self._names = weakref.WeakKeyDictionary(
@@ -173,7 +173,7 @@ class ModelOwnership:
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter as the device uses it, on the CPU."""
         if self._is_watched:
-            return torch.full((), float("nan"), dtype=_DTYPES[info.compute]).expand(info.shape)
+            return torch.full((), float("nan"), dtype=DTYPES[info.compute]).expand(info.shape)
         reading = self._reading()
         if reading is None:
             raise ConfigError(f"{info.name} {self.state}")
@@ -254,7 +254,7 @@ class ModelOwnership:
             return
         self._check_module(module)
         infos = {info.index: info for each in module.modules() for info in self._places.get(each, {}).values()}
-        num_bytes = sum(info.numel * _DTYPES[info.compute].itemsize for info in infos.values())
+        num_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in infos.values())
         free = memory().get("available_bytes", num_bytes)
         if num_bytes > free:
             raise DoesNotFitError(
@@ -294,7 +294,7 @@ class ModelOwnership:
         if parameter is None or parameter is self.resting[info.index]:
             return parameter is not None
         units = filter(None, (known() for known in self._units))
-        return any(unit.has(parameter, _DTYPES[info.compute]) for unit in units)
+        return any(unit.has(parameter, DTYPES[info.compute]) for unit in units)
 
     def _on_load(self, *_: Any) -> None:
         refuse_copy("load_state_dict()")
@@ -336,7 +336,7 @@ class Snapshot:
                 found, info = place.module._parameters[place.key], self._infos[place.parameter]
                 if found is None:
                     self._refuse(place.module, place.key, "was removed")
-                if found is not self._hold.resting[place.parameter] and not unit.has(found, _DTYPES[info.compute]):
+                if found is not self._hold.resting[place.parameter] and not unit.has(found, DTYPES[info.compute]):
                     self._refuse(place.module, place.key, "was replaced")
                 if info.trainable and not found.requires_grad:
                     frozen.add(place.parameter)

@@ -1,0 +1,106 @@
+"""Weights that rest in a model's own files, which are read and never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.planes import Plane
+from offload.layout.regions import Region
+from offload.telemetry.counters import Counters
+from offload.tiers.host import Arena
+from offload.tiers.lease import Lease
+from offload.tiers.pinning import Pinning
+from offload.tiers.ring import Ring
+
+READ_RING = "read ring"
+"""The host memory through which weights of files pass."""
+Read = Callable[[int, int, int], torch.Tensor]
+"""Returns elements `begin` to `end` of a parameter, by its index, flat, in the dtype of its weights."""
+
+
+@dataclass(eq=False)
+class FileRecord:
+    """The weights of a tile, in files: elements `begin` to `end` of a region."""
+
+    region: Region
+    begin: int
+    end: int
+    planes: Mapping[str, Plane]
+    files: ModelFiles
+    fence: Fence = field(default_factory=lambda: Fence("files"))
+
+    def has_room(self, names: Sequence[str]) -> bool:  # noqa: ARG002
+        """Nothing is lent early."""
+        return False
+
+    def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:  # noqa: ARG002
+        """Lend the weights beside what a lease has already."""
+        return self.files.lend(self, lease, is_ahead)
+
+    def land(self, names: Sequence[str], lease: Lease) -> Lease:  # noqa: ARG002
+        """Raises AssertionError: a model's own files are never written."""
+        raise AssertionError(f"the files of {self.region.name} were to be written")
+
+
+class ModelFiles:
+    """Reads tiles ahead of their copies, by a lane of its own, through a ring of host memory."""
+
+    def __init__(self, read: Read, ring_bytes: int, lanes: Lanes, counters: Counters, pinning: Pinning | None) -> None:
+        self._read, self._lanes, self._counters = read, lanes, counters
+        self._arena = Arena(ring_bytes, pinning)
+        self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
+
+    def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
+        """Return where these planes of elements `begin` to `end` of a region rest."""
+        return FileRecord(region, begin, end, {plane.name: plane for plane in planes}, self)
+
+    def lend(self, record: FileRecord, lease: Lease, is_ahead: bool) -> Lease:
+        """Lend the weights of a tile: they are read into the ring."""
+        (plane,) = record.planes.values()
+        num_bytes = plane.num_bytes(record.end - record.begin)
+        stretch = self._ring.take(num_bytes)
+        assert stretch is not None, "the ring has room for the largest tile"
+        weights = stretch.flat.view(plane.dtype)
+        reading = self._lanes.fetch_read.submit(
+            lambda: self._fill(record, weights), fills=stretch.fills, name=record.region.name, num_bytes=num_bytes
+        )
+        stretch.fence.fill(reading)
+        self._counters.count("nvme_read_bytes", num_bytes, is_ahead)
+
+        def read(ticket: Ticket) -> None:
+            stretch.fence.read(ticket)
+            stretch.close()
+            lease.done_reading(ticket)
+
+        def changed(_ticket: Ticket) -> None:
+            raise AssertionError(f"the files of {record.region.name} were to be written")
+
+        planes = lease.planes | {plane.name: weights}
+        return Lease(planes, (*lease.reads, reading), lease.fills, read, changed)
+
+    def _fill(self, record: FileRecord, weights: torch.Tensor) -> None:
+        """Read what of each parameter lies in a tile."""
+        region = record.region
+        for index, offset, size in zip(region.parameters, region.offsets, region.sizes, strict=True):
+            begin, end = max(offset, record.begin), min(offset + size, record.end)
+            if begin < end:
+                place = slice(begin - record.begin, end - record.begin)
+                weights[place] = self._read(index, begin - offset, end - offset)
+
+    def reset(self) -> None:
+        """A step was interrupted: nothing is lent any more."""
+        self._ring.reset()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the ring that the device can copy from without staging."""
+        return self._arena.pinned_bytes
+
+    def close(self) -> None:
+        """Let go of the ring. The lanes must have ended."""
+        self._arena.close()
