@@ -21,7 +21,7 @@ from offload.data.tokenizer import load_tokenizer, tokenizer_folder
 from offload.errors import ConfigError, OffloadError
 from offload.hf.models import configuration, max_positions, model_kind, vocab_size
 from offload.hf.read import read_model
-from offload.inference.weight_stream import ReadFromOutside, WeightStream
+from offload.inference.streamed_model import ReadFromOutside, StreamedModel
 from offload.machine.environment import memory
 
 _LEAST_MARGIN_BYTES = 1 << 30
@@ -58,7 +58,7 @@ class Sampler:
         self, path: Path, *, dtype: torch.dtype | None, memory_bytes: int | None, accelerator: Accelerator | None
     ) -> None:
         """Open a Hugging Face folder or a checkpoint. dtype: None for that of its weights; memory_bytes: as of
-        WeightStream.
+        StreamedModel.
 
         Raises ConfigError for a model that writes no text or has no tokenizer, CheckpointError, DiskError.
         """
@@ -87,7 +87,7 @@ class Sampler:
                         f"the weights in {path} lack {len(lacking)} parameters of {type(self.model).__name__}, for "
                         f"example {lacking[0]}: it cannot continue a text."
                     )
-            self.stream = WeightStream(self.model, weights.source, memory_bytes=memory_bytes, accelerator=accelerator)
+            self.stream = StreamedModel(self.model, weights.source, memory_bytes=memory_bytes, accelerator=accelerator)
             opened.callback(self.stream.close)
             self._opened = opened.pop_all()
         self._device = device_of(accelerator)

@@ -78,6 +78,16 @@ class Executor:
             self._schedules.clear()
         self._is_open, self._schedule = False, None
 
+    def suppose(self, kind: Hashable, order: Iterable[Sequence[Region]]) -> None:
+        """Take it that passes of a kind use units with these regions in this order, until one of the kind was made. They
+        lie at either end of the memory by turns, so that the room between them is in one piece.
+        """
+        uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
+        self._orders.setdefault(kind, uses)
+        for number, use in enumerate(uses):
+            top = self._slots.capacity_bytes - self._slots.cargo_bytes(use.cargo)
+            self._homes.setdefault(use.cargo, top if number % 2 else 0)
+
     def expect(self, kind: Hashable, wraps: bool) -> None:
         """The next pass will be of this kind: what it needs first comes up now, once it is updated."""
         self._plan(kind, wraps)

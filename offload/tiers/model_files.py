@@ -54,6 +54,8 @@ class ModelFiles:
         self._read, self._lanes, self._counters = read, lanes, counters
         self._arena = Arena(ring_bytes, pinning)
         self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
+        self.bytes_read = 0
+        """Bytes of weights that were read so far."""
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
         """Return where these planes of elements `begin` to `end` of a region rest."""
@@ -90,7 +92,9 @@ class ModelFiles:
             begin, end = max(offset, record.begin), min(offset + size, record.end)
             if begin < end:
                 place = slice(begin - record.begin, end - record.begin)
-                weights[place] = self._read(index, begin - offset, end - offset)
+                value = self._read(index, begin - offset, end - offset)
+                weights[place] = value
+                self.bytes_read += value.nbytes
 
     def reset(self) -> None:
         """A step was interrupted: nothing is lent any more."""

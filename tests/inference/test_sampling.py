@@ -18,7 +18,7 @@ from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.hf.models import configuration, model_kind
 from offload.hf.read import read_model
 from offload.inference.sampler import Choices, Sampler
-from offload.inference.weight_stream import WeightStream
+from offload.inference.streamed_model import StreamedModel
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.engine.families import bert, t5, tokens
@@ -127,7 +127,7 @@ class Counted:
         self.model, self.weights = read_model(model_kind(config).auto, folder, config)
         self.begun: list[str] = []
         self.is_read: dict[str, threading.Event] = {}
-        self.stream = WeightStream(self.model, self.source, memory_bytes=memory_bytes, accelerator=None)
+        self.stream = StreamedModel(self.model, self.source, memory_bytes=memory_bytes, accelerator=None)
         self.peak = 0
         for module in self.model.modules():
             module.register_forward_pre_hook(lambda *_: self.look())
@@ -138,8 +138,7 @@ class Counted:
         return self.weights.source(name)
 
     def look(self) -> None:
-        held = sum(cargo.num_bytes for cargo in self.stream._cargoes if cargo.ticket is not None)
-        self.peak = max(self.peak, held)
+        self.peak = self.stream.ledger.peak_bytes
 
     def run(self) -> torch.Tensor:
         with torch.no_grad():
@@ -166,8 +165,8 @@ def test_the_budget_is_kept_and_what_fits_is_read_once(name: str, models: Any, t
         assert all(torch.equal(each, logits[0]) for each in logits)
         read[memory_bytes] = counted.stream.bytes_read
         if memory_bytes is not None:
-            small = total // 50  # norms, position tables: they stay
-            assert counted.peak <= max(memory_bytes, 2 * max(blocks, head) + small)
+            small = total // 8  # norms and position tables, which stay; the ends of regions, which are filled up
+            assert counted.peak <= max(memory_bytes, 2 * max(blocks, head)) + small
     assert read[None] == read[total] == total
     assert total < read[total * 2 // 3] < read[0]
     assert read[0] > 3 * 6 * blocks
@@ -211,7 +210,7 @@ def test_another_order_than_that_of_the_modules_is_learnt_in_one_pass() -> None:
         def read(self, begin: int, end: int) -> torch.Tensor:
             return self._flat[begin:end].clone()
 
-    stream = WeightStream(model, lambda name: Kept(values[name]), memory_bytes=0, accelerator=None)
+    stream = StreamedModel(model, lambda name: Kept(values[name]), memory_bytes=0, accelerator=None)
     read = []
     for _ in range(4):
         assert torch.equal(model(torch.ones(16)), expected)
@@ -329,7 +328,7 @@ with Sampler(Path(sys.argv[1]), dtype=None, memory_bytes=int(sys.argv[2]), accel
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")
     done = sampler.write(torch.tensor([[7, 31, 12]]), Choices(max_new_tokens=4, temperature=0), lambda text: None)
-    print(status("VmHWM") - before, sampler.stream.total_bytes, sampler.stream._spare_bytes, done.bytes_read)
+    print(status("VmHWM") - before, sampler.stream.total_bytes, sampler.stream.ledger.peak_bytes, done.bytes_read)
 """
 
 
