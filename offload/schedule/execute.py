@@ -79,8 +79,8 @@ class Executor:
         self._is_open, self._schedule = False, None
 
     def suppose(self, kind: Hashable, order: Iterable[Sequence[Region]]) -> None:
-        """Take it that passes of a kind use units with these regions in this order, until one of the kind was made. They
-        lie at either end of the memory by turns, so that the room between them is in one piece.
+        """Take it that passes of a kind use units with these regions in this order, until one of the kind was made.
+        They lie at either end of the memory by turns, so that the room between them is in one piece.
         """
         uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
         self._orders.setdefault(kind, uses)
