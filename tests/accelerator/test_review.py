@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from offload.inference.streamed_model import StreamedModel
 from torch.nn.functional import cross_entropy
 
 from offload import AdamW, Engine, Placement
@@ -24,6 +23,7 @@ from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import ActivationOffload, OnHost
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
+from offload.inference.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.waiting import wait_until_done
 from offload.machine import probe
