@@ -33,7 +33,9 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
 
     `length` is the number of elements it must have, -1 for any. Raises ConfigError, which calls the array `name`.
     """
-    kind = _checked_kind(name, array, allowed)
+    kind = _kinds.get(getattr(array, "dtype", None))  # here and not by a call: this is asked for each array of a call
+    if kind not in allowed:
+        kind = _checked_kind(name, array, allowed)
     try:
         address = array.data_ptr()
     except AttributeError:  # numpy

@@ -121,12 +121,13 @@ def _runs(
     alike, and what these have in common; `one_by_one`, the place of one in its region too.
     """
 
-    def alike(position: int) -> _Alike | None:
-        info = infos[state.region.parameters[position]]
-        common = state.steps[position], info.lr_scale, info.weight_decay, position if one_by_one else None
-        return common if touched[position] else None
-
-    for common, run in groupby(range(len(touched)), alike):
+    alike: list[_Alike | None] = [
+        (steps, infos[index].lr_scale, infos[index].weight_decay, position if one_by_one else None) if takes else None
+        for position, (index, steps, takes) in enumerate(
+            zip(state.region.parameters, state.steps, touched, strict=True)
+        )
+    ]
+    for common, run in groupby(range(len(alike)), alike.__getitem__):
         positions = list(run)
         begin = max(state.span(positions[0]).start, tile.begin)
         end = min(state.span(positions[-1]).stop, tile.end)

@@ -134,8 +134,7 @@ class Call:
         _refuse_moved(unit, still)
         self.result = results[0]
         self.result.tensors[:] = runner.join(unit, results)
-        for tensor, version in zip(self._inputs, self._versions, strict=True):
-            _refuse_change(unit, tensor, version)
+        self._check_inputs()
         for i in traits.changed:  # the caller changes this result in place, which autograd forbids where it is a view
             if all(self.result.tensors[i] is not t for t in tensors):
                 self.result.tensors[i] = self.result.tensors[i].clone()
@@ -159,6 +158,14 @@ class Call:
         result = run_without_graph(unit, runner, self._arguments, inputs, others, self._needs)
         result.tensors[:] = [runner.own(t) for t in result.tensors]
         return result
+
+    def _check_inputs(self) -> None:
+        for tensor, version in zip(self._inputs, self._versions, strict=True):
+            if tensor._version != version:
+                raise OffloadError(
+                    f"unit {self.unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did "
+                    "not happen in the recording pass; use an out-of-place operation there."
+                )
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         traits = self.traits
@@ -187,8 +194,7 @@ class Call:
             raise OffloadError(
                 f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
             )
-        for tensor, version in zip(self._inputs, self._versions, strict=True):
-            _refuse_change(unit, tensor, version)
+        self._check_inputs()
         if not runner.claims.is_current(self._claim):
             raise OffloadError(
                 f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
@@ -286,14 +292,6 @@ def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> No
                 "recompute would change it again. Let the forward change the buffer from the first step on, by 0 where "
                 f"nothing is to change yet, assign it anew (self.{key} = ...), or set train.recompute to never."
             )
-
-
-def _refuse_change(unit: Unit, tensor: torch.Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise OffloadError(
-            f"unit {unit.name}: an input of shape {tuple(tensor.shape)} was changed in place, which did not happen in "
-            "the recording pass; use an out-of-place operation there."
-        )
 
 
 class UnitFunction(torch.autograd.Function):

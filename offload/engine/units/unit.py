@@ -46,6 +46,7 @@ class Unit:
         self.traits = UnitTraits()
         self.known: dict[Hashable, UnitTraits] = {}
         self.resting: dict[int, nn.Parameter] = {}
+        self._hung: Mapping[int, nn.Parameter] = {}  # what was put into the module last
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
         self._kinds: list[type] = []
@@ -94,6 +95,7 @@ class Unit:
 
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
         """Hang Parameters (by the model's index) in the module."""
+        self._hung = parameters
         put_parameters(self.places, parameters)
 
     def rest(self) -> None:
@@ -193,12 +195,12 @@ class Unit:
         """Hang the weights in the module where they do not yet, and return whether they did not. Raises ConfigError
         where somebody has hung others there (`functional_call` of the module alone), whose gradients would be lost.
         """
-        num_resting = 0
+        num_resting, resting, hung = 0, self.resting, self._hung
         for place in self.places:
             found = place.module._parameters[place.key]
-            if found is self.resting[place.parameter]:
+            if found is resting[place.parameter]:
                 num_resting += 1
-            elif found is None or not self.has(found, found.dtype):
+            elif found is not hung[place.parameter] and (found is None or not self.has(found, found.dtype)):
                 raise ConfigError(
                     f"unit {self.name} was called after its {place.key} was replaced (functional_call does it), while "
                     "the weights are in an engine, which would not see the gradient of the other. Change the model "
