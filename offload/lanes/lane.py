@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import CancelledError, Ticket
@@ -295,7 +296,8 @@ class ThreadLane(Lane):
             tickets = (*work.reads, *work.fills)
             is_late = self._link.throttle is not None and not all(ticket.is_over for ticket in tickets)
             for ticket in tickets:
-                self._order(ticket)
+                if ticket.event is not None:
+                    self._order(ticket.event)
             if self._delays is not None:
                 time.sleep(self._delays.random() * _LONGEST_DELAY_S)
             self._run(work, time.perf_counter() if is_late else 0.0)
@@ -310,10 +312,9 @@ class ThreadLane(Lane):
         """Do the work, or put it into a GPU's stream."""
         work.run()
 
-    def _order(self, ticket: Ticket) -> None:
-        """Make what this lane does next come after a ticket that is done, or in a GPU's stream."""
-        if ticket.event is not None:
-            ticket.event.synchronize()
+    def _order(self, event: Any) -> None:
+        """Make what this lane does next come after an event of a GPU's stream."""
+        event.synchronize()
 
     def _run(self, work: Work, ordered: float) -> None:
         """Do the work in its time on the link; sleep until that is over, or it is given up. `ordered`: when it had

@@ -66,11 +66,10 @@ class StreamLane(ThreadLane):
     def _ticket(self) -> Ticket:
         return StreamTicket(self._link.name, pool=self._lanes.pool)
 
-    def _order(self, ticket: Ticket) -> None:
-        if ticket.event is not None:
-            self._stream.wait_event(ticket.event)
-            if self._link.throttle is not None:  # a played link begins to count when its copy does
-                ticket.event.synchronize()
+    def _order(self, event: torch.Event) -> None:
+        self._stream.wait_event(event)
+        if self._link.throttle is not None:  # a played link begins to count when its copy does
+            event.synchronize()
 
     def cancel(self, since: int = 0) -> None:
         super().cancel(since)
@@ -155,7 +154,10 @@ class StreamLanes(Lanes):
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         self._await(tickets, fills)  # until they are in their streams
-        late = [ticket for ticket in (*tickets, *fills) if not ticket.is_over]
+        late = []
+        for ticket in (*tickets, *fills):
+            if ticket.event is not None and not ticket.event.query():
+                late.append(ticket)  # noqa: PERF401 (a comprehension is a call)
         if not late:
             return
         begin, stream = self.now(), self.accelerator.current_stream()

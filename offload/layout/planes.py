@@ -52,7 +52,7 @@ class Plane:
 
     def num_bytes(self, num_weights: int) -> int:
         """Return its bytes for so many weights."""
-        return self.numel(num_weights) * self.dtype.itemsize
+        return -(-num_weights // self.block) * self.dtype.itemsize
 
     def disk_bytes(self, num_weights: int) -> int:
         """Return its bytes on disk for so many weights: whole pages."""

@@ -246,7 +246,7 @@ def sgd(
     _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
     buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
     for name, buffer in buffers.items():
-        if _stored(name, buffer) != "fp32":
+        if isinstance(buffer, tuple) or kind_of(name, buffer) in BF16:
             raise ConfigError(f"{name} has dtype {getattr(buffer, 'dtype', 'of a pair')}; it must be float32.")
     return _update("sgd", master, buffers, grad, (grad_scale, weight_decay, momentum, lr), threads, isa)
 
@@ -414,10 +414,13 @@ def _update(
             f"key is {key}, step {step} and element {element}; they must be of 64 and of 32 bits, and a multiple of "
             f"{BLOCK}."
         )
-    stored = {_stored(name, moment) for name, moment in moments.items()} or {"fp32"}
-    if len(stored) > 1:
-        raise ConfigError(f"{' and '.join(moments)} are {' and '.join(sorted(stored))}; they must be alike.")
-    states = stored.pop()
+    stored = []
+    for moment_name, moment in moments.items():
+        is_pair = isinstance(moment, tuple)
+        stored.append("int8" if is_pair else "bf16" if kind_of(moment_name, moment) in BF16 else "fp32")
+    states = stored[0] if stored else "fp32"
+    if stored.count(states) < len(stored):
+        raise ConfigError(f"{' and '.join(moments)} are {' and '.join(sorted({*stored}))}; they must be alike.")
     if _core is None or not on_cpu(whole):
         from offload.native import torch_fallback
 
@@ -453,12 +456,6 @@ BLOCK = 128
 """Weights whose moments have a scale together where they are stored in bytes."""
 _STATES = {"fp32": 0, "bf16": 1, "int8": 2}  # enum States in csrc/kernels.h
 _MOMENTS = {"fp32": FP32, "bf16": BF16}
-
-
-def _stored(name: str, moment: Any) -> str:
-    if isinstance(moment, tuple):
-        return "int8"
-    return "bf16" if kind_of(name, moment) in BF16 else "fp32"
 
 
 def _call(

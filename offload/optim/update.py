@@ -45,7 +45,8 @@ def update_tile(
     num_wrong: int | torch.Tensor = 0
     rule = rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
-    flats = [(name, flat, state.region.plane(name)) for name, flat in planes.items()]
+    table = state.region.by_name
+    flats = [(name, flat, table[name]) for name, flat in planes.items()]
     for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one):
         states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
@@ -120,17 +121,16 @@ def _runs(
     """Yield the elements of a tile (counted from its beginning) over which neighbouring touched parameters are updated
     alike, and what these have in common; `one_by_one`, the place of one in its region too.
     """
-
+    region = state.region
     alike: list[_Alike | None] = [
         (steps, infos[index].lr_scale, infos[index].weight_decay, position if one_by_one else None) if takes else None
-        for position, (index, steps, takes) in enumerate(
-            zip(state.region.parameters, state.steps, touched, strict=True)
-        )
+        for position, (index, steps, takes) in enumerate(zip(region.parameters, state.steps, touched, strict=True))
     ]
     for common, run in groupby(range(len(alike)), alike.__getitem__):
         positions = list(run)
-        begin = max(state.span(positions[0]).start, tile.begin)
-        end = min(state.span(positions[-1]).stop, tile.end)
+        first, last = positions[0], positions[-1]
+        begin = max(region.offsets[first], tile.begin)
+        end = min(region.offsets[last] + region.sizes[last], tile.end)
         if common is not None and begin < end:
             yield slice(begin - tile.begin, end - tile.begin), common
 

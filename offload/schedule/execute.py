@@ -33,7 +33,7 @@ class Executor:
         self._kind: Hashable = None
         self._is_open = self._wraps = False
         self._schedule: Schedule | None = None
-        self._next = 0
+        self._next = self._entered = 0
         self._taken: list[Use] = []
         self.num_departures = 0
 
@@ -61,10 +61,11 @@ class Executor:
         if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
             self._fetch_now(cargo)
         self._slots.wait(cargo, regions)
+        self._entered = cargo
 
     def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
-        """A use is over, up to these marks of compute: what comes next may take its place."""
-        self._slots.used(self._slots.cargo_of(regions), regions, marks)
+        """The use that was entered last is over, up to these marks of compute: what comes next may take its place."""
+        self._slots.used(self._entered, regions, marks)
         if self._schedule is not None:
             self._next += 1
             self._issue()

@@ -50,6 +50,7 @@ class Cargoes(ABC):
     def _forget_cargoes(self) -> None:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._sizes = [0]  # of cargoes, in bytes
+        self._slot_sizes: dict[int, int] = {}  # in bytes, of regions, by their index
         self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
@@ -69,7 +70,11 @@ class Cargoes(ABC):
         return self._sizes[cargo]
 
     def _slot_bytes(self, region: Region) -> int:
-        return region.weight_bytes + sum([plane.num_bytes(region.numel) for plane in self._co_fetched(region)])
+        found = self._slot_sizes.get(region.index)
+        if found is None:
+            beside = sum(plane.num_bytes(region.numel) for plane in self._co_fetched(region))
+            found = self._slot_sizes[region.index] = region.weight_bytes + beside
+        return found
 
     def is_resident(self, region: Region) -> bool:
         """True where a region is on the device for good."""
@@ -89,18 +94,23 @@ class Cargoes(ABC):
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
         """Bring a cargo up, once all that it overwrites has had its last reader. `is_ahead`: for the next step."""
         end = offset + self._sizes[cargo]
-        evicted = [self._lying[other] for other in evicts if other in self._lying]
-        gone = [s for s in self._slots if s in evicted or (s.begin < end and offset < s.end)]
-        self._lying = {other: s for other, s in self._lying.items() if s not in gone}
-        slot = Slot(cargo, offset, end, is_whole=any(region in self._due.in_slot for region in self.cargoes[cargo]))
-        rest = [  # who comes where nothing was overwritten yet has to wait for the same
-            Slot(other.cargo, *part, fence=other.fence)
-            for other in gone
-            for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end))
-            if part[0] < part[1]
-        ]
-        self._slots = [other for other in self._slots if other not in gone] + [*rest, slot]
-        fills = [ticket for other in gone for ticket in other.fence.before_fill()]
+        evicted = set(map(self._lying.get, evicts))
+        kept, gone = [], []
+        fills: list[Ticket] = []
+        slot = Slot(cargo, offset, end, is_whole=not self._due.in_slot.keys().isdisjoint(self.cargoes[cargo]))
+        for other in self._slots:
+            if other not in evicted and not (other.begin < end and offset < other.end):
+                kept.append(other)
+                continue
+            gone.append(other)
+            fills += other.fence.before_fill()
+            if self._lying.get(other.cargo) is other:
+                del self._lying[other.cargo]
+            # Who comes where nothing was overwritten yet has to wait for the same.
+            for part in ((other.begin, min(offset, other.end)), (max(end, other.begin), other.end)):
+                if part[0] < part[1]:
+                    kept.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
+        self._slots = [*kept, slot]
         slot.fence.fill(*self._fill(slot, gone, fills, is_ahead))
         self._lying[cargo] = slot  # now that all of it is on its way
 

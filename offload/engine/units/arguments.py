@@ -22,6 +22,10 @@ _LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter}
 """The types of nearly all arguments, which are opened here: torch's pytree takes ten calls for each leaf."""
 
 
+class _Keywords(dict[str, Any]):
+    """The keyword arguments of a call: a dict that nobody else has, and that no unit can change for others."""
+
+
 class Arguments:
     """Positional and keyword arguments (or a result) as a tree, with each tensor listed once, however often it occurs.
 
@@ -41,7 +45,7 @@ class Arguments:
         leaves: list[Any] = []
         self._spec = self._open(tree, leaves, [] if containers is None else containers)
         seen: dict[int, int] = {}
-        self._places: list[tuple[bool, int]] = []
+        self._places: list[tuple[bool, int]] = []  # of each leaf: whether it is a tensor, and its number
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 index = seen.setdefault(id(leaf), len(self.tensors))
@@ -76,8 +80,10 @@ class Arguments:
         """
         kind: Any = type(tree)
         keys, parts = None, tree
-        is_container = kind is not tuple
-        if is_container:
+        is_container = kind is not tuple and kind is not _Keywords
+        if kind is _Keywords:
+            keys, parts = tuple(tree), tree.values()
+        elif is_container:
             for number, known in enumerate(containers):
                 if known is tree:
                     return number
@@ -89,7 +95,7 @@ class Arguments:
                 if not spec.is_leaf():
                     kind = spec
                 elif is_container:
-                    parts, self._shells[len(containers)] = _content(tree), _refill(_own_copy(tree), [])
+                    parts, self._shells[len(containers)] = _contents([tree])[0], _refill(_own_copy(tree), [])
                 else:
                     leaves.append(tree)
                     return None
@@ -118,8 +124,8 @@ class Arguments:
         for part in specs:
             parts.append(next(leaves) if part is None else self._close(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
         tree: Any
-        if kind is dict:
-            tree = dict(zip(keys, parts, strict=True))
+        if kind is dict or kind is _Keywords:
+            tree = kind(zip(keys, parts, strict=True))
         elif kind is tuple or kind is list:
             tree = kind(parts)
         elif isinstance(kind, TreeSpec):
@@ -162,12 +168,15 @@ def _store(container: Any) -> Any:
     return vars(container) if isinstance(container, _cache_types()) else container
 
 
-def _content(container: Any) -> list[Any]:
-    """Return what is in a container: its items, or its keys and then its values."""
-    kind = type(container)  # asked in every use, mostly of these two: the types of caches take ten calls
-    store = container if kind is dict or kind is list else _store(container)
-    is_mapping = kind is dict or (kind is not list and isinstance(store, MutableMapping))
-    return [*store, *store.values()] if is_mapping else list(store)
+def _contents(containers: Sequence[Any]) -> list[list[Any]]:
+    """Return what is in each container: its items, or its keys and then its values."""
+    found: list[list[Any]] = []
+    for container in containers:
+        kind = type(container)  # asked in every use, mostly of these two: the types of caches take ten calls
+        store = container if kind is dict or kind is list else _store(container)
+        is_mapping = kind is dict or (kind is not list and isinstance(store, MutableMapping))
+        found.append([*store, *store.values()] if is_mapping else list(store))
+    return found
 
 
 def _refill(container: Any, content: Sequence[Any]) -> Any:
@@ -199,17 +208,40 @@ def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool =
     and those in context variables, in which transformers collects what layers give beside their results.
     """
     containers: list[Any] = []
-    arguments = Arguments((args, kwargs), containers, opens_caches)
-    if found := collectors(contextvars.copy_context()):
-        around: list[Any] = []
-        Arguments([value for _, value in found], around)
-        containers += around
+    arguments = Arguments((args, _Keywords(kwargs)), containers, opens_caches)
+    _, found = collectors(contextvars.copy_context())
+    around = found
+    if any(found):
+        Arguments(found, around := [])
+    containers += around
     return arguments, containers
 
 
-def collectors(context: contextvars.Context) -> list[tuple[contextvars.ContextVar[Any], Any]]:
-    """Return the variables of a context that have a container, and the container."""
-    return [(variable, value) for variable, value in context.items() if type(value) in (dict, list)]
+def collectors(context: contextvars.Context) -> tuple[list[contextvars.ContextVar[Any]], list[Any]]:
+    """Return the variables of a context that have a container, and the containers."""
+    variables, found = [], []
+    for variable, value in context.items():
+        if type(value) is dict or type(value) is list:
+            variables.append(variable)
+            found.append(value)
+    return variables, found
+
+
+def copies(
+    collected: list[Any], containers: list[Any], keep: Callable[[torch.Tensor], bool] | None = None
+) -> list[Any]:
+    """Return copies of what variables of a context have collected; all containers in them are added to `containers`.
+    `keep`: tells of each tensor whether it is in the copy, where not all are.
+    """
+    if not any(collected):  # as nearly always: nothing to open
+        begin = len(containers)
+        for value in collected:
+            containers.append(type(value)())  # noqa: PERF401 (a comprehension is a call)
+        return containers[begin:]
+    tree, around = Arguments(collected), list[Any]()
+    own = tree.fill([t if keep is None or keep(t) else None for t in tree.tensors], containers=around)
+    containers += around
+    return own
 
 
 def run_over_copies(
@@ -219,33 +251,31 @@ def run_over_copies(
     others: Sequence[Any],
 ) -> Arguments:
     """Call a unit's forward over copies of all containers that it may change, so that the caller's change by `deliver`
-    alone. Return its result, and what it has changed, as (result, changes).
+    alone. Return its result, and what it has changed, as (result, *changes).
     """
     containers: list[Any] = []
     args, kwargs = arguments.fill(tensors, others, containers)
-    found = collectors(contextvars.copy_context())
+    variables, found = collectors(contextvars.copy_context())
     try:
-        if found:
-            tree, around = Arguments([value for _, value in found]), list[Any]()
-            for (variable, _), own in zip(found, tree.fill(tree.tensors, containers=around), strict=True):
-                variable.set(own)
-            containers += around
-        before = list(map(_content, containers))
+        for variable, own in zip(variables, copies(found, containers) if found else (), strict=True):
+            variable.set(own)
+        before = _contents(containers)
         result = forward(*args, **kwargs)
-        return Arguments((result, _changes(containers, before)), containers)
+        return Arguments((result, *_changes(containers, before)), containers)
     finally:
-        for variable, value in found:
+        for variable, value in zip(variables, found, strict=True):
             variable.set(value)
 
 
 def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:
     """Return which containers have other content by now, each with the items that are new in it."""
-    now = list(map(_content, containers))
-    pairs = enumerate(zip(before, now, strict=True))
-    changed = [number for number, (a, b) in pairs if len(a) != len(b) or not all(map(is_, a, b))]
-    places = {}
-    if changed:
-        places = {id(item): (number, at) for number, items in enumerate(before) for at, item in enumerate(items)}
+    now, changed = _contents(containers), []
+    for number, (a, b) in enumerate(zip(before, now, strict=True)):
+        if len(a) != len(b) or not all(map(is_, a, b)):
+            changed.append(number)
+    if not changed:
+        return []
+    places = {id(item): (number, at) for number, items in enumerate(before) for at, item in enumerate(items)}
     found = []
     for number in changed:
         old = [None if type(item) in _PLAIN else places.get(id(item)) for item in now[number]]
@@ -255,8 +285,8 @@ def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tup
 
 def deliver(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
     """Return a unit's result for the caller, whose own `containers` get what the unit has put into its copies."""
-    value, found = result.fill(tensors, containers=containers)
-    before = list(map(_content, containers)) if found else []
+    value, *found = result.fill(tensors, containers=containers)
+    before = _contents(containers) if found else []
     for change, items in found:
         new = iter(items)
         content = [next(new) if at is None else before[at[0]][at[1]] for at in change.places]

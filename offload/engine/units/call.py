@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from offload.engine.units.arguments import Arguments, collectors
+from offload.engine.units.arguments import Arguments, collectors, copies
 from offload.engine.units.condition import Moment
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
@@ -43,19 +43,26 @@ class Surroundings:
         return _own_copy(self._context).run(self._run, function)
 
     def _run(self, function: Callable[[], _T]) -> _T:
+        is_here = torch.get_default_device() == self._device
+        modes = [mode for mode in self._modes if mode not in _function_modes()] if self._modes else ()
+        is_cast = self._autocast_now() == self._autocast
+        if is_here and is_cast and not modes:
+            return function()
         with ExitStack() as within:
-            if torch.get_default_device() != self._device:
+            if not is_here:
                 within.enter_context(self._device)
-            for mode in [mode for mode in self._modes if mode not in _function_modes()]:
+            for mode in modes:
                 within.enter_context(mode)  # autograd itself forgets those of a backward that ends otherwise
-            if self._autocast_now() != self._autocast:
+            if not is_cast:
                 for name, enabled, dtype, caches in self._autocast:
                     within.enter_context(torch.autocast(name, dtype, enabled, caches))
             return function()
 
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        caches = torch.is_autocast_cache_enabled()
-        return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches) for t in self._types]
+        caches, found = torch.is_autocast_cache_enabled(), []
+        for t in self._types:
+            found.append((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches))  # noqa: PERF401
+        return found
 
 
 def _function_modes() -> list[TorchFunctionMode]:
@@ -68,10 +75,14 @@ def _own_copy(context: contextvars.Context) -> contextvars.Context:
     one: a use that held it would be held by what is in there.
     """
     copy = context.copy()
-    for variable, value in collectors(context):
-        tree = Arguments(value)
-        copy.run(variable.set, tree.fill([t if t.grad_fn is None else None for t in tree.tensors]))
+    variables, found = collectors(context)
+    for variable, own in zip(variables, copies(found, [], keep=_has_no_graph) if found else (), strict=True):
+        copy.run(variable.set, own)
     return copy
+
+
+def _has_no_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is None
 
 
 @dataclass

@@ -23,6 +23,7 @@ _OF_FORWARD = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+_NOTHING = nullcontext()
 BufferPlace = tuple[nn.Module, str]
 """A module, and the name of one of its buffers. A forward may hang another tensor there."""
 
@@ -130,22 +131,23 @@ class Moment:
         notes: Iterable[NotePlace],
         ignores: Callable[[torch.Tensor], bool],
         is_asked: bool = True,
+        last: Moment | None = None,
     ) -> None:
         """`moving`: the buffers whose values may change in place; `notes` and `ignores` as for `Condition`. `is_asked`:
-        what is drawn may be drawn again.
+        what is drawn may be drawn again. `last`: the moment before, which learns whether anything was drawn since from
+        generators other than torch's.
         """
         self._device, self.random = device, device.random_state()
-        self._drawn: Drawn | None = Drawn.so_far() if is_asked else None
+        before = None if last is None else last._drawn
+        self._drawn: Drawn | None = Drawn.so_far(before) if is_asked else None
+        self._draws = is_asked
+        if last is not None and before is self._drawn:
+            last._draws = False
         self.condition = Condition(modules, moving, notes, ignores)
-
-    def leave_drawn_to(self, later: Moment) -> None:
-        """Keep nothing of generators other than torch's, where none was used until a later moment."""
-        if self._drawn is not None and later._drawn is not None and self._drawn.is_as(later._drawn):
-            self._drawn = None
 
     def drawn_again(self) -> AbstractContextManager[None]:
         """Return a context in which generators other than torch's draw what they drew after this moment."""
-        return self._drawn.again() if self._drawn is not None else nullcontext()
+        return self._drawn.again() if self._drawn is not None and self._draws else _NOTHING
 
     def put_back(self) -> None:
         """All is as it was."""

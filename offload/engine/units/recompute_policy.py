@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -18,6 +18,7 @@ _COPIED_SHARE = 10
 the streaming.
 """
 
+_NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -55,10 +56,10 @@ class RecomputePolicy:
         traits = unit.traits
         if traits.keeps_nothing:
             return True
-        weights = sum(region.weight_bytes for region in unit.regions)
-        if self.mode == "always" or traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > weights:
+        mode, copied = self.mode, traits.copied_bytes * _COPIED_SHARE
+        if mode == "always" or traits.mutated or traits.buffers or copied > unit.weight_bytes:
             return False
-        return self.mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
+        return mode == "never" or self._ledger.budget_bytes is None or (unit.name, *shapes) in self._kept
 
     def has_room(self, num_bytes: int) -> bool:
         """True where a graph may hold `num_bytes` more."""
@@ -71,13 +72,16 @@ class RecomputePolicy:
         self._step_peak_bytes = max(self._step_peak_bytes, held_bytes)
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
 
-    @contextmanager
-    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+    def measure(
+        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
+    ) -> AbstractContextManager[None]:
         """Around a recompute of one of `num_parts` micro-batches: note what its graph would hold if it were kept."""
         key = (unit.name, *shapes)
-        if self.mode != "auto" or self._ledger.budget_bytes is None or key in self._sizes:
-            yield
-            return
+        is_asked = self.mode == "auto" and self._ledger.budget_bytes is not None and key not in self._sizes
+        return self._measured(key, inputs, num_parts) if is_asked else _NOTHING
+
+    @contextmanager
+    def _measured(self, key: tuple[Any, ...], inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
         self._look(self._held_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}

@@ -120,9 +120,7 @@ class UnitRunner:
     def moment(self, unit: Unit, may_recompute: bool) -> Moment:
         """Return generators and modules before a forward of a unit: what a recompute begins with."""
         traits, last = unit.traits, self._last_moment()
-        moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute)
-        if last is not None:
-            last.leave_drawn_to(moment)
+        moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute, last)
         self._last_moment = weakref.ref(moment)
         return moment
 

@@ -101,7 +101,8 @@ class SavedInputs:
 
     def wait(self, returning: Returning) -> list[torch.Tensor]:
         """Let compute come after what returns."""
-        self._lanes.compute_after(returning.tickets)
+        if returning.tickets:
+            self._lanes.compute_after(returning.tickets)
         for number, layout in enumerate(returning.layouts):
             if layout != Layout.of(returning.tensors[number]):
                 returning.tensors[number] = layout.copy(returning.tensors[number])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
 
+_NOTHING = nullcontext()
 MakeLive = Callable[[Sequence[Region]], dict[int, nn.Parameter]]
 """Makes Parameters, by the model's index, that view the device's copy of regions."""
 
@@ -42,7 +43,10 @@ class Unit:
         self.whole, self.resident, self.is_block = candidate.whole, candidate.resident, candidate.is_block
         self.regions = tuple(regions)
         self._trainable = [index for region in regions if region.trainable for index in region.parameters]
+        self.weight_bytes = sum(region.weight_bytes for region in regions)
         self.frozen: frozenset[int] = frozenset()
+        self.trainable = bool(self._trainable)
+        """A parameter of the unit takes gradients."""
         self.traits = UnitTraits()
         self.known: dict[Hashable, UnitTraits] = {}
         self.resting: dict[int, nn.Parameter] = {}
@@ -111,34 +115,32 @@ class Unit:
             self._mark(self._live[offset])
         return self._live[offset]
 
-    @property
-    def trainable(self) -> bool:
-        """True where a parameter of the unit takes gradients."""
-        return any(index not in self.frozen for index in self._trainable)
-
     def freeze(self, frozen: frozenset[int]) -> None:
         """Take no gradients for these parameters from now on, and for all others that were to be trained."""
         self.frozen = frozen
+        self.trainable = not frozen.issuperset(self._trainable)
         for parameters in (self.resting, *self._live.values()):
             self._mark(parameters)
 
-    @contextmanager
-    def frozen_with(self, then: frozenset[int]) -> Iterator[None]:
+    def frozen_with(self, then: frozenset[int]) -> AbstractContextManager[None]:
         """Within, a backward: what was frozen `then`, in its forward, takes no gradients, nor does what is by now."""
-        resting, before = self.resting, self.frozen
+        resting = self.resting
 
         def look() -> list[int]:
             return [index for index in self._trainable if not resting[index].requires_grad]
+
+        frozen = then.union(past_subclasses(look))  # else each look at a parameter is a call
+        return _NOTHING if frozen == self.frozen else self._frozen_as(frozen)
+
+    @contextmanager
+    def _frozen_as(self, frozen: frozenset[int]) -> Iterator[None]:
+        before = self.frozen
 
         def mark(frozen: frozenset[int]) -> None:
             self.frozen = frozen
             for parameters in self._live.values():
                 self._mark(parameters)
 
-        frozen = then.union(past_subclasses(look))  # else each look at a parameter is a call
-        if frozen == before:
-            yield
-            return
         mark(frozen)
         try:
             yield
