@@ -107,8 +107,8 @@ def _as_groups(value: Any) -> Any:
 
 def _as_group_value(value: Any) -> float | str:
     """Take a finite number, or the name of an update rule."""
-    if value in OFFERS:
-        return str(value)
+    if isinstance(value, str) and value in OFFERS:
+        return value
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(number := float(value)):
             return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ def test_every_key_of_the_contract_is_there() -> None:
         "checkpoint": "every keep resume on_error export",
     }
     assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
+
+
+ODD: list[Any] = [
+    *({}, [], [1], ["x"], [{}], [[]], [None], {1: 2}, {None: None}, True, None, -1, 10**400, "", "x", "\x00", b"x"),
+    *(float("inf"), float("nan"), "[", "[{}]", "{[1]: 2}", "1e400", object(), set(), range(3), (1, {})),
+    *({"a": value} for value in (None, True, {}, {"b": {}}, {"rule": {}}, {"rule": []}, {"lr": [1]})),
+    *([["a", {"rule": {}}]], [[{}, {}]], [[[], {}]], {"h2d": {"bandwidth": {}}}, {"h2d": {"latency_seconds": []}}),
+]
+
+
+@pytest.mark.parametrize(("section", "key"), [key.split(".") for key in all_keys()])
+def test_a_value_of_any_kind_is_taken_or_refused_by_name(section: str, key: str) -> None:
+    for value in ODD:
+        with suppress(ValueError, ConfigError):  # those of pydantic are ValueErrors
+            Config(**{section: {key: value}})
 
 
 def test_every_default_may_be_given_as_the_command_line_gives_it() -> None:

@@ -157,7 +157,7 @@ class Reference:
         """What the rule does with each parameter."""
         modules = list(self.model.modules())
         tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        in_blocks = {id(p) for module in modules if isinstance(module, nn.ModuleList) for p in module.parameters()}
+        in_blocks = {id(p) for module in modules if _is_list(module) for p in module.parameters()}
         filters = {id(module.weight) for module in modules if isinstance(module, nn.modules.conv._ConvNd)}
         for name, uses in self.named.items():
             place = [any(id(use) in places for use in uses) for places in (tables, in_blocks, filters)]
@@ -168,6 +168,12 @@ class Reference:
         for p in self.named[name]:
             master = self.masters[name].cpu()
             p.data = (kernels.split(master)[0] if name in self.split else master).to(self.device, copy=True)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """True for a list of blocks: a Sequential is one where each of its modules has parameters."""
+    is_chain = isinstance(module, nn.Sequential) and len(module) > 1
+    return isinstance(module, nn.ModuleList) or (is_chain and all(any(True for _ in m.parameters()) for m in module))
 
 
 def untie(model: nn.Module) -> dict[str, list[nn.Parameter]]:

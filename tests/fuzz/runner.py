@@ -377,6 +377,8 @@ def _run(case: Case, comm: Comm, folder: Path, outcome: Outcome) -> None:
     seen = record(case, comm, folder / "twin", ops)
     check_refusals(case, comm, folder / "calm", ops, seen)
     outcome.notes.update(op["do"] for op in ops[: len(seen)])
+    if not seen:  # the very first op gave gradients that are no numbers
+        return
     if case.plain and case.forwards is not None:
         problem = forwards.compare(case, ops, seen, _last["blocks"], outcome.notes) if comm.rank == 0 else ""
         problem = agreed(comm, problem)
