@@ -31,8 +31,8 @@ from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError
 from offload.hf.models import in_eval_mode
-from offload.planning.estimates import forward_seconds, streamed_update_seconds, update_seconds
-from offload.planning.machines import MeasuredSpeeds
+from offload.planning.estimates import forward_seconds, is_small, streamed_update_seconds, update_seconds
+from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 
@@ -151,22 +151,21 @@ class Steps:
         """Decide `clip: auto` for steps of so many tokens on this rank, once and for all; return what it is now."""
         state = self._state
         if state.updates.clip == "auto":
-            sharding, throttles = state.plan.layout.sharding, state.throttles
-            hides = not state.lanes.overlap or not state.plan.corrects_cheaply
-            if not hides:
-                device, num_units = state.device.torch_device, len(state.units)
-                forward_s = forward_seconds(state.infos, state.regions, num_units, tokens, sharding, throttles, device)
-                hides = self._update_seconds() <= forward_s
-            # Each rank has measured for itself.
-            is_late = state.comm.any(not hides, "choice of train.clip")
-            state.updates.decide("speculative" if is_late else "deferred")
+            is_asked = state.lanes.overlap and state.plan.corrects_cheaply
+            state.updates.decide("speculative" if is_asked and not self._hides_updates(tokens) else "deferred")
         return state.updates.clip
 
-    def _update_seconds(self) -> float:
-        state = self._state
-        speeds = MeasuredSpeeds(own_accelerator(str(state.device.torch_device)))
-        estimate = update_seconds if state.plan.update == "cpu" else streamed_update_seconds
-        return estimate(self._rule, state.regions, state.plan.layout.sharding, state.throttles, speeds)
+    def _hides_updates(self, tokens: int) -> bool:
+        """Return True if an update that begins once the norm is known ends within the next forward pass. Collective."""
+        state, throttles = self._state, self._state.throttles
+        regions, sharding = state.regions, state.plan.layout.sharding
+        if not state.comm.any(not is_small(regions, sharding, throttles), "whether updates are small"):
+            return True
+        speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
+        seconds = update_seconds if state.plan.update == "cpu" else streamed_update_seconds
+        forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
+        is_late = seconds(regions, sharding, throttles, speeds) > forward_s
+        return not state.comm.any(is_late, "choice of train.clip")  # each rank has its own tokens
 
     @property
     def decided(self) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from offload.accelerators import Accelerator, open_accelerator
-from offload.layout.planes import Plane
 from offload.native import kernels
 from offload.tiers.host import Arena
 
@@ -24,24 +23,6 @@ _NUM_LAUNCHES = 256
 """Of which a device's queue holds all."""
 _ROOFLINE_PLANES = 3
 """Written in place, beside one that is read: weights, two moments and gradients, as of AdamW."""
-
-
-def update_bytes_per_second(
-    update: Callable[[Mapping[str, torch.Tensor], torch.Tensor], object], moments: Sequence[Plane], device: torch.device
-) -> float:
-    """Return the bytes of states that `update(states, gradients)`, of fp32 weights and these moments on `device`, reads
-    and writes in a second.
-    """
-    sizes = {plane.name: (plane.numel(_NUM_ELEMENTS), plane.dtype) for plane in moments}
-    sizes |= dict.fromkeys(("weights", "gradients"), (_NUM_ELEMENTS, torch.float32))
-    states = {name: torch.zeros(numel, dtype=dtype, device=device) for name, (numel, dtype) in sizes.items()}
-    gradients = states.pop("gradients")
-
-    def run() -> None:
-        update(states, gradients)
-        _wait(device)
-
-    return 2 * sum(flat.nbytes for flat in states.values()) / _best_seconds(run)
 
 
 def link_bytes_per_second(accelerator: Accelerator, is_up: bool) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
-from offload.optim.rule import UpdateRule
 from offload.planning.estimates import streamed_update_seconds, update_seconds, weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
@@ -19,25 +18,20 @@ _LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
 tile of the largest size has; a fetch that comes in between waits for one tile."""
 _RING_SHARE = 8
 """The ring takes at most this part of the device's budget, if smaller tiles can make it that small."""
-_WORTH_S = 0.02
-"""An update on the host that takes less is not worth a look at what the device would make of it."""
 
 
 def is_faster(
-    rule: UpdateRule,
     regions: Sequence[Region],
     sharding: Sharding,
     throttles: Mapping[str, Throttle],
     speeds: Speeds,
 ) -> bool:
-    """Tell which is done sooner, beside a compute that is quicker than either: the update on the host; or the way of
-    the states to the device and back, over a link that weights and gradients need as well, and the update there.
+    """Return True if updating on the device, including streaming the states there and back over the link that weights
+    and gradients share, is faster than updating on the host. Compute is assumed to take no time.
     """
-    on_host = update_seconds(rule, regions, sharding, throttles, speeds)
-    if on_host < _WORTH_S:
-        return False
+    on_host = update_seconds(regions, sharding, throttles, speeds)
     moved = weight_seconds(regions, sharding, throttles, speeds)
-    return moved + streamed_update_seconds(rule, regions, sharding, throttles, speeds) < on_host
+    return moved + streamed_update_seconds(regions, sharding, throttles, speeds) < on_host
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import ParameterInfo, Region, Sharding
-from offload.machine.rates import flops_per_second
-from offload.optim.rule import UpdateRule
 from offload.planning.machines import Speeds
 
+_SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
+"""An update of fewer bytes, or seconds, is not worth that a machine is measured."""
 _DISPATCH_S = 3e-4
 """What Python takes to dispatch a block's forward, however few its tokens."""
 
 
+def is_small(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]) -> bool:
+    """Return True if an update is too small to be worth a look at what else could be made of it."""
+    num_bytes = update_bytes(regions, sharding)
+    return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S
+
+
+def update_bytes(regions: Sequence[Region], sharding: Sharding) -> int:
+    """Return the bytes that the update of all that this rank updates reads and writes."""
+    return sum(region.update_bytes(region.numel // sharding.num_ranges) for region in regions if region.trainable)
+
+
 def update_seconds(
-    rule: UpdateRule,
     regions: Sequence[Region],
     sharding: Sharding,
     throttles: Mapping[str, Throttle],
@@ -26,18 +34,11 @@ def update_seconds(
     on_device: bool = False,
 ) -> float:
     """Estimate what the update of all that this rank updates takes, where its states are on the host, or the device."""
-    seconds, total_bytes = 0.0, 0
-    for number, part in enumerate(rule.parts):
-        its = [region for region in regions if region.trainable and region.rule == number]
-        num_bytes = sum(region.update_bytes(region.numel // sharding.num_ranges) for region in its)
-        if num_bytes:
-            seconds += num_bytes / speeds.update(part, part.moments, on_device=on_device)
-            total_bytes += num_bytes
-    return max(seconds, throttles.get("update", Throttle()).seconds(total_bytes))
+    num_bytes = update_bytes(regions, sharding)
+    return max(num_bytes / speeds.update(on_device=on_device), throttles.get("update", Throttle()).seconds(num_bytes))
 
 
 def streamed_update_seconds(
-    rule: UpdateRule,
     regions: Sequence[Region],
     sharding: Sharding,
     throttles: Mapping[str, Throttle],
@@ -46,10 +47,10 @@ def streamed_update_seconds(
     """Estimate what the update on the device of states of the host takes, whose lanes work side by side: the longest of
     them. Without an accelerator copies take no time but that of a throttle.
     """
-    down = sum(region.update_bytes(region.numel // sharding.num_ranges) // 2 for region in regions if region.trainable)
+    down = update_bytes(regions, sharding) // 2
     gradients = (region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     up = down + sum(gradients) // sharding.num_ranges
-    on_device = update_seconds(rule, regions, sharding, throttles, speeds, on_device=True)
+    on_device = update_seconds(regions, sharding, throttles, speeds, on_device=True)
     return max(on_device, *_link_seconds(up, down, throttles, speeds))
 
 
@@ -81,11 +82,11 @@ def forward_seconds(
     tokens: int,
     sharding: Sharding,
     throttles: Mapping[str, Throttle],
-    device: torch.device,
+    speeds: Speeds,
 ) -> float:
     """Estimate what a forward pass over so many tokens takes: its products, or its fetches."""
     numel = sum(info.numel for info in infos)
-    dtype = torch.bfloat16 if any(info.compute == "bf16" for info in infos) else torch.float32
-    products = 2 * numel * tokens / flops_per_second(device, dtype) + _DISPATCH_S * num_units
+    precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
+    products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
     fetched = sum(sharding.share(region.plane("weights"), region.weight_bytes) for region in regions)
     return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

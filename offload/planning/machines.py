@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
-
-import torch
 
 from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
 from offload.errors import format_bytes
-from offload.layout.planes import Plane
 from offload.machine.hardware import Hardware
 from offload.machine.limits import least, memory_limits
-from offload.machine.rates import link_bytes_per_second, update_bytes_per_second
-from offload.optim.rule import UpdateRule, UpdateStep
+from offload.machine.probe import probe
 
 
 @dataclass(frozen=True)
@@ -33,14 +27,29 @@ class Free:
     given_bytes: int = 0
 
 
-class Speeds(Protocol):
-    """How fast what a plan compares is, for one rank."""
+@dataclass(frozen=True)
+class Speeds:
+    """How fast what a plan compares is for one rank, by the rates of a machine that was measured, or is described."""
 
-    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:
+    hardware: Hardware
+    """Whose rates they are."""
+    num_ranks: int = 1
+    """How many ranks share the host's memory."""
+
+    def update(self, *, on_device: bool) -> float:
         """Return the bytes of states that an update reads and writes in a second."""
+        rates = self.hardware.rates
+        return rates.device_bytes_per_s if on_device else rates.host_bytes_per_s / self.num_ranks
 
     def link(self, *, is_up: bool) -> float | None:
         """Return the bytes that go up to the device, or down from it, in a second; None where that takes no time."""
+        if self.hardware.device == "cpu":
+            return None
+        return self.hardware.rates.h2d_bytes_per_s if is_up else self.hardware.rates.d2h_bytes_per_s
+
+    def flops(self, precision: str) -> float:
+        """Return the floating point operations of matrix products in "fp32" or "bf16" that are made in a second."""
+        return self.hardware.rates.flops_per_s[precision]
 
 
 class Machine(Protocol):
@@ -54,27 +63,11 @@ class Machine(Protocol):
     def has_accelerator(self) -> bool:
         """True where what computes is not the CPU, so that copies run beside it."""
 
-    @property
-    def speeds(self) -> Speeds:
-        """How fast it is."""
+    def speeds(self, comm: Comm) -> Speeds:
+        """Return how fast it is. Collective."""
 
     def free(self, comm: Comm) -> Free:
         """Return what each rank may take. Collective."""
-
-
-@dataclass(frozen=True)
-class MeasuredSpeeds:
-    """The speeds of this machine, measured when they are asked for."""
-
-    accelerator: Accelerator | None
-
-    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:
-        by = UpdateStep(step=1, lr=1e-3, weight_decay=0.0, scale=1.0)
-        device = device_of(self.accelerator) if on_device else torch.device("cpu")
-        return update_bytes_per_second(partial(rule.update, by=by), moments, device)
-
-    def link(self, *, is_up: bool) -> float | None:
-        return None if self.accelerator is None else link_bytes_per_second(self.accelerator, is_up=is_up)
 
 
 @dataclass(frozen=True)
@@ -96,9 +89,12 @@ class ThisMachine:
     def has_accelerator(self) -> bool:
         return self.accelerator is not None
 
-    @property
-    def speeds(self) -> MeasuredSpeeds:
-        return MeasuredSpeeds(self.accelerator)
+    def speeds(self, comm: Comm) -> Speeds:
+        """Return the rates that were measured and kept; where there are none, rank 0 measures, in a few seconds."""
+        measured = probe(self.device) if comm.rank == 0 else None
+        hardware = comm.gather_objects(measured, "rates of the machine")[0]
+        assert hardware is not None
+        return Speeds(hardware, comm.local_size)
 
     def free(self, comm: Comm) -> Free:
         """Return the least that any rank has, as their plans have to be the same."""
@@ -112,23 +108,6 @@ class ThisMachine:
         host, said = min(each[2:] for each in found)
         in_host = self.accelerator is None or self.accelerator.is_integrated
         return Free(None if device < 0 else device, host, said, in_host, given)
-
-
-@dataclass(frozen=True)
-class Rated:
-    """The speeds that a description gives. `num_ranks`: how many share the host's memory."""
-
-    hardware: Hardware
-    num_ranks: int
-
-    def update(self, rule: UpdateRule, moments: Sequence[Plane], *, on_device: bool) -> float:  # noqa: ARG002
-        rates = self.hardware.rates
-        return rates.device_bytes_per_s if on_device else rates.host_bytes_per_s / self.num_ranks
-
-    def link(self, *, is_up: bool) -> float | None:
-        if self.hardware.device == "cpu":
-            return None
-        return self.hardware.rates.h2d_bytes_per_s if is_up else self.hardware.rates.d2h_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -146,9 +125,8 @@ class DescribedMachine:
     def has_accelerator(self) -> bool:
         return self.hardware.device != "cpu"
 
-    @property
-    def speeds(self) -> Rated:
-        return Rated(self.hardware, self.num_ranks)
+    def speeds(self, _comm: Comm) -> Speeds:
+        return Speeds(self.hardware, self.num_ranks)
 
     def free(self, comm: Comm) -> Free:
         device_bytes = self.hardware.device_bytes if self.has_accelerator else None

@@ -13,6 +13,7 @@ from offload.lanes.streams import overlaps
 from offload.layout.regions import DiskLayout, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import activation_ring_bytes, lay_out, ring_bytes, with_early_tiles
+from offload.planning.estimates import is_small
 from offload.planning.machines import Free, Machine
 from offload.planning.memory import (
     Allocation,
@@ -110,8 +111,11 @@ def make_plan(
     on_host = plan_with("cpu")  # what does not fit is refused before anything is measured
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
-    is_faster = device_updates.is_faster(settings.optimizer, regions, sharding, settings.throttles, machine.speeds)
-    if comm.any(not is_faster, "choice of offload.update"):  # each rank has measured for itself
+    # Each rank goes by its own throttles.
+    if not comm.any(not is_small(regions, sharding, settings.throttles), "whether updates are small"):
+        return on_host
+    is_faster = device_updates.is_faster(regions, sharding, settings.throttles, machine.speeds(comm))
+    if comm.any(not is_faster, "choice of offload.update"):
         return on_host
     try:
         return plan_with("device")

@@ -9,7 +9,6 @@ import torch
 
 from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
-from tests.measured import measure_once
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,13 +17,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def measured_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        measure_once(patch)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,12 +38,6 @@ def device_is_left_empty() -> Iterator[None]:
 def nothing_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accelerator's memory is a budget, and what steps leave of it takes units, which move less then. Not here."""
     monkeypatch.setattr(SpareMemory, "end_step", lambda self, peak_bytes: None)
-
-
-@pytest.fixture
-def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether an accelerator's updates hide is measured with matrices larger than all that these models hold."""
-    monkeypatch.setattr("offload.engine.steps.forward_seconds", lambda *_: 1.0)
 
 
 @pytest.fixture

@@ -17,11 +17,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests import accelerator, forks
 from tests.distributed.ranks import ROOT, Rank, free_port
-from tests.measured import measure_once
 
 TIMEOUT_S = 120
 """For a job; the watch of its ranks ends one that hangs in an exchange before, and says where (see ranks_child)."""
@@ -153,7 +150,6 @@ def serve(connection: Connection) -> None:
     """What a process of the pool does: job after job, until nobody gives it any."""
     import traceback
 
-    measure_once(pytest.MonkeyPatch())
     while True:
         try:
             variables, job, arguments = pickle.loads(connection.recv_bytes())

@@ -56,7 +56,6 @@ def test_what_no_update_changes_is_not_fetched_again(lanes: str) -> None:
 
 
 @matrix(strength=1, share=[0.3, 0.6], lanes=list(LANES))
-@pytest.mark.usefixtures("nothing_measured")
 def test_part_of_a_model_stays(share: float, lanes: str) -> None:
     """More room, fewer bytes; and never more than the budget, at any moment."""
     model = build(deep)

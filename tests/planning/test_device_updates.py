@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from offload.accelerators import Accelerator
+from offload import Placement
+from offload.distributed.comm import Comm
+from offload.engine.assemble import prepare
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Sharding
-from offload.optim.adamw import AdamW
-from offload.planning import device_updates, machines
+from offload.machine.hardware import Hardware, Rates
+from offload.planning import device_updates
 from offload.planning.device_updates import is_faster, ring_bytes, tile_numel
 from offload.planning.disk import lay_out
-from offload.planning.machines import MeasuredSpeeds
+from offload.planning.machines import DescribedMachine, Speeds
 from offload.planning.memory import UnitPlan, plan_memory
+from offload.planning.settings import Settings
 from tests.planning.test_disk import region
 
-GPU = MeasuredSpeeds(Accelerator(torch.device("cuda"), None))
 WHERE = ("device", "cpu", "nvme")
 ON_HOST = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
-def play(patch: pytest.MonkeyPatch, kernel: float, link: float, device: float = 1e12) -> None:
-    """Let the host's and the device's kernel and the link move so many bytes a second."""
-
-    def rate(update: Any, moments: Any, where: torch.device) -> float:
-        return kernel if where.type == "cpu" else device
-
-    patch.setattr(machines, "update_bytes_per_second", rate)
-    patch.setattr(machines, "link_bytes_per_second", lambda accelerator, is_up: link)
+def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
+    """Return the speeds of a machine whose host's and device's updates, and whose link, move so many bytes a second."""
+    rates = Rates(link, link, 2 * link, {}, device, kernel, 1e-5)
+    return Speeds(Hardware("played", "cuda", 1, 1 << 40, 1 << 40, None, None, shares_memory=False, rates=rates))
 
 
 @pytest.mark.parametrize(
@@ -44,34 +43,30 @@ def play(patch: pytest.MonkeyPatch, kernel: float, link: float, device: float = 
         (20e9, 50e9, 10e9, False),
     ],
 )
-def test_auto_goes_by_what_is_faster(
-    monkeypatch: pytest.MonkeyPatch, kernel: float, link: float, device: float, wins: bool
-) -> None:
-    play(monkeypatch, kernel, link, device)
-    regions = [region(0, 1 << 16)]
-    assert is_faster(AdamW(), regions, Sharding(), {}, GPU) == wins
+def test_auto_goes_by_what_is_faster(kernel: float, link: float, device: float, wins: bool) -> None:
+    assert is_faster([region(0, 1 << 16)], Sharding(), {}, speeds(kernel, link, device)) == wins
 
 
-def test_auto_counts_what_the_link_moves_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_counts_what_the_link_moves_besides() -> None:
     """24 bytes an element on the host; 14 up, and twice its 2 bytes of weights beside them."""
     regions = [region(0, 1 << 16)]
     for link, wins in ((18.1e9, True), (17.9e9, False)):
-        play(monkeypatch, 24e9, link)
-        assert is_faster(AdamW(), regions, Sharding(), {}, GPU) == wins
-    play(monkeypatch, 24e9, 100e9)
-    assert not is_faster(AdamW(), regions, Sharding(), {"h2d": Throttle(17.9e9)}, GPU)
+        assert is_faster(regions, Sharding(), {}, speeds(24e9, link)) == wins
+    fast = speeds(24e9, 100e9)
+    assert not is_faster(regions, Sharding(), {"h2d": Throttle(17.9e9)}, fast)
     frozen = [region(1, 1 << 18, trainable=False)]  # whose weights go up all the same
-    assert not is_faster(AdamW(), regions + frozen, Sharding(), {"h2d": Throttle(20e9)}, GPU)
+    assert not is_faster(regions + frozen, Sharding(), {"h2d": Throttle(20e9)}, fast)
 
 
 def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, 1e9, 1e12)
-
-    def measured(*_: Any, **__: Any) -> float:
+    def measured(*_: Any) -> Any:
         raise AssertionError("it was")
 
-    monkeypatch.setattr(machines, "link_bytes_per_second", measured)
-    assert not is_faster(AdamW(), [region(0, 50)], Sharding(), {}, GPU)
+    monkeypatch.setattr(DescribedMachine, "speeds", measured)
+    settings, machine = Settings(placement=Placement(optimizer="cpu")), DescribedMachine(speeds(1e9, 1e9).hardware)
+    for width, is_asked in ((64, False), (4096, True)):
+        with pytest.raises(AssertionError) if is_asked else nullcontext():
+            prepare(nn.Linear(width, width, device="meta"), settings, Comm(), machine)
 
 
 SIZES = st.tuples(st.integers(1, 999), st.sampled_from(["bf16", "fp32"]), st.booleans(), st.booleans())

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 
 from offload.config.config import Config
 from offload.training.trainer import Trainer, TrainResult
-from tests.measured import measure_once
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -55,13 +54,6 @@ def _little_to_collect() -> None:
     them has imported: 0.2 s and more."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _measured_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        measure_once(patch)
-        yield
 
 
 @pytest.fixture(autouse=True)
