@@ -101,7 +101,9 @@ def test_update_auto_goes_by_the_described_rates() -> None:
         with torch.device("meta"):
             model = LlamaForCausalLM(config(intermediate_size=intermediate_size))
         chosen = [
-            prepare(model, settings, Comm(), DescribedMachine(replace(GPU, rates=rates))).plan.update
+            prepare(
+                model, settings, Comm(), DescribedMachine(replace(GPU, rates=rates, host_bytes=1 << 34))
+            ).plan.update
             for rates in (GPU.rates, slow)
         ]
         assert chosen == expected, "an update of a few MiB is not worth a look"
