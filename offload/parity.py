@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
 
 
 def _check_rule(config: Config) -> None:
-    if config.optimizer.name == "mezo":
+    if not config.has_gradients:
         raise ConfigError(
             "optimizer.name is mezo, which makes no backward, and the resident side trains by one: their steps are not "
             "the same training. python -m offload.replay BASE_FOLDER RUN makes the weights of such a run again, bit "

@@ -149,6 +149,11 @@ class Config(BaseModel):
         assigned = field in getattr(self, section).model_fields_set
         return self._origins.get(key, "python" if assigned else "default")
 
+    @property
+    def has_gradients(self) -> bool:
+        """True where steps make a backward, as they do by all update rules but those that train by forwards alone."""
+        return OFFERS[self.optimizer.name].has_gradients
+
     def is_default(self, *keys: str) -> bool:
         """Tell whether nobody set any of these: sections ("model") or single keys ("train.batch_size")."""
         return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
@@ -370,9 +375,13 @@ def _check_rule(config: Config) -> None:
                 f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
                 f"--optimizer.name {' or '.join(having)}."
             )
-    if rule == "mezo" and config.train.max_grad_norm is not None and config.origin("train.max_grad_norm") != "default":
+    if (
+        not config.has_gradients
+        and config.train.max_grad_norm is not None
+        and config.origin("train.max_grad_norm") != "default"
+    ):
         raise ConfigError(
-            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and mezo has no gradients to clip: leave "
+            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and {rule} has no gradients to clip: leave "
             "it out, or set it to none."
         )
     if config.optimizer.master == "bf16" and config.train.precision == "fp32":

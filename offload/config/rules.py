@@ -19,6 +19,8 @@ class Offer:
     """Its default learning rate, in AdamW's."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Other defaults than AdamW's, by whole keys."""
+    has_gradients: bool = True
+    """Whether a step makes a backward."""
 
 
 # Whose gradients do not wait for the norm would compute twice to clip them.
@@ -40,5 +42,6 @@ OFFERS: Mapping[str, Offer] = {
         ("eps", "num_perturbations", "layer_fraction", "magnitude_quantile", "master"),
         0.05,
         {**_UNCLIPPED, "optimizer.eps": 1e-3},
+        has_gradients=False,
     ),
 }

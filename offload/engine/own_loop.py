@@ -47,7 +47,7 @@ class OwnLoop:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, as given."""
-        self._steps.require_backward()
+        self._steps.method.own_loop()
         with self._recovery.ending():
             self._open_step()  # the units may have been called one by one
             loss.backward()
@@ -74,7 +74,7 @@ class OwnLoop:
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.ending():
-            result = self._steps.require_backward().end(loss, None, "own loop")
+            result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
             return result
 
@@ -84,7 +84,7 @@ class OwnLoop:
         self.is_open = False
 
     def _refuse_nothing(self, what: str) -> None:
-        self._steps.require_backward()
+        self._steps.method.own_loop()
         if not self.has_gradients():
             raise ConfigError(
                 f"engine.{what}() was called with no engine.backward(loss) or loss.backward() before it: there is "
@@ -121,7 +121,7 @@ class OwnLoop:
                 trial_runs.on_inference(args, kwargs)
                 return
             recovery.check_sound()
-            self._steps.require_backward()
+            self._steps.method.own_loop()
             trial_runs.forget_other_modes()
             if agree_on_pass(state.comm, "own loop", is_new=partial(trial_runs.is_new_call, args, kwargs)).is_new:
                 samples = trial_runs.samples.of_call(args, kwargs)
@@ -132,5 +132,5 @@ class OwnLoop:
         self._state.accumulate()
         if not self.is_open:
             self._state.spare_memory.give_back()
-            self._steps.require_backward().begin("own loop", waits=True)
+            self._steps.method.own_loop().begin("own loop", waits=True)
             self.is_open = True

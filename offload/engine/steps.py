@@ -37,6 +37,8 @@ from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 
 _Result = TypeVar("_Result")
+METHODS: Mapping[str, type[Method]] = {"backward": Backward, "forwards": Forwards}
+"""By the names that update rules have of them."""
 _MOST_DEPARTURES = 3
 """Of one batch: each is recorded on the rows of one rank, and several ranks may have something new each."""
 
@@ -62,23 +64,9 @@ class Steps:
         self.losses = Losses(state, settings.chunk_bytes, has_backward)
         self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
-        self.method: Method = (
-            Backward(state, counters, settings, self.losses, self._moment)
-            if has_backward
-            else Forwards(state, counters, settings)
-        )
+        method = METHODS[self._rule.method]
+        self.method: Method = method(state, counters, settings, self.losses, self._moment)
         self.judging = Judging(state, self.method, self.losses, settings.precision)
-
-    def require_backward(self) -> Backward:
-        """Return the method of training, where it makes backward passes. Raises ConfigError."""
-        if not isinstance(self.method, Backward):
-            raise ConfigError(
-                f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
-                "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
-                "engine.backward and engine.update. For outputs call the model under torch.no_grad(), for a loss "
-                "engine.evaluate."
-            )
-        return self.method
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch, which is on this rank's side still."""
@@ -93,24 +81,10 @@ class Steps:
 
     def replay(self, records: Iterable[Any]) -> None:
         """Make the steps of records again. Raises ConfigError."""
-        method, state = self.method, self._state
-        if not isinstance(method, Forwards):
-            raise ConfigError(
-                f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
-                "their gradients: give the engine MeZO(...), as that run had it."
-            )
         for record in records:
-            measured = ZerothOrderRecord.of(record)
-            made = state.runner.step_number
-            if measured.step != made + 1:
-                raise ConfigError(
-                    f"a record is of step {measured.step}, and {made} steps are made: a replay begins at the weights "
-                    f"from before its first step, and takes each step once, in order. Step {made + 1} is next; one "
-                    f"that was skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
-                )
             with self._recovery.ending():
-                method.replay(measured)
-        state.lanes.drain_updates()
+                self.method.replay(ZerothOrderRecord.of(record))
+        self._state.lanes.drain_updates()
 
     def _step(self, facts: BatchFacts) -> StepResult:
         if not facts.num_targets and facts.loss_fn is None:

@@ -242,7 +242,7 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
 
 
 def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
-    if config.optimizer.name == "mezo" and config.optimizer.master == "fp32":
+    if "master" in OFFERS[config.optimizer.name].keys and config.optimizer.master == "fp32":
         yield {"optimizer.master": "bf16"}
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import xxhash
@@ -55,6 +55,8 @@ class MeZO(UpdateRule):
     master: str = "fp32"
     decay_1d: bool = False
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+    method: ClassVar[str] = "forwards"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,6 +89,8 @@ class UpdateRule(ABC):
     """True where an update needs a parameter as a whole, and its shape: it is given one at a time, all of it."""
     drops_gradients: ClassVar[bool] = False
     """True where no gradient is to wait for the norm: a step that clips learns it by a backward of its own."""
+    method: ClassVar[str] = "backward"
+    """How steps are made that the rule updates by: by a "backward", or by "forwards" alone."""
     clip_norm: float | None = None
     """The norm to which gradients are clipped, where the rule says so itself."""
     steered: ClassVar[tuple[str, ...]] = ()
@@ -107,7 +109,7 @@ class UpdateRule(ABC):
     @property
     def has_gradients(self) -> bool:
         """True where a step makes a backward."""
-        return not self.num_directions
+        return self.method == "backward"
 
     @property
     def has_low(self) -> bool:

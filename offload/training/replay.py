@@ -30,7 +30,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     quiet_transformers()
     folder = RunFolder(run)
     config = Config.load(run / "config.yaml")
-    if config.optimizer.name != "mezo":
+    if config.has_gradients:
         raise ConfigError(
             f"{run} was trained with --optimizer.name {config.optimizer.name}, whose steps need their gradients: only "
             "runs with mezo can be replayed. Its weights are in its checkpoints."

@@ -156,7 +156,7 @@ class Trainer:
             if batch is None:
                 return
             self._engine.lr = rate_at(step, self.config)
-            is_marked = self.config.optimizer.name == "mezo" and step == stands.first_step  # for a replay
+            is_marked = not self.config.has_gradients and step == stands.first_step  # for a replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
             result = self._engine.step(batch)
             end = time.perf_counter()

@@ -23,16 +23,13 @@ class Backward(Method):
     """
 
     def __init__(
-        self,
-        state: EngineState,
-        counters: Counters,
-        settings: Settings,
-        losses: Losses,
-        moment: Callable[[], Moment],
+        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
     ) -> None:
-        """`moment`: notes generators and modules as they are."""
-        super().__init__(state, counters, settings)
-        self._splits, self._losses, self._moment = settings.splits, losses, moment
+        super().__init__(state, counters, settings, losses, moment)
+        self._splits = settings.splits
+
+    def own_loop(self) -> Backward:
+        return self
 
     def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # of own loops, whose graphs somebody may still hold

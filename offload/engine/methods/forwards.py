@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import closing
 
 import torch
 
+from offload.engine.loss.parts import Losses
 from offload.engine.methods.interleaved import InterleavedForwards
 from offload.engine.methods.method import Method, Parts
 from offload.engine.methods.perturbed import Perturbed
@@ -15,6 +16,7 @@ from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.engine.state import EngineState
+from offload.engine.units.condition import Moment
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.optim.mezo import MeZO
@@ -25,10 +27,13 @@ from offload.telemetry.counters import Counters
 class Forwards(Method):
     """MeZO, its passes side by side. Each rank computes its rows, and a step exchanges their losses alone."""
 
-    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
-        super().__init__(state, counters, settings)
-        assert isinstance(settings.optimizer, MeZO)
-        self._rule, self._seed, self._skips = settings.optimizer, settings.seed, settings.skips
+    _rule: MeZO
+
+    def __init__(
+        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
+    ) -> None:
+        super().__init__(state, counters, settings, losses, moment)
+        self._seed, self._skips = settings.seed, settings.skips
         self._pending = SlotUpdates(
             state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr
         )
@@ -94,7 +99,13 @@ class Forwards(Method):
         self._pending.forget()
 
     def replay(self, measured: ZerothOrderRecord) -> None:
-        """Make a step again, from what it measured; one that was skipped only counts. Collective."""
+        made = self._state.runner.step_number
+        if measured.step != made + 1:
+            raise ConfigError(
+                f"a record is of step {measured.step}, and {made} steps are made: a replay begins at the weights from "
+                f"before its first step, and takes each step once, in order. Step {made + 1} is next; one that was "
+                f"skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
+            )
         if not measured.slopes:
             self.descent.end_step(measured.step)
             return

@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from offload.engine.methods.result import StepResult
+from offload.engine.loss.parts import Losses
+from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.state import EngineState
+from offload.engine.units.condition import Moment
 from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
@@ -21,15 +25,29 @@ Parts = Callable[[], Generator[torch.Tensor, None, None]]
 """Runs the model over a batch once, and yields its loss in parts, those of all ranks adding up."""
 
 
+class OwnSteps(Protocol):
+    """Begins and ends the steps of own loops, which go forward and backward themselves."""
+
+    def begin(self, kind: Hashable, waits: bool = ..., learns: bool = ...) -> None:
+        """Begin a step of that kind, whose gradients may come from now on, with `waits` from several backwards."""
+
+    def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
+        """Finish the gradients, clip, update, and start on the next step's weights."""
+
+
 class Method(ABC):
     """Makes steps of one engine, over its units, passes and updates. `lr`: of the next update. `expected`: the kind of
     the next step, and whether its weights may come up while this one goes on. `spans`: what every lane did in the last
     step.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
-        self._state, self._counters = state, counters
+    def __init__(
+        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
+    ) -> None:
+        """`moment`: notes generators and modules as they are."""
+        self._state, self._counters, self._rule = state, counters, settings.optimizer
         self.lr = settings.optimizer.lr
+        self._losses, self._moment = losses, moment
         self.expected: tuple[Hashable, bool] = (None, False)
         self.spans: list[Span] = []
 
@@ -45,6 +63,22 @@ class Method(ABC):
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """A trial is about to be made: have ready what `hang` needs."""
+
+    def own_loop(self) -> OwnSteps:
+        """Return what begins and ends the steps of own loops. Raises ConfigError where none can make a step."""
+        raise ConfigError(
+            f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
+            "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
+            "engine.backward and engine.update. For outputs call the model under torch.no_grad(), for a loss "
+            "engine.evaluate."
+        )
+
+    def replay(self, measured: ZerothOrderRecord) -> None:  # noqa: ARG002
+        """Make a step again, from what it measured. Collective. Raises ConfigError."""
+        raise ConfigError(
+            f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
+            "their gradients: give the engine MeZO(...), as that run had it."
+        )
 
     num_passes = 1
     """Over the rows of a batch, in a step, each of which sees weights of its own."""
