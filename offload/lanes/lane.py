@@ -110,15 +110,26 @@ class Work:
     """One piece in a lane's queue."""
 
     run: Callable[[], object]
+    """Does the work; on a lane with a stream, puts the work into the stream."""
     reads: Sequence[Ticket]
+    """The tickets that must be done first; an error of one of them is this work's error too."""
     fills: Sequence[Ticket]
+    """The tickets that must be over first, whether they failed or not: their work used the memory that is filled now.
+    """
     name: str
+    """The name that the timeline and error messages show."""
     num_bytes: int
+    """The bytes that the work moves, by which a throttled link counts its seconds."""
     ticket: Ticket
+    """The ticket that the submitter got."""
     waits: Countdown
+    """How many of `reads` and `fills` are not done yet."""
     submitted: float
+    """When the work was submitted, in seconds of `time.perf_counter`."""
     has_begun: bool = False
+    """True once the lane's thread has taken the work up."""
     is_cancelled: bool = False
+    """True once the work was given up with its step."""
 
 
 def _given_up(work: Work) -> CancelledError:

@@ -23,22 +23,30 @@ Seconds = Callable[[int], float]
 
 @dataclass(eq=False)
 class _Piece:
-    """What waits in a lane: its seconds on the link, and how many tickets are not done that it comes after."""
+    """One piece of work that waits in a played lane."""
 
     number: int
+    """The order in which the piece was submitted."""
     seconds: float
+    """The seconds that the piece takes on its link."""
     ticket: Ticket
+    """The ticket that the submitter got."""
     num_left: int = 0
+    """How many of the tickets that the piece comes after are not done yet."""
     last: Ticket | None = None
+    """Of those tickets, the one that was done last."""
 
 
 @dataclass(eq=False)
 class _Link:
-    """A link does one thing at a time, in the order in which its lanes came to it. `busy_s`: since the beginning."""
+    """A link does one thing at a time, in the order in which its lanes came to it."""
 
     name: str
+    """The name of the link on the timeline."""
     free_at: float = 0.0
+    """When the link has done all that it was given, in played seconds."""
     busy_s: float = 0.0
+    """How long the link has worked since the beginning, in seconds."""
 
 
 class PlayedLane(Lane):

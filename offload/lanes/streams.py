@@ -40,13 +40,18 @@ class StreamTicket(Ticket):
 
 @dataclass
 class StreamSpan:
-    """What a stream did between two places. `is_wait`: compute waited for the lane."""
+    """What a stream did between two places in it."""
 
     lane: str
+    """The name of the lane, or of its link, on the timeline."""
     name: str
+    """The name of the work."""
     begin: Ticket
+    """The place in the stream where the work began."""
     end: Ticket
+    """The place in the stream where the work ended."""
     is_wait: bool = False
+    """True if compute did nothing but wait for the lane."""
 
 
 class StreamLane(ThreadLane):

@@ -19,7 +19,9 @@ class Throttle:
     """Work of `num_bytes` takes `seconds(num_bytes)`, or as long as it really does where that is longer."""
 
     bytes_per_second: float | None = None
+    """The bandwidth; None for no limit."""
     latency_s: float = 0.0
+    """The seconds that each piece of work takes beside its bytes."""
 
     def seconds(self, num_bytes: int) -> float:
         """Return the least time that work which moves `num_bytes` takes."""

@@ -30,14 +30,16 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Plane:
-    """One of a region's arrays. `kind`, one of `CUT_FROM`, says with what it is placed and cut; `block` how many
-    neighbouring weights have an element together, a divisor of PARAMETER_ALIGNMENT.
-    """
+    """One of a region's flat arrays."""
 
     name: str
+    """The name of the plane, which no other plane of the region has."""
     dtype: torch.dtype
+    """The dtype of the elements."""
     kind: str = "optimizer"
+    """One of `CUT_FROM`: with which kind of states the plane is placed and cut."""
     block: int = 1
+    """How many neighbouring weights have one element together; a divisor of PARAMETER_ALIGNMENT."""
 
     @property
     def label(self) -> str:
@@ -70,13 +72,16 @@ class Plane:
 
 @dataclass(frozen=True)
 class Factor:
-    """A small fp32 array that a rule keeps of each parameter as a whole, in memory wherever its planes are: with an
-    element for each of its `rows`, or its `columns`, or, of a parameter that has neither, for each of its `elements`.
-    One of two dimensions and more is so many matrices as its last two are. `numel` is asked for a shape.
+    """A small fp32 array that a rule keeps of each parameter as a whole, in memory wherever the planes are. A parameter
+    of more than two dimensions counts as so many matrices of its last two.
     """
 
     name: str
+    """The name of the array, which no plane of the rule has."""
     along: str
+    """What the array has an element for: each of the "rows" or "columns" of a matrix, or each of the "elements" of a
+    parameter that has neither.
+    """
 
     dtype = torch.float32
 

@@ -26,17 +26,26 @@ CHUNK_BYTES = 1 << 19
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the model, tied names counted once. `index` is its place in torch's order."""
+    """One parameter of the model, tied names counted once."""
 
     index: int
+    """The place of the parameter in torch's order."""
     name: str
+    """The first name of the parameter in the model."""
     shape: tuple[int, ...]
+    """The shape of the parameter."""
     trainable: bool
-    compute: str  # one of `DTYPES`: in which the device uses it
-    bf16_source: bool  # the values came in bf16, so that a frozen parameter has no low half
+    """True if the parameter is trained."""
+    compute: str
+    """One of `DTYPES`: the dtype in which the device uses the parameter."""
+    bf16_source: bool
+    """True if the values came in bf16, so that a frozen parameter has no low half."""
     lr_scale: float = 1.0
+    """The factor on the learning rate."""
     weight_decay: float = 0.0
-    rule: int = 0  # the number of its update rule
+    """The weight decay."""
+    rule: int = 0
+    """The number of the parameter's update rule, in the `parts` of the optimizer."""
 
     @property
     def numel(self) -> int:
@@ -45,29 +54,40 @@ class ParameterInfo:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One flat buffer of parameters that travel together and are updated alike.
-
-    `parameters[i]` (an index into the model's parameters) starts at element `offsets[i]`; parameters of equal learning-
-    rate multiplier and weight decay are neighbours, so that one kernel call serves them. `units` names every unit that
-    uses the region: more than one where weights are tied. `rule`: the number of its update rule, which keeps the
-    `factors` of each parameter. `by_matrix`: it needs parameters as a whole, so that neither ranks nor tiles cut one.
+    """One flat buffer of parameters that travel together and are updated alike. Parameters of equal learning-rate
+    factor and weight decay are neighbours, so that one kernel call serves them.
     """
 
     index: int
+    """The number of the region."""
     name: str
+    """The name that plans, errors and timelines show: the names of the region's units."""
     compute: str
+    """One of `DTYPES`: the dtype in which the device uses the weights."""
     trainable: bool
+    """True if the parameters are trained."""
     has_low: bool
+    """True if the weights have a low half beside them, with which they are fp32."""
     parameters: tuple[int, ...]
+    """The parameters, by their index in the model, in their order in the buffer."""
     offsets: tuple[int, ...]
+    """The element at which each parameter starts."""
     sizes: tuple[int, ...]
+    """The elements of each parameter."""
     numel: int
+    """The elements of the buffer, the padding between parameters included."""
     units: tuple[str, ...]
+    """The names of all units that use the region: more than one where weights are tied."""
     table: tuple[Plane, ...]
+    """All planes that there may be of the region; `planes` are those that there are."""
     rule: int = 0
+    """The number of the update rule."""
     factors: tuple[Factor, ...] = ()
+    """What the update rule keeps of each parameter as a whole."""
     shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of each parameter."""
     by_matrix: bool = False
+    """True if the rule needs parameters as a whole, so that neither ranks nor tiles cut one."""
 
     @property
     def is_bf16(self) -> bool:
@@ -231,8 +251,11 @@ class Sharding:
     """
 
     rank: int = 0
+    """The number of this rank."""
     size: int = 1
+    """How many ranks there are."""
     stage: int = 0
+    """The ZeRO stage, 0 to 3."""
 
     def __post_init__(self) -> None:
         if self.size == 1:
@@ -292,20 +315,24 @@ class Sharding:
 
 @dataclass(frozen=True)
 class DiskLayout:
-    """What of each region (by index) is on disk, its planes in the order of its table, and the elements of a tile: a
-    region with planes on disk is read, updated and written back in tiles, each of which has its record. Tiles end where
-    a rank's range ends; those of a rule by matrix where parameters do, however large these are. `cuts_memory`: so is
-    what is trained and in memory, since it streams to where it is updated. `staying`: the regions of whose states only
-    weights and gradients do, as the others rest on the device. `in_slots`: weights in memory are updated in the slot in
-    which they come up, where they come up for one unit.
+    """Which planes of each region are on disk, and how regions are cut in tiles.
+
+    A region with planes on disk is read, updated and written back in tiles, each of which has one record on disk. Tiles
+    end where a rank's range ends; those of a rule by matrix end where parameters do, however large these are.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the planes on disk, in the order of the table, by the region's index."""
     tile_numel: int = SHARD_MULTIPLE
+    """The elements of a tile."""
     sharding: Sharding = Sharding()
+    """How ranks share the regions."""
     cuts_memory: bool = False
+    """True if what is trained and rests in memory is cut in tiles too, since it streams to where it is updated."""
     staying: frozenset[int] = frozenset()
+    """The regions whose optimizer states rest on the device, so that only weights and gradients stream; by index."""
     in_slots: bool = False
+    """True if weights in memory are updated in the slot in which they come up, where they come up for one unit."""
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return what a region has in its slot beside the weights, for their update there."""

@@ -60,13 +60,18 @@ def lay_out(
 
 @dataclass(frozen=True)
 class _States:
-    """What is to be placed, and the memory that there is for it; fields are as of `lay_out`."""
+    """What is to be placed, and the memory that there is for it. The fields mean what the arguments of `lay_out` mean."""
 
     regions: Sequence[Region]
+    """All regions."""
     keeps_gradients: bool
+    """True if gradients wait for the norm."""
     staging_bytes: int
+    """The bytes of the host through which gradients pass that do not wait."""
     host_bytes: int | None
+    """The memory of the host; None without end."""
     base: DiskLayout
+    """The layout without any plane on disk."""
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
         """Return what of the host's memory is left once all is there that does not go to disk."""

@@ -15,16 +15,18 @@ from offload.machine.probe import probe
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that one rank may take: of an accelerator's memory (None without one), and of the host's, and what bounds
-    these. `given_bytes`: of the host's, what the model gives back once its weights are taken over. `in_host`: the
-    device's memory is of the host's.
-    """
+    """How much memory one rank may take, and what bounds it."""
 
     device_bytes: int | None
+    """Bytes of the accelerator's memory; None without an accelerator."""
     host_bytes: int
+    """Bytes of the host's memory."""
     host_bound: str
+    """What bounds the host's memory, for people."""
     in_host: bool
+    """True if the device's memory is the host's."""
     given_bytes: int = 0
+    """Bytes of the host's memory that the model gives back once its weights are taken over."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The machine on which the plan is made, as it is now. `accelerator`: this rank's, None for the CPU. `given_bytes`:
-    of the host's memory, what the model has until the engine has its weights. `found`: what all ranks found free, where
-    one of them plans alone.
-    """
+    """The machine on which the plan is made, as it is now."""
 
     accelerator: Accelerator | None
+    """The accelerator of this rank; None for the CPU."""
     given_bytes: int = 0
+    """Bytes of the host's memory that the model has until the engine has its weights."""
     found: Free | None = None
+    """What all ranks found free, where one of them plans alone."""
 
     @property
     def device(self) -> str:
@@ -112,10 +114,12 @@ class ThisMachine:
 
 @dataclass(frozen=True)
 class DescribedMachine:
-    """A machine by its figures, with so many ranks on it; nothing of this one is looked at."""
+    """A machine by its figures. Nothing of this machine is looked at."""
 
     hardware: Hardware
+    """The figures."""
     num_ranks: int = 1
+    """How many ranks share the machine."""
 
     @property
     def device(self) -> str:

@@ -23,20 +23,26 @@ _PASSING = (SLOT, BUFFER, SHARDS, SCRATCH, WORKSPACE, PERTURBED, STAGING, RESIDE
 
 @dataclass(frozen=True)
 class Allocation:
-    """`num_bytes` on `tier`, under a name that the plan, the errors and the report share."""
+    """Memory under a name that the plan, the errors and the report share."""
 
     tier: str
+    """The tier: device, cpu or nvme."""
     name: str
+    """The name."""
     num_bytes: int
+    """The bytes."""
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What a unit brings to the plan: its regions, and whether its weights stay on the device."""
+    """What the plan knows of a unit."""
 
     name: str
+    """The name of the unit."""
     regions: tuple[Region, ...]
+    """The regions that hold the unit's parameters."""
     resident: bool
+    """True if the unit's weights stay on the device."""
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:

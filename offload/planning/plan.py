@@ -39,21 +39,26 @@ AUTO_LOOKAHEAD = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """Where parameters and optimizer states live, what of them is on disk and through which rings it moves, whether
-    copies and updates run beside compute, where states that rest on the host are updated (cpu or device), how many
-    units are fetched ahead, what is allocated, and what would be with all the memory that there can be. `device_bytes`:
-    what the device may hold in all, of which the rest may be given away; None without end.
-    """
+    """Where everything is to be, and how it is to move."""
 
     tiers: tuple[str, str]
+    """The tier of the parameters, and that of the optimizer's states: device or cpu."""
     layout: DiskLayout
+    """What of the states is on disk."""
     rings: Mapping[str, int]
+    """The bytes of each ring of the host through which the disk is read and written, by the ring's name."""
     overlap: bool
+    """True if copies and updates run beside compute."""
     update: str
+    """Where states that rest on the host are updated: cpu or device."""
     ahead: int
+    """How many units are fetched ahead."""
     device_bytes: int | None
+    """The bytes that the device may hold in all; what is left of them may be given to units. None without end."""
     allocations: list[Allocation]
+    """What is allocated."""
     most: list[Allocation]
+    """What would be allocated with all the memory that there can be."""
 
     @property
     def limited(self) -> bool:

@@ -18,40 +18,49 @@ class Use(NamedTuple):
     """One use of a cargo by compute: a unit's forward or its backward."""
 
     cargo: int
+    """The number of the cargo; 0 for a unit of which nothing streams."""
     backward: bool
+    """True for a backward."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bring a cargo to `offset`, in the place of those that it `evicts`; `serves` is the use that it is for."""
+    """One cargo comes up."""
 
     cargo: int
+    """The number of the cargo."""
     offset: int
+    """The byte of the device's memory at which the cargo will lie."""
     evicts: tuple[int, ...]
+    """The cargoes that lose their place."""
     serves: int
+    """The number of the use that the fetch is for."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`before[i]` are the fetches that are issued once use `i - 1` is over (for 0: at once), in order.
+    """The uses of a pass, and the fetches between them.
 
-    Each waits for the last reader of what it overwrites and for the last update of what it brings; use `i` waits for
-    the fetch that brought its cargo.
+    Each fetch waits for the last reader of what it overwrites and for the last update of what it brings; a use waits
+    for the fetch that brought its cargo.
     """
 
     uses: tuple[Use, ...]
+    """The uses, in their order."""
     before: tuple[tuple[Fetch, ...], ...]
+    """Of each use, the fetches that are issued once the use before it is over (for the first: at once), in order."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """The device's memory for cargoes: their sizes, its bytes, and at most how many of them it holds at once (None for
-    as many as fit).
-    """
+    """The device's memory for cargoes."""
 
     sizes: tuple[int, ...]
+    """The bytes of each cargo, by its number."""
     capacity: int
+    """The bytes of the memory."""
     most: int | None
+    """How many cargoes the memory holds at once at most; None for as many as fit."""
 
     def holds(self, cargoes: Collection[int]) -> bool:
         """True where all of these could lie there at once."""

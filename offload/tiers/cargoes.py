@@ -15,15 +15,18 @@ from offload.tiers.due import Due
 
 @dataclass(eq=False)
 class Slot:
-    """What lies, or lay, in a stretch of the device's memory. `is_whole`: the master weights have come up, as far as
-    they are updated there.
-    """
+    """A stretch of the device's memory in which a cargo lies, or lay."""
 
     cargo: int
+    """The number of the cargo."""
     begin: int
+    """The first byte of the stretch."""
     end: int
+    """The byte behind the stretch."""
     is_whole: bool = False
+    """True if the master weights came up too, as far as they are updated in the slot."""
     fence: Fence = field(default_factory=lambda: Fence("slot"))
+    """Who fills the stretch, and who reads it."""
 
 
 class Cargoes(ABC):

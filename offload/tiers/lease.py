@@ -12,16 +12,20 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(frozen=True)
 class Lease:
-    """Planes of a tile of a region, lent for one piece of work: they can be read once `reads` is over, and changed once
-    `fills` is over as well. Call `done_reading` or `done_writing` with the ticket of that work before the next lease is
-    taken.
+    """Planes of a tile, lent for one piece of work. Call `done_reading` or `done_writing` with the ticket of that work
+    before the next lease is taken.
     """
 
     planes: dict[str, torch.Tensor]
+    """The planes, by name."""
     reads: Sequence[Ticket]
+    """The tickets after which the planes can be read."""
     fills: Sequence[Ticket]
+    """The tickets after which, and after `reads`, the planes can be changed."""
     done_reading: Callable[[Ticket], None]
+    """To be called if the work has read the planes."""
     done_writing: Callable[[Ticket], None]
+    """To be called if the work has changed the planes: what changed is written back."""
 
     def beside(self, fence: Fence) -> Lease:
         """Return a lease that also reads what has another fence."""

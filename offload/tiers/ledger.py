@@ -11,26 +11,36 @@ from offload.errors import DoesNotFitError, format_bytes
 
 @dataclass(eq=False)
 class _Loan:
-    """Memory that is held as long as nobody else needs it. is_over: whether it can be given back now."""
+    """Memory that is held as long as nobody else needs it."""
 
     name: str
+    """The name of the allocation."""
     num_bytes: int
+    """The bytes."""
     is_over: Callable[[], bool]
+    """Gives the memory back if it can; returns whether it did."""
 
 
 @dataclass
 class Ledger:
-    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of
-    what is there.
+    """The named allocations of one tier. `reserve` refuses what would pass the budget, and prints the table of what is
+    there.
     """
 
     tier: str
+    """The name of the tier."""
     budget_bytes: int | None = None
+    """The most that may be held at once; None without end."""
     flag: str = ""
+    """The flag that sets the budget, for errors."""
     allocations: dict[str, int] = field(default_factory=dict)
+    """The bytes that are held now, by name."""
     current_bytes: int = 0
+    """The sum of those bytes."""
     peak_bytes: int = 0
+    """The most that was held at once."""
     recent_peak_bytes: int = 0
+    """The most that was held at once since somebody asked last."""
     _loans: list[_Loan] = field(default_factory=list)
 
     def reserve(self, name: str, num_bytes: int, fix: str = "") -> None:

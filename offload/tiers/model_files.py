@@ -25,14 +25,20 @@ Read = Callable[[int, int, int], torch.Tensor]
 
 @dataclass(eq=False)
 class FileRecord:
-    """The weights of a tile, in files: elements `begin` to `end` of a region."""
+    """The weights of a tile, in files."""
 
     region: Region
+    """The region of the tile."""
     begin: int
+    """The first element of the tile."""
     end: int
+    """The element behind the tile."""
     planes: Mapping[str, Plane]
+    """The plane of the weights, by its name."""
     files: ModelFiles
+    """The files of all regions."""
     fence: Fence = field(default_factory=lambda: Fence("files"))
+    """Who reads the weights."""
 
     def has_room(self, names: Sequence[str]) -> bool:  # noqa: ARG002
         """Nothing is lent early."""

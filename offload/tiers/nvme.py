@@ -134,21 +134,30 @@ class Channel:
 
 @dataclass(eq=False)
 class Record:
-    """The planes of a tile that are on disk, one behind the other from `offset` of a file on.
+    """The planes of a tile that are on disk, one behind the other.
 
     The gradients have a fence of their own: those of a step that is given up may never be written, and nobody minds,
     while states whose write failed are lost.
     """
 
     name: str
+    """The name of the region, for errors and timelines."""
     numel: int
+    """The elements of the tile."""
     planes: Mapping[str, Plane]
+    """The planes on disk, by name."""
     file: Stripes
+    """The file, striped over the disks."""
     offset: int
+    """The byte of the file at which the first plane begins."""
     fetches: Channel
+    """The channel by which weights are read for the device."""
     updates: Channel
+    """The channel by which states are read for an update, and written back."""
     fence: Fence = field(default_factory=lambda: Fence("record"))
+    """Who reads and writes the states."""
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+    """Who reads and writes the gradients that wait."""
     _recent: tuple[Sequence[str], RingSlice] | None = None
     """Planes that were last read into the ring of updates, and where."""
 

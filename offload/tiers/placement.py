@@ -16,21 +16,31 @@ _KINDS = ("parameters", "optimizer", "gradients", "activations")
 
 @dataclass(frozen=True)
 class Placement:
-    """The tier of each kind of state; budgets in bytes or as text ("6GiB"), None for no limit.
+    """The tier of each kind of state, and the budgets of tiers.
 
     `auto` keeps parameters and optimizer states on the device where all of them fit its budget, else on the cpu, and,
-    where `nvme_dir` is given, on disk what the cpu does not hold. Gradients wait where the optimizer states are; on
-    disk only where there is no memory for them. `nvme_dir`: one folder or several on different disks.
+    where `nvme_dir` is given, on disk what the cpu does not hold. Budgets are bytes, or text ("6GiB"); None is no
+    limit.
     """
 
     parameters: str = "cpu"
+    """Where the weights rest: device, cpu, nvme or auto."""
     optimizer: str = "cpu"
+    """Where the low halves and the moments rest: device, cpu, nvme or auto."""
     gradients: str = "auto"
+    """Where gradients wait for the norm. `auto`: where the optimizer's states are; on disk only where there is no
+    memory for them.
+    """
     activations: str = "device"
+    """Where the inputs of units wait for their backward: device, cpu or nvme."""
     device_memory: float | str | None = None
+    """The budget of the device."""
     host_memory: float | str | None = None
+    """The budget of the host."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """The folder of the nvme tier, or several on different disks."""
     nvme_memory: float | str | None = None
+    """The budget of the disk."""
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))

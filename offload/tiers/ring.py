@@ -11,17 +11,22 @@ from offload.lanes.ticket import Fence, Ticket
 
 @dataclass(eq=False)
 class RingSlice:
-    """Memory that was taken. `fills` is what has to be over before it is filled; `fence` is its own. While it
-    `is_open`, nobody else gets it; while it `is_whole`, nobody else was given any of it.
-    """
+    """Memory of a ring that somebody has taken."""
 
     flat: torch.Tensor
+    """The memory, uint8."""
     begin: int
+    """The first byte, counted from the ring's beginning."""
     end: int
+    """The byte behind the memory."""
     fills: list[Ticket]
+    """The tickets that must be over before the memory is filled."""
     fence: Fence
+    """Who fills the memory, and who reads it."""
     is_open: bool = True
+    """True until the memory is closed: nobody else gets it."""
     is_whole: bool = True
+    """True until somebody else was given any of the memory."""
 
     def close(self) -> None:
         """Others may have the memory, once those are over whom the fence knows."""
@@ -30,10 +35,12 @@ class RingSlice:
 
 @dataclass(eq=False)
 class Ring:
-    """Hands out stretches of `memory` (flat uint8) one after the other, from the beginning again at the end."""
+    """Hands out stretches of memory one after the other, from the beginning again at the end."""
 
     memory: torch.Tensor
+    """The memory of the ring, flat uint8."""
     kind: str
+    """What the fences of the stretches are called."""
     _end: int = 0
     _taken: list[RingSlice] = field(default_factory=list)
 

@@ -17,19 +17,24 @@ from offload.tiers.nvme import Record
 
 @dataclass(eq=False)
 class Tile:
-    """Elements `begin` to `end` of a region, which are read, updated and written back at once: all of it, or a tile
-    where some of its planes are on disk. `planes` are those in memory, but for the gradients.
-
-    The fence of the weights also stands for the low half and the moments: updates alone write them. `stale`: that of
-    the weights from before the last update, where the pass beside that update computes with them.
+    """Elements of a region which are read, updated and written back at once: all of the region, or a piece where some
+    of its planes are on disk.
     """
 
     begin: int
+    """The first element."""
     end: int
+    """The element behind the tile."""
     planes: dict[str, torch.Tensor]
+    """The planes in memory, but for the gradients, by name."""
     record: Record | FileRecord | None
+    """The planes on disk, or in a model's files; None without any."""
     fence: Fence = field(default_factory=lambda: Fence("weights"))
+    """Who reads and writes the weights in memory, the low half and the moments: updates alone write these."""
     stale: Fence | None = None
+    """Who reads and writes the weights from before the last update, where the pass beside that update computes with
+    them; else None.
+    """
 
     def fetch(self, is_ahead: bool, *co_fetched: str) -> Lease:
         """Lend the weights to the device, and planes that go up beside them. `is_ahead`: for the next step."""
@@ -104,23 +109,29 @@ class Tile:
 
 @dataclass
 class RegionState:
-    """The planes of one region, and how often each of its parameters was updated (torch counts steps by parameter).
-
-    `planes` are those in memory, over what this rank holds of each. `tiles` are those that this rank updates, `others`
-    the tiles that other ranks update and give to this one, by rank. `gradients` wait in memory, over the elements that
-    this rank updates, behind the `landing` fence. `factors` are in memory, on every rank; those of what it updates are
-    true. `stays`: planes that rest on the device, to which the others stream.
+    """The planes of one region as this rank holds them, and how often each parameter was updated (torch counts steps by
+    parameter).
     """
 
     region: Region
+    """The region."""
     planes: dict[str, torch.Tensor]
+    """The planes in memory, by name: of each what this rank holds."""
     tiles: list[Tile]
+    """The tiles that this rank updates."""
     others: dict[int, list[Tile]]
+    """The tiles that other ranks update and give to this one, by rank."""
     steps: list[int]
+    """How often each parameter was updated."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the rule keeps of parameters as a whole, by name, in memory on every rank; right for what this rank updates.
+    """
     stays: frozenset[str] = frozenset()
+    """The names of the planes that rest on the device, to which the others stream."""
     gradients: torch.Tensor | None = None
+    """The gradients that wait in memory, of the elements that this rank updates; else None."""
     landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+    """Who reads and writes these gradients."""
 
     @property
     def begin(self) -> int:
