@@ -39,45 +39,50 @@ _SEARCHED = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way. change: what is done, as words or flags; step_seconds, tokens_per_second: None where unknown."""
+    """Another way to run."""
 
     change: str
+    """What is done, as words or flags."""
     fits: bool
+    """True if it fits the machine."""
     step_seconds: float | None = None
+    """The seconds of a step; None where they are not known."""
     tokens_per_second: float | None = None
+    """The tokens of a second; None where they are not known."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run, forecast.
-
-    num_parameters: of the model. num_ranks: of the machine; what is held is of one.
-    memory: what is held, by tier and name.
-    timing: what a step takes; None where it is not known.
-    prepared: what the engine would run on.
-    refusal: what the engine would say, where it would refuse; empty where it would not.
-    placed: what the search chose of what the settings leave open, as flags; empty where that is as it was.
-    unplaced_seconds: what a step would take without that; None where it would not fit.
-    notes: what else should be known, a line each.
-    written_bytes: to the disk, by a step of all ranks.
-    fix: the smallest change that fits, as flags, where it does not; empty where none is known.
-    alternatives: what else could be done.
-    """
+    """What a run will hold and take."""
 
     config: Config
+    """The configuration of the run."""
     hardware: Hardware
+    """The machine."""
     name: str
+    """The name of the model."""
     num_parameters: int
+    """The parameters of the model."""
     num_ranks: int
+    """How many ranks the machine has; memory is told of one of them."""
     memory: Footprint
+    """What is held, by tier and name."""
     timing: Timing | None
+    """What a step takes; None where that is not known."""
     prepared: EnginePlan
+    """What the engine would run on."""
     refusal: str = ""
+    """What the engine would say if it refused; empty where it would not."""
     placed: str = ""
+    """What the search chose of what the settings leave open, as flags; empty where that is as it was."""
     unplaced_seconds: float | None = None
+    """The seconds of a step without that choice; None where it would not fit."""
     notes: tuple[str, ...] = ()
+    """What else should be known, a line each."""
     fix: str = ""
+    """The smallest change that fits, as flags, where the run does not; empty where none is known."""
     alternatives: tuple[Alternative, ...] = ()
+    """What else could be done."""
 
     @property
     def fits(self) -> bool:
@@ -150,18 +155,16 @@ class Forecast:
 
 @dataclass
 class Forecaster:
-    """Tells of one model, which is on `meta`, under many configurations and on many machines.
-
-    config: which model.
-    num_ranks: of a machine.
-    architecture: of the model, where it was read already.
-    machine: what plans ask; None for machines by their figures.
-    """
+    """Makes forecasts of one model, which is on `meta`, under many configurations and on many machines."""
 
     config: Config
+    """The configuration that names the model."""
     num_ranks: int
+    """How many ranks a machine has."""
     architecture: PreTrainedConfig | None = None
+    """The model's own configuration, where it was read already."""
     machine: Machine | None = None
+    """What plans ask; None for machines by their figures."""
     _works: dict[Any, Workload | str] = field(default_factory=dict)
 
     @cached_property

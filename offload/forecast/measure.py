@@ -108,12 +108,12 @@ def _of_all_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int,
 
 @dataclass
 class _Entry:
-    """A use of a unit, or a stretch, while it is measured. held_bytes: what waits for a backward once it has run its
-    forward, of all so far.
-    """
+    """A use of a unit, or a stretch between units, while it is measured."""
 
     work: UnitWork
+    """What was measured so far."""
     held_bytes: int = 0
+    """What waits for a backward once the use has run its forward, of all uses so far."""
 
 
 class _Probe:

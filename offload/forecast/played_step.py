@@ -115,14 +115,16 @@ class PlayedPlan:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A steady step: its seconds; of each link, and of compute, the busy ones; how long compute had nothing to do for
-    each link; bytes written to disk.
-    """
+    """A steady step, as it was played."""
 
     seconds: float
+    """The seconds of the step."""
     busy_s: Mapping[str, float]
+    """The seconds that each link, and compute, had work."""
     exposed_s: Mapping[str, float]
+    """The seconds that compute waited for each link."""
     nvme_written_bytes: float
+    """The bytes written to disk."""
 
 
 def simulate(

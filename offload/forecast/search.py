@@ -73,10 +73,12 @@ _E = TypeVar("_E", bound=Estimate)
 
 @dataclass(frozen=True)
 class Found(Generic[_E]):
-    """A candidate that fits, and what is known of it."""
+    """A candidate that fits."""
 
     settings: Settings
+    """The settings."""
     estimate: _E
+    """What is known of them."""
 
 
 def search(candidates: Iterable[Settings], evaluate: Callable[[Settings], _E]) -> Found[_E] | None:
@@ -174,24 +176,28 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Placed:
-    """An `Estimate` of a model's step on a machine.
-
-    num_ranks: of the machine, which share its memory and disk.
-    compute_s: what the model's own forward and backward take, whatever the settings.
-    plan: gives the plan for these settings, or None where there is none.
-    timing: gives the step of a plan.
-    """
+    """An `Estimate` of a model's step on a machine."""
 
     settings: Settings
+    """The settings."""
     workload: Workload
+    """What the model computes."""
     hardware: Hardware
+    """The machine."""
     regions: Sequence[Region]
+    """How the parameters lie."""
     units: Sequence[UnitPlan]
+    """What the plan knows of each unit."""
     num_ranks: int
+    """How many ranks share the machine's memory and disk."""
     compute_s: float
+    """The seconds of the model's own forward and backward, whatever the settings."""
     plans: Callable[[Settings], Plan | None]
+    """Returns the plan for settings; None where there is none."""
     played: Callable[[PlannedStep], Timing]
+    """Returns the step of a plan."""
     clips: bool
+    """True if gradients are clipped."""
 
     @property
     def least_seconds(self) -> float:

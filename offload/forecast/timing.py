@@ -84,15 +84,22 @@ def step_time(
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a plan, as a simulation wants it; fields are as of `step_time`."""
+    """A step of a plan, as the played engine wants it."""
 
     settings: Settings
+    """The settings of the engine."""
     regions: Sequence[Region]
+    """How the parameters lie."""
     units: Sequence[UnitPlan]
+    """What the plan knows of each unit."""
     plan: Plan
+    """The plan."""
     workload: Workload
+    """What the model computes."""
     hardware: Hardware
+    """The machine."""
     clips: bool
+    """True if gradients are clipped."""
 
     def play(self, num_steps: int) -> Timing:
         """Return what it takes, by playing so many of it."""

@@ -37,41 +37,46 @@ NO_COST = Cost(0.0, 0.0, 0)
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One use of a unit over one micro-batch, or a stretch of compute between units (`name` None: losses, norms, what
-    the model does by itself). Sizes are of one micro-batch too.
-
-    forward, backward: its work; the backward's is without the forward that a recompute makes again. Of what is not cut
-        that of all micro-batches together.
-    input_bytes: what waits on the device, or where activations go, for its backward; what an earlier use has saved
-        already is not counted.
-    saved_bytes: what its graph holds beyond that where it is kept. That of a stretch is always kept.
-    forward_temporary_bytes, backward_temporary_bytes: the most that is held at once beside what waits for a backward,
-        results and gradients of inputs included; of the backward with the graph that a recompute makes, without the
-        gradients of parameters, but for the one that was made last. For a stretch results of the unit before it, too.
-    result_bytes: what it hands on.
-    gradient_bytes: the gradients that its backward hands on.
-    staying_bytes: of its input, what stays on the device wherever activations go: what takes no gradient, or goes to
-        other units too.
-    shared_bytes: of that, what does not grow with the rows, and is there once for all micro-batches.
-    keeps_graph: its graph saves nothing but inputs and weights, so that it is kept always, and nothing recomputed.
-    is_cut: False where it runs once, over all micro-batches (stretches, the head in chunks).
-    is_block: it is of a unit that is an element of a list of them, and no embedding or head.
+    """One use of a unit over one micro-batch, or a stretch of compute between units: losses, norms, what the model does
+    by itself. Sizes are of one micro-batch too.
     """
 
     name: str | None
+    """The name of the unit; None for a stretch."""
     forward: Cost
+    """The work of the forward. Of what is not cut, that of all micro-batches together."""
     backward: Cost
+    """The work of the backward, without the forward that a recompute makes again."""
     input_bytes: int
+    """What waits for the backward on the device, or where activations go; what an earlier use has saved already is not
+    counted.
+    """
     saved_bytes: int
+    """What the graph holds beyond the input where it is kept. That of a stretch is always kept."""
     forward_temporary_bytes: int
+    """The most that the forward holds at once beside what waits for a backward, results included; for a stretch,
+    results of the unit before it too.
+    """
     backward_temporary_bytes: int
+    """The most that the backward holds at once beside what waits for a backward, gradients of inputs included: with the
+    graph that a recompute makes, without the gradients of parameters, but for the one that was made last.
+    """
     result_bytes: int = 0
+    """What the use hands on."""
     gradient_bytes: int = 0
+    """The gradients that the backward hands on."""
     staying_bytes: int = 0
+    """What of the input stays on the device wherever activations go: what takes no gradient, or goes to other units
+    too.
+    """
     shared_bytes: int = 0
+    """Of `staying_bytes`, what does not grow with the rows, and is there once for all micro-batches."""
     keeps_graph: bool = False
+    """True if the graph saves nothing but inputs and weights, so that it is kept always, and nothing is recomputed."""
     is_cut: bool = True
+    """False if the use runs once, over all micro-batches (stretches, a head in chunks)."""
     is_block: bool = False
+    """True if the unit is an element of a list of units, and no embedding or head."""
 
     def num_runs(self, num_micro_batches: int) -> int:
         """Return how often it runs in a step."""

@@ -60,7 +60,7 @@ def lay_out(
 
 @dataclass(frozen=True)
 class _States:
-    """What is to be placed, and the memory that there is for it. The fields mean what the arguments of `lay_out` mean."""
+    """What is to be placed, and the memory that there is for it. Fields are those of `lay_out`."""
 
     regions: Sequence[Region]
     """All regions."""

@@ -18,7 +18,7 @@ class _Loan:
     num_bytes: int
     """The bytes."""
     is_over: Callable[[], bool]
-    """Gives the memory back if it can; returns whether it did."""
+    """Returns True if the memory can be given back now."""
 
 
 @dataclass

@@ -28,9 +28,13 @@ class Applied:
     """What became of a step's gradients."""
 
     norm: float
+    """The norm of all gradients, before clipping."""
     skipped: bool = False
+    """True if the gradients were not finite, and nothing was updated."""
     num_corrected: int = 0
+    """How many regions were updated with another coefficient first, and corrected."""
     is_coarse: bool = False
+    """True if a correction was farther from the exact update than the order of sums is."""
 
 
 class Policy:

@@ -24,15 +24,18 @@ from offload.tiers.tile import Tile
 
 @dataclass
 class Landed:
-    """A region whose gradients have landed: in memory, or with its states (None) on disk. With which coefficient it is
-    updated is known once the norm is; `counts` is false where it was found that it must not be.
-    """
+    """A region whose gradients have landed. With which coefficient the region is updated is known once the norm is."""
 
     region: Region
+    """The region."""
     gradients: torch.Tensor | None
+    """The gradients in memory; None where they wait on disk with the region's states."""
     fence: Fence
+    """Who reads and writes the gradients."""
     scale: float = 1.0
+    """The clipping coefficient, by which gradients are multiplied."""
     counts: bool = True
+    """False if the region must not be updated: the step is skipped."""
 
     def decide(self, scale: float, *, counts: bool) -> None:
         """The norm is known."""

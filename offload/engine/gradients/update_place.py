@@ -23,20 +23,26 @@ from offload.tiers.ring import Ring
 
 @dataclass(frozen=True)
 class TileUpdate:
-    """What is to be done with a tile of `region`: `work(planes, gradients)`, in place, which returns how many weights
-    are no longer finite; `refuse` is told how many, where there are any, and raises. `planes` are those of the lease
-    and the gradients, which are behind a `fence` of their own; of them `stays` rest on the device in any case.
-    """
+    """What is to be done with a tile, in place."""
 
     region: Region
+    """The region of the tile."""
     work: Callable[[Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
+    """Does the update, given planes and gradients; returns how many weights are no longer finite."""
     lease: Lease
+    """The states of the tile."""
     planes: Mapping[str, torch.Tensor]
+    """The planes of the lease, and the gradients, by name."""
     fence: Fence
+    """Who reads and writes the gradients."""
     stays: Container[str]
+    """The names of the planes that rest on the device in any case."""
     refuse: Callable[[int], None]
+    """Raises; called with the number of weights that are no longer finite, where there are any."""
     name: str
+    """The name that the timeline shows."""
     num_bytes: int
+    """The bytes of states that the update reads and writes."""
 
     def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Do the work on these planes. Return how many weights are no longer finite where an accelerator alone knows

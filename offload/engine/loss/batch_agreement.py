@@ -16,23 +16,30 @@ from offload.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What a rank is about to do. `shapes`: of its batch's tensors, and the types of what is none. `targets`: of a loss
-    that shifts labels, and of one that does not; without labels (`is_labelled`), rows. `elements`: of the first tensor
-    of a batch without labels, all of whose tensors have its rows. `is_new`: it has to record first. `lr`: of the update
-    that follows.
-    """
+    """What a rank is about to do."""
 
     operation: str
+    """"step" or "evaluate"."""
     shapes: tuple[tuple[str, tuple[int, ...] | str], ...] = ()
+    """The shapes of the batch's tensors, and the types of what is no tensor, by name."""
     rows: int = 0
+    """The rows of the batch."""
     micro_rows: int = 0
+    """The rows of a micro-batch; 0 where batches are whole."""
     targets: tuple[int, int] = (0, 0)
+    """How many targets a loss counts that shifts labels, and one that does not; the rows for a batch without labels."""
     elements: int = 0
+    """The elements of the first tensor of a batch without labels, all of whose tensors have its rows."""
     is_labelled: bool = False
+    """True if the batch has labels."""
     has_loss_function: bool = False
+    """True if the caller gave a loss function."""
     is_new: bool = False
+    """True if the rank has to record this kind of batch first."""
     complaint: str = ""
+    """What is wrong with the batch; empty where nothing is."""
     lr: float | None = None
+    """The learning rate of the update that follows; None where none does."""
 
     @property
     def num_parts(self) -> int:
@@ -42,10 +49,12 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What every rank knows of a pass: what each was told, in rank order."""
+    """What every rank knows of a pass."""
 
     ranks: Sequence[RankBatch]
+    """What each rank is about to do, in rank order."""
     rank: int
+    """The number of this rank."""
 
     @property
     def kind(self) -> Hashable:

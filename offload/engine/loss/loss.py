@@ -21,14 +21,12 @@ LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class LossRule:
-    """What the recording pass found about the model's own loss, by trying it.
-
-    `shifts`: position t is scored against label t + 1, so that the first label of a row is no target. `takes_count`:
-    the loss divides by `num_items_in_batch` when it is given.
-    """
+    """What trials of the model's own loss have shown."""
 
     shifts: bool = True
+    """True if position t is scored against label t + 1, so that the first label of a row is no target."""
     takes_count: bool = False
+    """True if the loss divides by `num_items_in_batch` when that is given."""
 
     def count(self, labels: torch.Tensor) -> int:
         """Return how many targets labels have: those that are not ignored, or all numbers of a regression."""

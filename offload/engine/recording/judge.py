@@ -31,12 +31,12 @@ from offload.hf.models import in_eval_mode
 
 
 class _Bounds(NamedTuple):
-    """How far apart two sums in another order may be: as a share of the sum, and as a share of all gradients of a unit,
-    since some are a rounding of terms that cancel each other, and no more.
-    """
+    """How far apart two sums in another order may be."""
 
     share: float
+    """As a share of the sum."""
     rounding: float
+    """As a share of all gradients of a unit, since some gradients are a rounding of terms that cancel each other."""
 
 
 _BOUNDS = {"fp32": _Bounds(1e-4, 1e-6), "bf16": _Bounds(3e-2, 4e-3)}
@@ -49,51 +49,53 @@ _DROPOUTS = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """Passes that are to be judged.
-
-    roots: by name, what the passes can reach: the model, a batch, a loss function. loss: runs the model on all rows at
-    once, plainly, and returns the loss. way: makes the passes as steps make them, and returns their losses. hang: hangs
-    the weights of a unit in its module as the plain pass of a number sees them. num_passes: how many there are, each
-    with the same random numbers. has_backward: a backward follows each. leaves: what gets gradients beside weights.
-    """
+    """Passes that are to be judged."""
 
     roots: Mapping[str, Any]
+    """What the passes can reach, by name: the model, a batch, a loss function."""
     loss: Callable[[], torch.Tensor]
+    """Runs the model on all rows at once, plainly, and returns the loss."""
     way: Callable[[], Sequence[torch.Tensor]]
+    """Makes the passes as steps make them, and returns their losses."""
     hang: Callable[[Unit, int], None]
+    """Hangs the weights of a unit in its module as the plain pass of a number sees them."""
     num_passes: int = 1
+    """How many passes there are, each with the same random numbers."""
     has_backward: bool = True
+    """True if a backward follows each pass."""
     leaves: Sequence[torch.Tensor] = ()
+    """What gets gradients beside weights."""
 
 
 class Verdict(NamedTuple):
-    """What was found.
-
-    difference: for people; "" where passes are alike. is_steady: False where the model gave another result when it ran
-    again, plainly. tells: False where the plain loss is no number, which shows nothing.
-    """
+    """What the judge says of passes."""
 
     difference: str
+    """How passes differ, for people; empty where they are alike."""
     is_steady: bool
+    """False if the model gave another result when it ran again, plainly."""
     tells: bool
+    """False if the plain loss is no number, which shows nothing."""
 
 
 @dataclass
 class Evidence:
-    """What passes show.
-
-    losses: of each pass. uses: of each use of a unit the name and the results. gradients: by number of the parameter.
-    belongings: all that modules, batch and loss function hold afterwards. has_drawn: random numbers were drawn.
-    is_half: some unit computed in 16 bits, as under autocast. error: what the model raised.
-    """
+    """What passes show."""
 
     losses: list[float] = field(default_factory=list)
+    """The loss of each pass."""
     uses: list[tuple[str, list[Sketch]]] = field(default_factory=list)
+    """The name and the results of each use of a unit."""
     gradients: dict[int, Sketch] = field(default_factory=dict)
+    """The gradients, by the number of the parameter."""
     belongings: Belongings | None = None
+    """All that modules, batch and loss function hold afterwards."""
     has_drawn: bool = False
+    """True if random numbers were drawn."""
     is_half: bool = False
+    """True if some unit computed in 16 bits, as under autocast."""
     error: Exception | None = None
+    """What the model raised."""
 
     def seen(self, calls: Calls) -> Calls:
         """Return `calls` whose results are noted."""

@@ -28,6 +28,7 @@ class Sketch:
     """
 
     shape: torch.Size
+    """The shape of the tensor."""
     sums: torch.Tensor
     """float64 [256], on the CPU"""
 

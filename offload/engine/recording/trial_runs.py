@@ -41,11 +41,14 @@ _MOST_CHOICES = 4  # values of an int that are recorded; one that has more count
 
 @dataclass(frozen=True)
 class Found:
-    """What was found about a kind of batch: its loss, a head that goes in chunks, how it is cut in rows."""
+    """What trial runs have shown of a kind of batch."""
 
     rule: LossRule
+    """How the model's own loss counts."""
     head: ChunkedHead | None
+    """The head that makes its logits in chunks; None for none."""
     form: BatchForm
+    """How the batch is cut in rows."""
 
 
 class TrialRuns:

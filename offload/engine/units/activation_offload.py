@@ -26,14 +26,16 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory: its strides, and where in a line of the cache it begins, both in elements.
+    """How a tensor lies in memory.
 
-    Kernels choose by these how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
+    Kernels choose by this how they add up (MKL's products by whether their operands begin at a multiple of 16 bytes,
     batch norm by the order of the axes), so that a copy which lies in another way gives other last bits.
     """
 
     strides: tuple[int, ...]
+    """The strides, in elements."""
     begin: int
+    """Where in a line of the cache the tensor begins, in elements."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
@@ -61,20 +63,26 @@ class Layout:
 
 @dataclass(eq=False)
 class _Buffer:
-    """What stands for a tensor that was put away; on the host it also lies there. `shape`, `layout`: the tensor's."""
+    """What stands for a tensor that was put away."""
 
     memory: torch.Tensor
+    """Where the tensor lies, on the host; an address that nobody touches where the tensor is on disk."""
     shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
+    """The shape of the tensor."""
     layout: Layout = Layout((), 0)
+    """How the tensor lay on the device."""
     fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
+    """Who fills the memory, and who reads it."""
 
 
 @dataclass(eq=False)
 class _Extent(_Buffer):
-    """A buffer on disk: its memory is an address that nobody touches, so that parts of it can be told."""
+    """A buffer on disk. The address of its memory is there so that parts of the tensor can be told."""
 
     file: Stripes | None = None
+    """The file."""
     offset: int = 0
+    """The byte of the file at which the tensor begins."""
 
 
 def _size(buffer: _Buffer) -> int:

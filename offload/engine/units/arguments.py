@@ -197,10 +197,12 @@ def _refill(container: Any, content: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Change:
-    """What is in a container by now: for each item, where it was before (container, place), or None for a new one."""
+    """What is in a container by now."""
 
     container: int
+    """The number of the container."""
     places: list[tuple[int, int] | None]
+    """Of each item, the container and the place where it was before; None for a new item."""
 
 
 def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:

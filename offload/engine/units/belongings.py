@@ -72,10 +72,12 @@ def _is_foreign(value: Any) -> bool:
 
 
 class _Held(NamedTuple):
-    """A container, or the `__dict__` of an object, and a copy of its content."""
+    """A container, or the `__dict__` of an object, at one moment."""
 
     container: Any
+    """The container itself."""
     content: Any
+    """A copy of what it held."""
     is_module: bool
     """The container is the attributes or the buffers of a module, whose values a forward may assign anew."""
 

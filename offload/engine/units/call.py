@@ -87,13 +87,14 @@ def _has_no_graph(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch of a call: its rows, how generators and the unit's modules were before it, its graph where that
-    is kept.
-    """
+    """One micro-batch of a call."""
 
     rows: Rows | None
+    """The rows; None for all that the unit is given."""
     before: Moment
+    """Generators and the unit's modules before the forward."""
     graph: SavedGraph | None = None
+    """The graph, where it is kept; else None, and the forward runs again."""
 
 
 class Call:

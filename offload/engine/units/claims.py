@@ -10,15 +10,18 @@ from typing import Any
 
 @dataclass(eq=False)
 class Claim:
-    """What one use of a unit holds: (address of a storage, its bytes), in `entries`. `age`: how many times everything
-    was given up before it; `weights_age`: how many times the weights had become others.
-    """
+    """What one use of a unit holds until its backward."""
 
     unit: str
+    """The name of the unit."""
     age: int
+    """How many times everything was given up before the use."""
     weights_age: int
+    """How many times the weights had become others before the use."""
     user: weakref.ref[Any]
+    """The use. Once nobody refers to the use any more, the claim is dropped."""
     entries: list[tuple[int, int]] = field(default_factory=list)
+    """The address and the bytes of each storage that the use holds."""
 
 
 class Claims:

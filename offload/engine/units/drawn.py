@@ -22,7 +22,9 @@ class Drawn(NamedTuple):
     """
 
     python: tuple[Any, ...]
+    """The state of Python's generator."""
     numpy: dict[str, Any]
+    """The state of numpy's default generator."""
     memory: bytes | None
     """What numpy's generator has in memory, which takes no time to look at; None where that does not say everything: a
     normal number is drawn that nobody has taken yet, or it is no Mersenne twister.

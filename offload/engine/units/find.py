@@ -25,27 +25,34 @@ _RESIDENT_SHARE = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter hangs: `module._parameters[key]`."""
+    """Where a parameter hangs."""
 
     module: nn.Module
+    """The module."""
     key: str
+    """The name of the parameter in the module's `_parameters`."""
     parameter: int
+    """The index of the parameter in the model."""
 
 
 @dataclass
 class Candidate:
-    """A unit before anything is allocated: a module, the places of its parameters, and whether it streams or stays.
-
-    A parent whose children are units of their own keeps only the parameters that hang directly on it (`whole` is
-    False), and stays. `is_block`: it is an element of one of the outermost lists.
+    """A unit before anything is allocated. A parent whose children are units of their own keeps only the parameters
+    that hang directly on it, and stays on the device.
     """
 
     name: str
+    """The name of the module in the model."""
     module: nn.Module
+    """The module."""
     places: list[Place]
+    """The places of the unit's parameters."""
     whole: bool
+    """True if the unit has all parameters of its module; False for such a parent."""
     resident: bool
+    """True if the weights stay on the device."""
     is_block: bool = False
+    """True if the module is an element of one of the model's outermost lists."""
 
     @property
     def parameters(self) -> list[int]:

@@ -28,11 +28,14 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Returning:
-    """Saved inputs on their way back to the device, there after `tickets`, and how they lay when they were saved."""
+    """Saved inputs on their way back to the device."""
 
     tensors: list[torch.Tensor]
+    """The inputs, on the device."""
     tickets: list[Ticket]
+    """The tickets after which the inputs are there."""
     layouts: list[Layout]
+    """How the inputs lay when they were saved."""
 
 
 class Returns(Protocol):

@@ -32,11 +32,13 @@ class PartsDifferError(Exception):
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """A tensor's axis that grows with the batch. Its size is a multiple of the rows: as many as there are heads, for
-    ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch * sequence, ...].
+    """A tensor's axis that grows with the batch. The size of the axis is a multiple of the rows: as many as there are
+    heads, for ALiBi in [batch * heads, ...], or tokens in a row, which may be others in every batch, in [batch *
+    sequence, ...].
     """
 
     axis: int
+    """The number of the axis."""
 
     def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the part of `tensor` that belongs to a micro-batch."""
@@ -46,42 +48,52 @@ class BatchAxis:
 
 @dataclass
 class Use:
-    """The shapes of one use of a unit, and what its graph saved beside its inputs and weights."""
+    """One use of a unit, as it was recorded."""
 
     inputs: list[torch.Size]
+    """The shapes of the input tensors."""
     others: list[Any]
+    """The inputs that are no tensors."""
     outputs: list[torch.Size]
+    """The shapes of the result's tensors."""
     saved_bytes: int = 0
+    """What the graph saved beside the unit's inputs and weights."""
 
 
 @dataclass
 class UnitTraits:
-    """Indices are into a unit's input tensors, or its result's, each listed once.
-
-    mutated: inputs that the forward changes in place. stale: inputs that change after it. shared: inputs that other
-    units receive too. changed: results that the caller changes in place. detached: results that never require a
-    gradient. buffers: its module's buffers that a forward moves. needs_graph: torch takes other kernels for it without
-    a graph, and the last bits differ. inputs, others, outputs: which of them grow with
-    the batch, and how. is_compared: passes with different numbers of rows were, so that this is known. splits: it
-    gives the same when the batch is cut in rows.
-    keeps_nothing: its graph saves only its inputs and its weights, so that a recompute would save no memory.
-    copied_bytes: what its graph saves that does not grow with the batch (copies of weights).
+    """What is known of uses of a unit. Indices are into the unit's input tensors, or those of its result, each listed
+    once.
     """
 
     mutated: set[int] = field(default_factory=set)
+    """Inputs that the forward changes in place."""
     stale: set[int] = field(default_factory=set)
+    """Inputs that change after the forward."""
     shared: set[int] = field(default_factory=set)
+    """Inputs that other units receive too."""
     changed: set[int] = field(default_factory=set)
+    """Results that the caller changes in place."""
     detached: set[int] = field(default_factory=set)
+    """Results that never require a gradient."""
     buffers: set[BufferPlace] = field(default_factory=set)
+    """The buffers of the unit's modules that a forward moves."""
     needs_graph: bool = False
+    """True if torch takes other kernels without a graph, so that the last bits differ."""
     inputs: list[BatchAxis | None] = field(default_factory=list)
+    """Of each input the axis that grows with the batch; None for an input that does not grow."""
     others: list[bool] = field(default_factory=list)
+    """Of each input that is no tensor, whether it is a multiple of the number of rows."""
     outputs: list[BatchAxis | None] = field(default_factory=list)
+    """Of each result the axis that grows with the batch; None for a result that does not grow."""
     is_compared: bool = False
+    """True once passes with different numbers of rows were compared, so that the axes are known."""
     splits: bool = False
+    """True if the unit gives the same when the batch is cut in rows."""
     keeps_nothing: bool = False
+    """True if the graph saves only inputs and weights, so that a recompute would save no memory."""
     copied_bytes: int = 0
+    """What the graph saves that does not grow with the batch: copies of weights."""
 
     def copy(self) -> UnitTraits:
         """Return another variant with the same notes."""

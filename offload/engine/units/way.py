@@ -17,17 +17,18 @@ _TEXTS = {
 
 @dataclass
 class Way:
-    """How passes are made from now on; what is not the plain way is given up where the judge finds that it matters.
-
-    cut: a batch that is to be cut in micro-batches is cut by each of the "units", or the model is called ("calls") on
-    one after the other, or it stays "whole". chunks: a head may make its logits in chunks. recomputes: the forward of a
-    unit may run again in the backward. interleaves: forwards on both sides of the weights run side by side.
-    """
+    """How passes are made from now on. What is not the plain way is given up where the judge finds that it matters."""
 
     cut: str = "units"
+    """Who cuts a batch in micro-batches: each of the "units"; or the model is called on one after the other ("calls");
+    or the batch stays "whole".
+    """
     chunks: bool = True
+    """True if a head may make its logits in chunks."""
     recomputes: bool = True
+    """True if the forward of a unit may run again in the backward."""
     interleaves: bool = True
+    """True if forwards on both sides of the weights run side by side."""
 
     def become(self, other: Way) -> None:
         """Make passes like that from now on."""
