@@ -10,10 +10,10 @@ from tests.accelerator.control import Control
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 MOST = {  # kernels, copies; calls of Python functions in the threads of compute, and in the lanes, where all is late
-    "recompute": (13, 3, 600, 200),
-    "kept graphs": (13, 3, 670, 200),
-    "activations on the host": (13, 5, 715, 260),
-    "two micro-batches": (16, 3, 935, 200),
+    "recompute": (13, 3, 500, 155),
+    "kept graphs": (13, 3, 640, 155),
+    "activations on the host": (13, 5, 640, 210),
+    "two micro-batches": (16, 3, 800, 155),
 }
 
 
