@@ -8,7 +8,7 @@ parameter is one NaN, expanded. Small modules outside the blocks are always in m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.hf.sources import Fused, Source
 from offload.lanes.streams import open_lanes
+from offload.lanes.throttle import Throttle
 from offload.layout.planes import DTYPES
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.schedule.execute import Executor
@@ -62,11 +63,13 @@ class StreamedModel:
         *,
         memory_bytes: int | None,
         accelerator: Accelerator | None,
+        throttle: Mapping[str, Throttle] | None = None,
     ) -> None:
         """Take over `model`, whose parameters are not filled; `source` has the values of each, by its first name.
 
         memory_bytes: for weights on the accelerator, or on the CPU without one; None for no limit; two units, the one
-        in use and the next, are there in any case. Raises ConfigError, and what reading raises.
+        in use and the next, are there in any case. throttle: how slow links are made to be (see lanes/throttle.py).
+        Raises ConfigError, and what reading raises.
         """
         self._infos = _describe(model)
         self._source = source
@@ -75,7 +78,7 @@ class StreamedModel:
         regions = build_regions(self._infos, {each.name: each.parameters for each in candidates}, [()])
         self.ledger, counters = Ledger("device"), Counters()
         device = open_device(accelerator, self.ledger, copies_aside=True)
-        self._lanes = lanes = open_lanes(accelerator, {}, None, overlap=True)
+        self._lanes = lanes = open_lanes(accelerator, throttle or {}, None, overlap=True)
         tile_bytes = max(min(_TILE_NUMEL, r.numel) * r.plane("weights").dtype.itemsize for r in regions)
         self._files = ModelFiles(self._read, RING_TILES * tile_bytes, lanes, counters, device.pinning)
         layout = DiskLayout({region.index: ("weights",) for region in regions}, _TILE_NUMEL)

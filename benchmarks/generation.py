@@ -1,0 +1,71 @@
+"""Tokens a second of a model whose weights stream from its files for each token, over throttled links.
+
+python -m benchmarks.generation > benchmarks/results/generation.json     # a minute
+
+The disk and the link of the device are throttled so that reading and copying all weights once take a given multiple of
+what compute takes without throttle. A pass over a prompt, which makes one token, is compared with two times: the sum of
+its reads, copies and compute, one after the other, and the longest of the three, which no schedule beats.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload.benches.report import Measured, Result
+from offload.hf.models import configuration, model_kind
+from offload.hf.read import read_model
+from offload.inference.streamed_model import StreamedModel
+from offload.lanes.throttle import Throttle
+
+LAYERS, WIDTH, PROMPT = 12, 512, 256
+WARM, TOKENS = 2, 9
+SHARES = {"all three alike": (1.0, 1.0), "a slow disk": (3.0, 1.0), "a slow link": (1.0, 3.0), "slow both": (2.0, 1.5)}
+"""The seconds of the disk and of the device's link, as multiples of compute's."""
+
+
+def main() -> None:
+    """Print the results as JSON, and a line of each to stderr."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        torch.manual_seed(0)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
+        LlamaForCausalLM(LlamaConfig(vocab_size=2000, num_hidden_layers=LAYERS, **sizes)).bfloat16().save_pretrained(
+            folder
+        )
+        compute_s, num_bytes = token_seconds(folder, None, {})
+        results = []
+        for name, (disk, link) in SHARES.items():
+            rates = {"nvme_read": num_bytes / (disk * compute_s), "h2d": num_bytes / (link * compute_s)}
+            seconds, _ = token_seconds(folder, 0, {lane: Throttle(rate) for lane, rate in rates.items()})
+            serial, longest = (1 + disk + link) * compute_s, max(1, disk, link) * compute_s
+            details = {"over_longest": seconds / longest, "compute_ms": 1e3 * compute_s, "bytes": num_bytes}
+            results.append(Result(name, 1 / seconds, "tokens/s", "one after the other", serial / seconds, details))
+            print(f"{name}: {serial / seconds:.2f} times of one after the other", file=sys.stderr)
+    print(Measured(results).document())
+
+
+def token_seconds(folder: Path, memory_bytes: int | None, throttle: dict[str, Throttle]) -> tuple[float, int]:
+    """Return the seconds of a token, the median of several, and the bytes of all weights."""
+    config = configuration(folder)
+    model, weights = read_model(model_kind(config).auto, folder, config)
+    stream = StreamedModel(model, weights.source, memory_bytes=memory_bytes, accelerator=None, throttle=throttle)
+    ids, seconds = torch.arange(PROMPT).unsqueeze(0), []
+    with torch.no_grad():
+        for _ in range(WARM + TOKENS):
+            begin = time.perf_counter()
+            model(ids, use_cache=False)
+            seconds.append(time.perf_counter() - begin)
+    stream.close()
+    return statistics.median(seconds[WARM:]), stream.total_bytes
+
+
+if __name__ == "__main__":
+    main()
