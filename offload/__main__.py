@@ -21,10 +21,22 @@ COMMANDS = {
     "bench": "this machine against what it could do and what others do on it",
 }
 
+GREETING = """\
+offload trains a Hugging Face model that does not fit the device, as if it did.
+
+  offload train                      a small model on real text: two minutes, nothing to download
+  offload plan --model.preset 8b     what a run would hold and take, before there is one
+  offload train --model.path FOLDER --data.source 'notes/*.txt'     your own model and text
+  offload report RUN                 where a step's time went, as a page
+  offload doctor                     what this machine has
+
+All commands; python -m offload.COMMAND is the same:
+"""
+
 
 def main(words: list[str]) -> int | None:
     if not words or words[0] in ("--help", "-h"):
-        print("usage: offload COMMAND ...    the same as python -m offload.COMMAND ...\n")
+        print(GREETING)
         print("\n".join(f"  {name:9} {summary}" for name, summary in COMMANDS.items()))
         print("\noffload COMMAND --help tells of a command, offload --version of the version.")
         return 0

@@ -102,8 +102,10 @@ def _field(key: str) -> FieldInfo:
     return Config.SECTIONS[section].model_fields[field]
 
 
-def _metavar(field: FieldInfo) -> str:
+def value_of(name: str, field: FieldInfo) -> str:
     """Return what the help shows as the value: the choices, or the kind."""
+    if "none" in str(field.description) and name.endswith(("_memory", "_bytes")):
+        return "SIZE"
     choices = [
         str(word)
         for part in kinds_in(field.annotation)
@@ -119,7 +121,8 @@ def _metavar(field: FieldInfo) -> str:
     return "VALUE"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as it is given on the command line."""
     if value is None:
         return "none"
     if isinstance(value, tuple):
@@ -128,16 +131,15 @@ def _shown(value: Any) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    metavar = _metavar(field)
-    size = "none" in str(field.description) and name.endswith(("_memory", "_bytes"))
-    shown = tyro.conf.arg(
-        metavar="SIZE" if size else metavar,
+    metavar = value_of(name, field)
+    told = tyro.conf.arg(
+        metavar=metavar,
         help=field.description,
-        help_behavior_hint=f"(default: {_shown(field.get_default())})",
+        help_behavior_hint=f"(default: {shown(field.get_default())})",
     )
     many = (typing.get_origin(field.annotation) is tuple and metavar != "YAML") or name == "nvme_dir"
     kind: Any = tuple[str, ...] if many else str
-    return name, Annotated[kind, shown], dataclasses.field(default=(_UNSET,) if many else _UNSET)
+    return name, Annotated[kind, told], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 
 
 def _command_line(own: _Own) -> type:
@@ -145,8 +147,8 @@ def _command_line(own: _Own) -> type:
     options: list[tuple[str, Any, Any]] = []
     for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
         aliases = [f"--{name}"] if "-" in name else None
-        shown = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
-        options.append((name.replace("-", "_"), Annotated[str, shown], dataclasses.field(default=_UNSET)))
+        told = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
+        options.append((name.replace("-", "_"), Annotated[str, told], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__

@@ -101,8 +101,9 @@ class Export:
             self._say(f"the export is not loaded again for a check: {reason}.")
             return
         model = reload.reload(self.folder, kind.auto)
-        found = reload.check_logits(model, self._probe, precision)
-        self._say(f"reloaded {self.folder} with transformers: {found}")
+        self._say(
+            f"reloaded: by transformers, from {self.folder}: {reload.check_logits(model, self._probe, precision)}"
+        )
         if kind.name == "causal" and self._tokenizer is not None:
             prompt, text = reload.sample_text(model, self._tokenizer, self._probe.batch["input_ids"][:, :16], seed=seed)
             self._say(f"sample: {prompt!r} -> {text!r}")

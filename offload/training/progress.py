@@ -23,11 +23,13 @@ class RunProgress:
         self.num_done = self.first_step = int(known["step"])
         self.loss, self.eval_loss, self.num_coarse = known["loss"], known["eval_loss"], known["num_coarse"]
         self.eval_step: int | None = known.get("eval_step")
+        self.last: Mapping[str, Any] = {}
+        """The line of metrics.jsonl of the last step that this process made."""
         self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
 
-    def step_made(self, loss: float, *, is_coarse: bool) -> None:
+    def step_made(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
         """Count a step."""
-        self.num_done, self.loss = self.num_done + 1, loss
+        self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
         self.num_coarse += is_coarse
 
     def evaluated(self, loss: float) -> None:

@@ -158,6 +158,22 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     return text
 
 
+def told_streaming(last: Mapping[str, Any]) -> list[str]:
+    """Return what a run has shown of streaming, for its last lines: nothing where the device held all states. `last`:
+    the line of metrics.jsonl of its last step.
+    """
+    sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
+    has_disk = last.get("nvme_read_bytes", 0) > 0
+    if not last.get("d2h_bytes") or not (has_disk or last["peak_host_bytes"] > last["peak_device_bytes"]):
+        return []
+    disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""
+    states = "the host and disk" if has_disk else f"{sizes['peak_host_bytes']} of states on the host"
+    return [
+        f"streamed: from {states}, through a device that held {sizes['peak_device_bytes']}",
+        f"moved: {sizes['h2d_bytes']} up and {sizes['d2h_bytes']} down{disk}, in the last step",
+    ]
+
+
 def step_fields(step: int, result: StepResult, seconds: float, engine: Engine, config: Config) -> dict[str, Any]:
     """Return the line of metrics.jsonl of a step, counted from 0.
 

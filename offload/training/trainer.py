@@ -32,7 +32,7 @@ from offload.training.opening import open_run
 from offload.training.parts import rate_at, with_decisions
 from offload.training.progress import RunProgress
 from offload.training.ranks import Notes, Parting, tally
-from offload.training.records import NoRecords, Records, step_fields, told_tiers
+from offload.training.records import NoRecords, Records, step_fields, told_streaming, told_tiers
 from offload.training.run_folder import RunFolder
 
 
@@ -166,7 +166,7 @@ class Trainer:
             if stalled_s := self._saves.take_stalled():
                 fields["checkpoint_seconds"] = stalled_s
             fields |= mark
-            stands.step_made(fields["loss"], is_coarse=result.coarse)
+            stands.step_made(fields, is_coarse=result.coarse)
             self._records.step(fields, begin, end, self._engine)
             if self._is_eval_step and not self._stop.is_agreed(self._comm):  # a stop saves first
                 fields |= self._evaluate()
@@ -298,6 +298,8 @@ class Trainer:
         export, is_new = None, stands.num_done > stands.first_step
         if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
             export = self._export(folder)
+        for text in told_streaming(stands.last):
+            self._say(text)
         self._close_engine()
         with as_one(comm, "check of the export"):
             if self._is_first and export is not None:

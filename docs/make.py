@@ -1,0 +1,262 @@
+"""Makes the generated pages of the reference, and the site.
+
+python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md anew
+python docs/make.py --check     # exits with 1 where one of them is stale
+python docs/make.py --site      # the site as well, into build/site; needs the extra `docs`
+
+A setting is explained in `offload/config/sections.py`, an option of a command in that command, a call in its docstring,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+MADE = "<!-- Made by docs/make.py from {}: change it there, and run `make docs`. -->\n\n"
+
+
+def settings_page() -> str:
+    """Return the page of all settings of `train`."""
+    from offload.config.config import Config
+    from offload.config.options import shown, value_of
+
+    page = [
+        MADE.format("offload/config/sections.py"),
+        "# Settings\n\n",
+        "A setting is given as `--section.field VALUE` on the command line, or in a YAML file with the same sections, "
+        "which `--config` reads. The command line wins. `train`, `plan`, `parity` and `bench sweep` take all of them.\n\n",
+        "A size is `6GiB`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with "
+        "the name that is probably meant.\n\n",
+    ]
+    for name, section in Config.SECTIONS.items():
+        page.append(f"## {name}\n\n{section.__doc__}\n\n")
+        for field_name, field in section.model_fields.items():
+            default = shown(field.get_default())
+            values = value_of(field_name, field).strip("{}").replace(",", "`, `")
+            page.append(f"### {name}.{field_name}\n\n")
+            page.append(f"Values: `{values}`. Default: `{default}`.\n\n{_sentences(str(field.description))}\n\n")
+    return "".join(page)
+
+
+def commands_page() -> str:
+    """Return the page of all commands, from their help."""
+    from offload.__main__ import COMMANDS
+    from offload.config.config import Config
+
+    page = [
+        MADE.format("the commands' help"),
+        "# Commands\n\n",
+        "`offload COMMAND` and `python -m offload.COMMAND` are the same. Each takes `--help` and `--version`.\n\n",
+        "| exit code | meaning |\n|---|---|\n",
+        "| 0 | fine |\n| 1 | failed, damaged, or different |\n| 2 | bad configuration or input |\n",
+        "| 3 | does not fit a budget or the memory that there is; nothing was allocated |\n",
+        "| 130 | interrupted; what could be saved is saved, and the message says where |\n\n",
+    ]
+    for name, summary in COMMANDS.items():
+        page.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n")
+        page.append(_help(name, Config.SECTIONS))
+        if name == "bench":
+            page.extend(
+                f"### bench {part}\n\n{_help(f'bench {part}', {})}" for part in ("step", "nvme", "sweep", "compare")
+            )
+    return "".join(page)
+
+
+def _help(command: str, sections: Any) -> str:
+    """Return a command's help as a block of text, without the boxes of settings, which have a page of their own."""
+    words = [sys.executable, "-m", *f"offload.{command}".split(), "--help"]
+    told = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    text = subprocess.run(words, env=told, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    boxes = re.split(r"(?m)^(?=╭─ )", text)
+    own = [box for box in boxes if not any(box.startswith(f"╭─ {name} options ") for name in sections)]
+    left_out = "" if len(own) == len(boxes) else "\nand all [settings](settings.md).\n"
+    return f"```text\n{''.join(own).strip()}\n```\n{left_out}\n"
+
+
+def api_page() -> str:
+    """Return the page of the Python interface, from signatures and docstrings."""
+    import offload
+    from offload.engine.methods.result import StepResult
+    from offload.integrations import accelerate, transformers
+
+    page = [
+        MADE.format("the docstrings"),
+        "# Python\n\n",
+        "What is not on this page is internal, and may change from one version to the next.\n\n",
+        "```python\nfrom offload import Engine, Placement, Settings, AdamW\n```\n\n",
+    ]
+    page.append(_class(offload.Engine, members=True))
+    page.extend(_class(each) for each in (offload.Settings, offload.Placement))
+    page.append(_class(StepResult))
+    page.append('## Update rules\n\nEach is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`.\n\n')
+    rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO")
+    page.extend(_class(getattr(offload, name), level=3) for name in rules)
+    page.append("## In other libraries' loops\n\n[How they are used](libraries.md).\n\n")
+    names = ("OffloadTrainer", "OffloadMixin", "OffloadCallback", "OffloadOptimizer", "offload_optimizer_factory")
+    page.extend(_class(getattr(transformers, name), level=3) for name in names)
+    page.append(_class(accelerate.OffloadAccelerator, level=3))
+    return "".join(page)
+
+
+def _class(thing: Any, level: int = 2, members: bool = False) -> str:
+    """Return the section of a class or a function."""
+    page = [f"{'#' * level} {thing.__name__}\n\n{_signature(thing)}{_prose(inspect.getdoc(thing))}"]
+    page.append(_fields(thing))
+    if members:
+        for name, value in sorted(_members(thing), key=lambda item: item[0]):
+            title = f"{'#' * (level + 1)} {name}\n\n"
+            is_call = not isinstance(value, property)
+            page.append(title + (_signature(value) if is_call else "") + _prose(inspect.getdoc(value)))
+    return "".join(page)
+
+
+def _members(thing: Any) -> Iterator[tuple[str, Any]]:
+    for name in dir(thing):
+        value = inspect.getattr_static(thing, name)
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            yield name, value
+
+
+def _signature(thing: Any) -> str:
+    """Return the signature, one argument a line where it is long."""
+    found = inspect.signature(thing)
+    arguments = [
+        re.sub(r"'([^']*)'", r"\1", str(each), count=1) for name, each in found.parameters.items() if name != "self"
+    ]
+    one_line = f"{thing.__name__}({', '.join(arguments)})"
+    whole = one_line if len(one_line) < 90 else f"{thing.__name__}(\n    " + ",\n    ".join(arguments) + ",\n)"
+    return f"```python\n{whole}\n```\n\n"
+
+
+def _fields(thing: Any) -> str:
+    """Return the fields of a dataclass that have a line of their own, from its source."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    except (OSError, TypeError):
+        return ""
+    body, found = getattr(tree, "body", []), []
+    for field, line in zip(body, body[1:], strict=False):
+        is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            found.append(f"- `{field.target.id}`: {' '.join(inspect.cleandoc(line.value.value).split())}\n")
+    return "".join(found) + "\n" if found else ""
+
+
+def _prose(text: str | None) -> str:
+    """Return a docstring as Markdown: `name: meaning` lines become a list, indented code a block."""
+    out: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text or ""):
+        if paragraph.startswith("    "):
+            out.append(f"```python\n{textwrap.dedent(paragraph)}\n```\n\n")
+            continue
+        lines = paragraph.splitlines()
+        if (
+            sum(bool(re.match(r"[a-z_]+(, [a-z_]+)*: ", line)) for line in lines) > 1
+            or lines[-1:]
+            and lines[-1].startswith("  ")
+        ):
+            items = re.split(r"\n(?=\S)", paragraph)
+            out.append(
+                "".join("- " + re.sub(r"^([\w, ]+):", r"`\1`:", " ".join(item.split())) + "\n" for item in items) + "\n"
+            )
+        else:
+            out.append(" ".join(paragraph.split()) + "\n\n")
+    return "".join(out)
+
+
+def errors_page() -> str:
+    """Return the page of errors and exit codes."""
+    from offload import errors
+
+    page = [
+        MADE.format("offload/errors.py"),
+        "# Errors\n\n",
+        "A command prints an error as one paragraph: what was given, why it cannot be, with numbers, and the flag to "
+        "change. `--debug` adds the traceback. In Python each is an `OffloadError` from `offload.errors`, and an error of "
+        "Python's own kind as well.\n\n",
+    ]
+    kinds = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, errors.OffloadError)]
+    for kind in kinds:
+        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+        page.append(
+            f"## {kind.__name__}\n\nExit code {kind.exit_code}; also a {bases}.\n\n{_prose(inspect.getdoc(kind))}"
+        )
+    return "".join(page)
+
+
+def support_page() -> str:
+    """Return what trains in which library's loop, each cell with the test that shows it."""
+    told = yaml.safe_load((ROOT / "docs" / "support.yaml").read_text())
+    page = [
+        MADE.format("docs/support.yaml and the tests that it names"),
+        "# What is supported\n\n",
+        told["about"],
+        "\n",
+    ]
+    for table in told["tables"]:
+        columns = table["columns"]
+        page.append(f"## {table['title']}\n\n{table['about']}\n")
+        page.append(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n")
+        for row, cells in table["rows"].items():
+            page.append(f"| {row} | {' | '.join(_cell(cells.get(column)) for column in columns)} |\n")
+        page.append("\n")
+    return "".join(page)
+
+
+def _cell(told: dict[str, str] | None) -> str:
+    """Return a cell: what is the case, and a link to the test that shows it, which has to exist."""
+    if told is None:
+        return "–"
+    ((word, test),) = told.items()
+    path, _, name = test.partition("::")
+    if f"def {name}(" not in (ROOT / "tests" / path).read_text():
+        raise SystemExit(f"docs/support.yaml names tests/{path}::{name}, which is not there.")
+    return f'[{word}](https://offload.invalid/tests/{path} "{name}")'.replace("https://offload.invalid/", "../../")
+
+
+def _sentences(text: str) -> str:
+    """Return a setting's help with a line for each special value (`none: ...`, `auto: ...`)."""
+    parts = re.split(r"(?<=\.) (?=(?:[a-z0-9_-]+(?: or [a-z]+)?|[0-9]+): )", text)
+    return parts[0] + "".join(f"\n\n- `{part.partition(':')[0]}`:{part.partition(':')[2]}" for part in parts[1:])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings": settings_page,
+    "commands": commands_page,
+    "api": api_page,
+    "errors": errors_page,
+    "support": support_page,
+}
+
+
+def main(words: list[str]) -> int:
+    """Do what the words say; return the exit code."""
+    stale = []
+    for name, make in PAGES.items():
+        path, text = REFERENCE / f"{name}.md", make().rstrip() + "\n"
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale.append(path.relative_to(ROOT))
+        if "--check" not in words:
+            path.write_text(text)
+    print(*(f"{'stale' if '--check' in words else 'written'}: {path}" for path in stale), sep="\n")
+    if "--site" in words:
+        return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT).returncode
+    return 1 if stale and "--check" in words else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
