@@ -26,7 +26,7 @@ EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-all test-zoo accelerator test-accelerator test-accelerator-all gpu-check soak fuzz lint type bench
-.PHONY: sanitize check clean offline upstream
+.PHONY: sanitize check clean offline upstream docs wheel
 
 help:
 	@echo "make setup     virtual environment with everything, C++ kernels built"
@@ -45,6 +45,8 @@ help:
 	@echo "make lint      ruff, import-linter"
 	@echo "make type      mypy"
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
+	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
+	@echo "make wheel     a wheel for any Linux on this architecture, and an sdist, in dist/"
 	@echo "make check     lint, type, test, sanitize"
 	@echo "make clean     remove what was built, .venv included"
 
@@ -136,6 +138,9 @@ fuzz: $(READY)
 upstream: $(READY)
 	@set -e; for suite in transformers trl peft accelerate; do test ! -d $(SUITES)/$$suite || \
 	  $(BIN)/python -m tests.upstream $(SUITES)/$$suite --suite $$suite $(ARGS) || failed=1; done; exit $${failed-0}
+
+docs: $(READY)
+	@$(BIN)/python docs/make.py --site
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.adam $(ARGS)

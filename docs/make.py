@@ -2,6 +2,7 @@
 
 python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md anew
 python docs/make.py --check     # exits with 1 where one of them is stale
+python docs/make.py --picture   # docs/images/first-run.svg as well, from a real run
 python docs/make.py --site      # the site as well, into build/site; needs the extra `docs`
 
 A setting is explained in `offload/config/sections.py`, an option of a command in that command, a call in its docstring,
@@ -12,20 +13,74 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
+import itertools
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 MADE = "<!-- Made by docs/make.py from {}: change it there, and run `make docs`. -->\n\n"
+
+
+SETTINGS = """# Settings
+
+A setting is given as `--section.field VALUE` on the command line, or in a YAML file with the same sections, which
+`--config` reads. The command line wins. `train`, `plan`, `parity` and `bench sweep` take all of them.
+
+A size is `6GiB`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with the name
+that is probably meant.
+
+"""
+COMMANDS_INTRO = """# Commands
+
+`offload COMMAND` and `python -m offload.COMMAND` are the same. Each takes `--help` and `--version`.
+
+| exit code | meaning |
+|---|---|
+| 0 | fine |
+| 1 | failed, damaged, or different |
+| 2 | bad configuration or input |
+| 3 | does not fit a budget or the memory that there is; nothing was allocated |
+| 130 | interrupted; what could be saved is saved, and the message says where |
+
+"""
+API = """# Python
+
+What is not on this page is internal, and may change from one version to the next.
+
+```python
+from offload import Engine, Placement, Settings, AdamW
+```
+
+"""
+RULES = """## Update rules
+
+Each is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`. [What they do](update-rules.md).
+
+"""
+LIBRARIES = """## In other libraries' loops
+
+[How they are used](libraries.md).
+
+"""
+ERRORS = """# Errors
+
+A command prints an error as one paragraph: what was given, why it cannot be, with numbers, and the flag to change.
+`--debug` adds the traceback. In Python each is an `OffloadError` from `offload.errors`, and an error of Python's own
+kind as well.
+
+"""
 
 
 def settings_page() -> str:
@@ -33,14 +88,7 @@ def settings_page() -> str:
     from offload.config.config import Config
     from offload.config.options import shown, value_of
 
-    page = [
-        MADE.format("offload/config/sections.py"),
-        "# Settings\n\n",
-        "A setting is given as `--section.field VALUE` on the command line, or in a YAML file with the same sections, "
-        "which `--config` reads. The command line wins. `train`, `plan`, `parity` and `bench sweep` take all of them.\n\n",
-        "A size is `6GiB`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key is refused, with "
-        "the name that is probably meant.\n\n",
-    ]
+    page = [MADE.format("offload/config/sections.py"), SETTINGS]
     for name, section in Config.SECTIONS.items():
         page.append(f"## {name}\n\n{section.__doc__}\n\n")
         for field_name, field in section.model_fields.items():
@@ -56,15 +104,7 @@ def commands_page() -> str:
     from offload.__main__ import COMMANDS
     from offload.config.config import Config
 
-    page = [
-        MADE.format("the commands' help"),
-        "# Commands\n\n",
-        "`offload COMMAND` and `python -m offload.COMMAND` are the same. Each takes `--help` and `--version`.\n\n",
-        "| exit code | meaning |\n|---|---|\n",
-        "| 0 | fine |\n| 1 | failed, damaged, or different |\n| 2 | bad configuration or input |\n",
-        "| 3 | does not fit a budget or the memory that there is; nothing was allocated |\n",
-        "| 130 | interrupted; what could be saved is saved, and the message says where |\n\n",
-    ]
+    page = [MADE.format("the commands' help"), COMMANDS_INTRO]
     for name, summary in COMMANDS.items():
         page.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n")
         page.append(_help(name, Config.SECTIONS))
@@ -92,19 +132,14 @@ def api_page() -> str:
     from offload.engine.methods.result import StepResult
     from offload.integrations import accelerate, transformers
 
-    page = [
-        MADE.format("the docstrings"),
-        "# Python\n\n",
-        "What is not on this page is internal, and may change from one version to the next.\n\n",
-        "```python\nfrom offload import Engine, Placement, Settings, AdamW\n```\n\n",
-    ]
+    page = [MADE.format("the docstrings"), API]
     page.append(_class(offload.Engine, members=True))
     page.extend(_class(each) for each in (offload.Settings, offload.Placement))
     page.append(_class(StepResult))
     page.append('## Update rules\n\nEach is a value: `AdamW(lr=1e-4, groups=(("norm", {"weight_decay": 0.0}),))`.\n\n')
     rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO")
     page.extend(_class(getattr(offload, name), level=3) for name in rules)
-    page.append("## In other libraries' loops\n\n[How they are used](libraries.md).\n\n")
+    page.append(LIBRARIES)
     names = ("OffloadTrainer", "OffloadMixin", "OffloadCallback", "OffloadOptimizer", "offload_optimizer_factory")
     page.extend(_class(getattr(transformers, name), level=3) for name in names)
     page.append(_class(accelerate.OffloadAccelerator, level=3))
@@ -148,7 +183,7 @@ def _fields(thing: Any) -> str:
     except (OSError, TypeError):
         return ""
     body, found = getattr(tree, "body", []), []
-    for field, line in zip(body, body[1:], strict=False):
+    for field, line in itertools.pairwise(body):
         is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             found.append(f"- `{field.target.id}`: {' '.join(inspect.cleandoc(line.value.value).split())}\n")
@@ -162,18 +197,13 @@ def _prose(text: str | None) -> str:
         if paragraph.startswith("    "):
             out.append(f"```python\n{textwrap.dedent(paragraph)}\n```\n\n")
             continue
-        lines = paragraph.splitlines()
-        if (
-            sum(bool(re.match(r"[a-z_]+(, [a-z_]+)*: ", line)) for line in lines) > 1
-            or lines[-1:]
-            and lines[-1].startswith("  ")
-        ):
-            items = re.split(r"\n(?=\S)", paragraph)
-            out.append(
-                "".join("- " + re.sub(r"^([\w, ]+):", r"`\1`:", " ".join(item.split())) + "\n" for item in items) + "\n"
-            )
+        text = " ".join(paragraph.split())
+        items = re.split(r"(?:^|(?<=[.;)] ))(?=[a-z_]+(?:, [a-z_]+)*: )", text)
+        if re.match(r"[a-z_]+(, [a-z_]+)*: ", text):
+            names = [re.sub(r"^([\w, ]+?):", r"`\1`:", item.strip()) for item in items if item]
+            out.append("".join(f"- {name}\n" for name in names) + "\n")
         else:
-            out.append(" ".join(paragraph.split()) + "\n\n")
+            out.append(text + "\n\n")
     return "".join(out)
 
 
@@ -181,13 +211,7 @@ def errors_page() -> str:
     """Return the page of errors and exit codes."""
     from offload import errors
 
-    page = [
-        MADE.format("offload/errors.py"),
-        "# Errors\n\n",
-        "A command prints an error as one paragraph: what was given, why it cannot be, with numbers, and the flag to "
-        "change. `--debug` adds the traceback. In Python each is an `OffloadError` from `offload.errors`, and an error of "
-        "Python's own kind as well.\n\n",
-    ]
+    page = [MADE.format("offload/errors.py"), ERRORS]
     kinds = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, errors.OffloadError)]
     for kind in kinds:
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
@@ -210,21 +234,21 @@ def support_page() -> str:
         columns = table["columns"]
         page.append(f"## {table['title']}\n\n{table['about']}\n")
         page.append(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n")
-        for row, cells in table["rows"].items():
-            page.append(f"| {row} | {' | '.join(_cell(cells.get(column)) for column in columns)} |\n")
+        for row, told_of in table["rows"].items():
+            page.append(f"| {row} | {' | '.join(told_of['cells'].get(column, '') for column in columns)} |\n")
+        page.append("\nShown by:\n\n")
+        for row, told_of in table["rows"].items():
+            page.append(f"- {row}: {', '.join(map(_test, told_of['tests']))}\n")
         page.append("\n")
     return "".join(page)
 
 
-def _cell(told: dict[str, str] | None) -> str:
-    """Return a cell: what is the case, and a link to the test that shows it, which has to exist."""
-    if told is None:
-        return "–"
-    ((word, test),) = told.items()
-    path, _, name = test.partition("::")
+def _test(named: str) -> str:
+    """Return the name of a test, which has to exist."""
+    path, _, name = named.partition("::")
     if f"def {name}(" not in (ROOT / "tests" / path).read_text():
-        raise SystemExit(f"docs/support.yaml names tests/{path}::{name}, which is not there.")
-    return f'[{word}](https://offload.invalid/tests/{path} "{name}")'.replace("https://offload.invalid/", "../../")
+        raise SystemExit(f"docs/support.yaml names tests/{named}, which is not there.")
+    return f"`{named}`"
 
 
 def _sentences(text: str) -> str:
@@ -242,6 +266,39 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+def picture() -> None:
+    """Write docs/images/first-run.svg: the terminal of a real run."""
+    from rich.console import Console
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "offload.train", "--train.steps", "60", "--run.dir", f"{folder}/run"]
+        told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = told.replace(folder, "runs").splitlines()
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print("$ offload train", style="bold green", highlight=False)
+    for line in lines:
+        if not line.startswith(("sample:", "offload ", "report:")):
+            name, colon, rest = line.partition(":")
+            is_named = bool(colon) and " " not in name
+            text = Text.assemble((name + colon, "bold cyan"), rest) if is_named else Text(line)
+            console.print(text, overflow="ellipsis", no_wrap=True)
+    drawn = console.export_svg(title="offload train", unique_id="run")
+    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # they would be fetched
+    (ROOT / "docs" / "images" / "first-run.svg").write_text(drawn)
+
+
+def site(root: Path) -> int:
+    """Build the site of a checkout into its build/site; return the exit code, which is not 0 after any warning."""
+    words = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    if code := subprocess.run(words, cwd=root).returncode:
+        return code
+    built = root / "build" / "site"
+    for page in built.rglob("*.html"):  # a page from the disk may not start workers, and nothing is fetched for that
+        own = os.path.relpath(built / "worker.js", page.parent)
+        page.write_text(page.read_text().replace("https://unpkg.com/iframe-worker/shim", own))
+    return 0
+
+
 def main(words: list[str]) -> int:
     """Do what the words say; return the exit code."""
     stale = []
@@ -253,8 +310,10 @@ def main(words: list[str]) -> int:
         if "--check" not in words:
             path.write_text(text)
     print(*(f"{'stale' if '--check' in words else 'written'}: {path}" for path in stale), sep="\n")
+    if "--picture" in words:
+        picture()
     if "--site" in words:
-        return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT).returncode
+        return site(ROOT)
     return 1 if stale and "--check" in words else 0
 
 

@@ -4,7 +4,7 @@
     MySFT(model=model, args=args, ..., offload=dict(placement=Placement(...)))
 
 `OffloadTrainer` is that of transformers' own. Where a Trainer must stay as it is, `offload_optimizer_factory` and
-`OffloadCallback` do the most of it: see docs/design.md.
+`OffloadCallback` do the most of it: see docs/reference/libraries.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ arXiv:2305.17333, algorithm 1): to perturb weights by one, and to take a step ag
 
 z of an element is a function of (key, step, which direction, element) and of nothing else, with the same bits in C++
 (`csrc/direction_kernel.inl`) and, here, in torch on any device: no result depends on fused operations. What z is, and
-what it is drawn from: docs/design.md, "Randomness".
+what it is drawn from: docs/reference/numerics.md.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def draw(
 ) -> A:
     """Fill `out` (int32) with 32 random bits for each element from number `element`, a multiple of 64, on; return it.
 
-    They are a function of the arguments: docs/design.md, "Randomness". `key` has 64 bits, `step` and `purpose` 32.
+    They are a function of the arguments: docs/reference/numerics.md. `key` has 64 bits, `step` and `purpose` 32.
     """
     address, n = memory("out", out, writable=True) if on_cpu(out) else (0, 0)
     wrong = kind_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)

@@ -1,5 +1,5 @@
 """Philox4x32-7 in torch: what `csrc/philox.inl` draws, on any device (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011). What is drawn from which counter: docs/design.md, "Randomness".
+as 1, 2, 3", SC 2011). What is drawn from which counter: docs/reference/numerics.md.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ their distance as a share of the way that they have gone. A rule that divides by
 gradient that is nothing but rounding into a step of full length, so that single elements have no tolerance.
 """
 NORM_ON_DEVICE = 1e-7
-"""How far norms may be apart where the engine sums them on an accelerator, as a share (docs/design.md)."""
+"""How far norms may be apart where the engine sums them on an accelerator, as a share (docs/reference/numerics.md)."""
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ class Resident:
     input that it uses in several places before it hands them on, where plain autograd does it in the order of the
     whole graph.
 
-    A gradient in bf16 is summed in fp32 over parts of a batch and over the places of a tied weight, and rounded once,
-    as docs/design.md says. So that this can be done, each place of a tied weight has a parameter of its own; all follow
-    one master.
+    A gradient in bf16 is summed in fp32 over parts of a batch and over the places of a tied weight, and rounded
+    once, as docs/reference/numerics.md says. So that this can be done, each place of a tied weight has a parameter
+    of its own; all follow one master.
     """
 
     def __init__(

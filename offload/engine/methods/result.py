@@ -91,7 +91,7 @@ class StepResult:
     corrected: int = 0
     """How many regions speculative clipping had updated with another coefficient than the true one."""
     coarse: bool = False
-    """One of them was too far off for the correction to be as exact as docs/design.md says."""
+    """One of them was too far off for the correction to be as exact as docs/reference/numerics.md says."""
     seconds: float = 0.0
     """Of the step on this thread."""
     lanes: Mapping[str, LaneTime] = field(default_factory=dict)

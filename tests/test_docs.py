@@ -1,0 +1,94 @@
+"""The documentation: generated pages are those of the code, commands run as they are written, sentences are short."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
+README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
+
+
+def blocks(path: Path, kind: str) -> Iterator[str]:
+    """Yield the fenced blocks of a kind: `sh` runs as it is written, a block without a kind is an example."""
+    yield from re.findall(rf"(?ms)^```{kind}\n(.*?)^```$", path.read_text())
+
+
+def sentences(path: Path) -> list[int]:
+    """Return the words of each sentence of a page: of paragraphs and items, but for tables and code."""
+    text = re.sub(r"(?ms)^```.*?^```$", "\n", path.read_text())
+    text = re.sub(r"(?m)^(\||!|#|<!--).*$", "\n", text)
+    text = re.sub(r"\]\([^)]*\)|[\[\]*`]", "", text)
+    pieces = re.split(r"\n\s*\n|\n- |\n\d+\. |(?<=[.:?!])\s+", text)
+    return [count for piece in pieces if (count := len(re.findall(r"[\w'./-]*\w", piece)))]
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    found = subprocess.run([sys.executable, "docs/make.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_sizes() -> None:
+    assert (ROOT / "README.md").stat().st_size <= README_BYTES
+    assert (ROOT / "docs" / "design.md").stat().st_size <= DESIGN_BYTES
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+def test_sentences_are_short(path: Path) -> None:
+    found = sentences(path)
+    assert statistics.mean(found) <= 18, found
+    assert max(found) <= 45, found
+
+
+def test_links_of_the_pages_outside_the_site_lead_somewhere() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#[^)]*)?\)", path.read_text()):
+            page = (path.parent / target).resolve() if target else path
+            assert page.exists(), f"{path.name}: {target}"
+            if anchor and page.suffix == ".md":
+                titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+                known = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert anchor[1:] in known, f"{path.name}: {target}{anchor}"
+
+
+@pytest.mark.slow
+def test_the_site_has_no_warning(tmp_path: Path, capfd: Any) -> None:
+    copy = tmp_path / "site"
+    shutil.copytree(ROOT / "docs", copy / "docs")
+    shutil.copy(ROOT / "zensical.toml", copy)
+    make: Any = runpy.run_path(str(ROOT / "docs" / "make.py"))
+    assert make["site"](copy) == 0, capfd.readouterr()
+    fetched = [
+        (page.name, address)
+        for page in (copy / "build" / "site").rglob("*.html")
+        for address in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", page.read_text())
+    ]
+    assert not fetched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
+    """All `sh` blocks of a page one after the other, in the project's folder, with /tmp for a folder of the test's own;
+    and its `python` blocks, of which one that is `continued` follows on the one before.
+    """
+    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    script = "set -e\n" + "\n".join(blocks(path, "sh")).replace("/tmp/", f"{tmp_path}/")
+    if any(blocks(path, "python")) and "engine.step" in path.read_text():
+        (tmp_path / "loop.py").write_text("\n".join([*blocks(path, "python"), *blocks(path, "python continued")]))
+        script += f"\ncd {tmp_path} && python loop.py"
+    assert script != "set -e\n", "nothing on this page runs"
+    found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | places, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
