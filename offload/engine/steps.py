@@ -180,8 +180,8 @@ class Steps:
                 way.change(cut="calls")
             if is_recorded and facts.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(facts.form.obstacle)
-            is_due = is_recorded or (facts.trains and not self.judging.knows(facts))
-            if is_due and not (departed is None and self.judging.goes_on(facts)):
+            is_due = (is_recorded or facts.trains) and not self.judging.knows(facts)
+            if is_due or departed is not None:
                 self._judge(facts)
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)

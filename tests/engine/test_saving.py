@@ -357,6 +357,21 @@ def test_a_run_that_goes_on_is_judged_no_more_than_one_that_never_stopped(tmp_pa
     assert whole.step(mixed, cross_entropy).loss == other.step(mixed, cross_entropy).loss
 
 
+def test_what_is_frozen_makes_another_kind_of_pass(tmp_path: Path) -> None:
+    """Which is judged once: by the run that goes on as by the one that never stopped."""
+    whole, resumed = (Engine(build(MixesSome), micro_batch_size=1) for _ in range(2))
+    whole.step(words(0), cross_entropy)
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    mixed = words(1)
+    mixed["x"][:, 0] = 0
+    for engine in (whole, resumed):
+        engine.model.blocks[0].norm.requires_grad_(False)
+        with pytest.warns(UserWarning, match="batches stay whole"):
+            engine.step(mixed, cross_entropy)
+    assert_same(resumed, whole)
+
+
 def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

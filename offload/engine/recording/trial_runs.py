@@ -49,6 +49,10 @@ class Found:
     """The head that makes its logits in chunks; None for none."""
     form: BatchForm
     """How the batch is cut in rows."""
+    alike: frozenset[str]
+    """The names of what was the same in all rows that were recorded."""
+    modes: int
+    """A mark of which modules trained, and which parameters were frozen."""
 
 
 class TrialRuns:
@@ -65,7 +69,7 @@ class TrialRuns:
         self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
         self._sample_left: Batch | None = None
         self._roots: Mapping[str, Any] = {}  # what the model is called with
-        self._modes: tuple[list[bool], frozenset[int]] = ([], frozenset())
+        self._modes: tuple[list[bool], list[int]] = ([], [])
         self._found: dict[Hashable, Found] = {}
         self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # of batches and calls, what their ints were
         self._watched_calls: set[Hashable] = set()
@@ -100,11 +104,12 @@ class TrialRuns:
         leader = self.samples.choose_leader(batch, partial(self.is_new, batch, loss_fn), departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
+        alike, modes = frozenset(self._alike.get(signature, ())), digest(repr(self._modes).encode())
         if rule is None:  # the next batch may tell
-            return replace(facts, form=form)
+            return replace(facts, form=form, alike=alike, modes=modes)
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
-        found = Found(rule, head, form)
+        found = Found(rule, head, form, alike, modes)
         if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
@@ -292,8 +297,8 @@ class TrialRuns:
             self._found.clear()
             self._choices.clear()
 
-    def _current_modes(self) -> tuple[list[bool], frozenset[int]]:
-        return [module.training for module in self._modules], self._state.snapshot.frozen
+    def _current_modes(self) -> tuple[list[bool], list[int]]:
+        return [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
 
     def _flags(self) -> Hashable:
         """Return the switches of the model's configuration: some make tensors leave units by another way."""
