@@ -37,25 +37,20 @@ class Judging:
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
         self._state, self._method, self._losses = state, method, losses
         self._judge = Judge(state, precision)
-        self._judged: dict[str, frozenset[str]] = {}
+        self._judged: set[str] = set()
 
     @property
-    def judged(self) -> list[tuple[str, list[str]]]:
-        """The kinds of passes that were judged, in this run and those before, each with the names of what was the same
-        in all rows of the sample. For JSON.
-        """
-        return [(key, sorted(alike)) for key, alike in sorted(self._judged.items())]
+    def judged(self) -> list[str]:
+        """The kinds of passes that were judged, in this run and those before, as they were made then."""
+        return sorted(self._judged)
 
     def knows(self, facts: BatchFacts) -> bool:
-        """True where passes of this kind were judged as they are made now, on rows in which no more was the same."""
-        judged = self._judged.get(self._key(facts))
-        return judged is not None and judged <= facts.alike
+        """True where passes of this kind were judged as they are made now."""
+        return self._key(facts) in self._judged
 
-    def begin_again(self, judged: Iterable[Any]) -> None:
-        """Go on with a run that has judged these kinds of passes: another batch must not decide otherwise. Kinds that
-        earlier versions have noted do not tell modes, and are judged anew.
-        """
-        self._judged = {each[0]: frozenset(each[1]) for each in judged if not isinstance(each, str)}
+    def begin_again(self, judged: Iterable[str]) -> None:
+        """Go on with a run that has judged these kinds of passes: another batch must not decide otherwise."""
+        self._judged = set(judged)
 
     def judge(self, facts: BatchFacts, sample: Batch) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
@@ -69,8 +64,7 @@ class Judging:
             interleaves=facts.trains and not self._losses.has_gradient,
         )
         if tells:
-            key = self._key(facts)
-            self._judged[key] = facts.alike & self._judged.get(key, facts.alike)
+            self._judged.add(self._key(facts))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
@@ -147,8 +141,8 @@ class Judging:
         told = facts.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
         cuts, chunks = facts.plan.num_parts > 1, self._losses.num_chunks_of(facts) > 1
-        way = vars(self._state.way).values()
-        return repr((told.operation, names, told.has_loss_function, cuts, chunks, facts.modes, *way))
+        modes, way = sorted({each.modes for each in facts.plan.ranks}), vars(self._state.way).values()
+        return repr((told.operation, names, told.has_loss_function, cuts, chunks, modes, *way))
 
     def _refuse_sums(self, facts: BatchFacts, sample: Batch) -> None:
         """Raise ConfigError where the losses of rows, which ranks have, do not make that of all rows as they are added

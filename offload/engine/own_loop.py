@@ -123,7 +123,7 @@ class OwnLoop:
             recovery.check_sound()
             self._steps.method.own_loop()
             trial_runs.forget_other_modes()
-            if agree_on_pass(state.comm, "own loop", is_new=partial(trial_runs.is_new_call, args, kwargs)).is_new:
+            if agree_on_pass(state.comm, "own loop", news=lambda: (trial_runs.is_new_call(args, kwargs), False)).is_new:
                 samples = trial_runs.samples.of_call(args, kwargs)
                 trial_runs.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
             self._open_step()

@@ -162,8 +162,9 @@ class Steps:
 
     def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
         """Agree with the other ranks on a pass, and bring the batch up."""
-        is_new = partial(self.trial_runs.is_new, batch, loss_fn)
-        plan = agree_on_pass(self._state.comm, operation, batch, self._micro_rows, loss_fn is not None, is_new, lr)
+        news = partial(self.trial_runs.news, batch, loss_fn)
+        comm, modes = self._state.comm, self.trial_runs.modes
+        plan = agree_on_pass(comm, operation, batch, self._micro_rows, loss_fn is not None, news, lr, modes)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         return BatchFacts(plan, map_tensors(self._state.device.bring_up, batch), loss_fn, host_labels(batch))
 
@@ -181,7 +182,7 @@ class Steps:
             if is_recorded and facts.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(facts.form.obstacle)
             is_due = (is_recorded or facts.trains) and not self.judging.knows(facts)
-            if is_due or departed is not None:
+            if is_due or facts.plan.has_other_values or departed is not None:
                 self._judge(facts)
                 facts = replace(
                     facts, form=self.trial_runs.samples.form_of(facts.batch)

@@ -16,6 +16,7 @@ from offload.errors import DiskError, common
 from offload.hf import reload
 from offload.hf.models import Kind
 from offload.training.objectives import Batch, Objective
+from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
 
 _AGAIN_S, _LOOK_S = 60.0, 0.5
@@ -64,9 +65,13 @@ def next_share(
         return None, error
 
 
-def is_exported(folder: RunFolder, config: Config, comm: Comm, step: int) -> bool:
-    """Tell, alike on all ranks, whether hf/ is of the step that the run began at: made after the checkpoint."""
-    saved = folder.checkpoints / f"step-{step}" / MANIFEST
+def is_exported(folder: RunFolder, config: Config, comm: Comm, stands: RunProgress) -> bool:
+    """Tell, alike on all ranks, whether hf/ is of the step where the run stands: no step was made since the run went
+    on, and hf/ was made after the checkpoint.
+    """
+    if stands.num_done > stands.first_step:
+        return False
+    saved = folder.checkpoints / f"step-{stands.num_done}" / MANIFEST
     is_newer = False
     with suppress(OSError):
         made = (folder.hf / "config.json").stat().st_mtime_ns

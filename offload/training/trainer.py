@@ -114,8 +114,7 @@ class Trainer:
         self._saves = Saves(comm, self._folder.checkpoints, section, self._say, last, run.disk_needs)
         with as_one(comm, "look at the disk"):
             if self._is_first and self._stands.num_done != self.config.train.steps:
-                for text in run.disk_needs.check(self._folder.path, self.config, self._stands.num_done):
-                    self._say(text)
+                self._say(*run.disk_needs.check(self._folder.path, self.config, self._stands.num_done))
         self._stop.begin()
         try:
             try:
@@ -138,8 +137,9 @@ class Trainer:
             self._engine = None
             gc.collect()  # units, streams and modules refer to each other in rings
 
-    def _say(self, text: str) -> None:
-        self._progress.say(text)
+    def _say(self, *texts: str) -> None:
+        for text in texts:
+            self._progress.say(text)
 
     # -- the steps ---------------------------------------------------------------------------------------------------
 
@@ -295,11 +295,9 @@ class Trainer:
         self._evaluate_last()
         self._leave_if_told(folder)
         self._engine.catch_up()  # what is exported is the newest weights
-        export, is_new = None, stands.num_done > stands.first_step
-        if self.config.checkpoint.export and (is_new or not is_exported(folder, self.config, comm, stands.num_done)):
-            export = self._export(folder)
-        for text in told_streaming(stands.last):
-            self._say(text)
+        has_export = not self.config.checkpoint.export or is_exported(folder, self.config, comm, stands)
+        export = None if has_export else self._export(folder)
+        self._say(*told_streaming(stands.last))
         self._close_engine()
         with as_one(comm, "check of the export"):
             if self._is_first and export is not None:

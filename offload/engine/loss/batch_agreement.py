@@ -36,6 +36,10 @@ class RankBatch:
     """True if the caller gave a loss function."""
     is_new: bool = False
     """True if the rank has to record this kind of batch first."""
+    is_known: bool = False
+    """True if it was recorded before, with other values."""
+    modes: int = 0
+    """A mark of which modules train on the rank, and which parameters are frozen."""
     complaint: str = ""
     """What is wrong with the batch; empty where nothing is."""
     lr: float | None = None
@@ -68,6 +72,11 @@ class PassPlan:
         return any(told.is_new for told in self.ranks)
 
     @property
+    def has_other_values(self) -> bool:
+        """True where some rank has recorded this kind of batch with values that tell less than those of this one."""
+        return any(told.is_new and told.is_known for told in self.ranks)
+
+    @property
     def num_parts(self) -> int:
         """Into how many micro-batches the largest batch is cut."""
         return max(told.num_parts for told in self.ranks)
@@ -97,11 +106,12 @@ def agree_on_pass(
     batch: Batch | None = None,
     micro_rows: int | None = None,
     has_loss_function: bool = False,
-    is_new: Callable[[], bool] = lambda: False,
+    news: Callable[[], tuple[bool, bool]] = lambda: (False, False),
     lr: float | None = None,
+    modes: int = 0,
 ) -> PassPlan:
-    """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `is_new`
-    may refuse it.
+    """Tell the other ranks what this one is about to do with its batch, and hear the same of them. Collective. `news`
+    returns whether the batch is new to this rank, and whether its kind is known; it may refuse the batch.
 
     Raises:
         ConfigError: on all ranks, where they are about to do different things, or where one has no sound batch.
@@ -110,7 +120,8 @@ def agree_on_pass(
     try:
         if batch is not None:
             told = _told(operation, batch, micro_rows, has_loss_function)
-        told = replace(told, is_new=is_new(), lr=lr)
+        is_new, is_known = news()
+        told = replace(told, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
     except ConfigError as error:
         told = RankBatch(operation, complaint=str(error))
     ranks = comm.gather_objects(told, "what to do next")

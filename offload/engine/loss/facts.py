@@ -24,8 +24,6 @@ class BatchFacts:
     rule: how the loss counts targets.
     head: the model's head, where its logits can be made in chunks.
     form: how the batch is cut in rows.
-    alike: the names of what was the same in all rows on which such batches were recorded.
-    modes: a mark of which modules trained, and which parameters were frozen, when such batches were recorded.
     """
 
     plan: PassPlan
@@ -35,8 +33,6 @@ class BatchFacts:
     rule: LossRule = field(default_factory=LossRule)
     head: ChunkedHead | None = None
     form: BatchForm = field(default_factory=partial(BatchForm, {}))
-    alike: frozenset[str] = frozenset()
-    modes: int = 0
 
     @property
     def trains(self) -> bool:

@@ -49,10 +49,6 @@ class Found:
     """The head that makes its logits in chunks; None for none."""
     form: BatchForm
     """How the batch is cut in rows."""
-    alike: frozenset[str]
-    """The names of what was the same in all rows that were recorded."""
-    modes: int
-    """A mark of which modules trained, and which parameters were frozen."""
 
 
 class TrialRuns:
@@ -70,6 +66,8 @@ class TrialRuns:
         self._sample_left: Batch | None = None
         self._roots: Mapping[str, Any] = {}  # what the model is called with
         self._modes: tuple[list[bool], list[int]] = ([], [])
+        self.modes = 0
+        """A mark of which modules train and which parameters are frozen, when passes were recorded."""
         self._found: dict[Hashable, Found] = {}
         self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # of batches and calls, what their ints were
         self._watched_calls: set[Hashable] = set()
@@ -81,15 +79,19 @@ class TrialRuns:
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
-        """True where this kind of batch, its loss and the configuration were not recorded yet; or on rows that were the
-        same by what tells them apart now, so that it did not show whether units and the batch itself may be cut.
+    def news(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
+        """Return whether to record first, and whether this kind of batch, its loss and the configuration were recorded
+        before: with other numbers, or on rows that were the same by what tells them apart now, so that it did not show
+        whether units and the batch itself may be cut.
         """
         signature, form = self._signature(batch, loss_fn), self.samples.form_of(batch)
-        if signature not in self._found or self._is_new(signature, _ints((), batch)):
-            return True
-        alike = self._alike.get(signature, set())
-        return alike != form.alike(batch, alike)
+        alike, is_known = self._alike.get(signature, set()), signature in self._found
+        differs = is_known and (self._is_new(signature, _ints((), batch)) or alike != form.alike(batch, alike))
+        return not is_known or differs, is_known
+
+    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
+        """True where such a batch is recorded first."""
+        return self.news(batch, loss_fn)[0]
 
     def on_batch(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
         """Return the facts with what is known about this kind of batch. Collective: record first where the batch is new
@@ -104,12 +106,11 @@ class TrialRuns:
         leader = self.samples.choose_leader(batch, partial(self.is_new, batch, loss_fn), departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
-        alike, modes = frozenset(self._alike.get(signature, ())), digest(repr(self._modes).encode())
         if rule is None:  # the next batch may tell
-            return replace(facts, form=form, alike=alike, modes=modes)
+            return replace(facts, form=form)
         if loss_fn is None:
             rule, head = self._keep_decision(batch, rule, head)
-        found = Found(rule, head, form, alike, modes)
+        found = Found(rule, head, form)
         if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else it is another rank's kind
             self._found[signature] = found
             self._note(signature, _ints((), batch))
@@ -293,12 +294,17 @@ class TrialRuns:
         """What was recorded in eval mode (no dropout, no moving statistics) does not hold in train mode, nor with other
         parameters frozen.
         """
-        if (self._found or self._choices) and self._modes != self._current_modes():
+        if self._note_modes():
             self._found.clear()
             self._choices.clear()
 
-    def _current_modes(self) -> tuple[list[bool], list[int]]:
-        return [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
+    def _note_modes(self) -> bool:
+        """Take the modes for those that what is recorded holds in; return True where these are others."""
+        modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
+        if modes == self._modes:
+            return False
+        self._modes, self.modes = modes, digest(repr(modes).encode())
+        return True
 
     def _flags(self) -> Hashable:
         """Return the switches of the model's configuration: some make tensors leave units by another way."""
@@ -317,7 +323,7 @@ class TrialRuns:
                 return recording
 
             before = self._settled(record, rows, before)
-        self._modes = self._current_modes()
+        self._note_modes()
         self.forget_traffic()
 
     def forget_traffic(self) -> None:
