@@ -89,10 +89,6 @@ class TrialRuns:
         differs = is_known and (self._is_new(signature, _ints((), batch)) or alike != form.alike(batch, alike))
         return not is_known or differs, is_known
 
-    def is_new(self, batch: Batch, loss_fn: LossFunction | None) -> bool:
-        """True where such a batch is recorded first."""
-        return self.news(batch, loss_fn)[0]
-
     def on_batch(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
         """Return the facts with what is known about this kind of batch. Collective: record first where the batch is new
         to some rank, on a few rows and tokens, or on the batch as it is where no few rows of it run; or again, on rows
@@ -103,7 +99,7 @@ class TrialRuns:
         if not facts.plan.is_new and departed is None:
             return replace(facts, **vars(self._found[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
-        leader = self.samples.choose_leader(batch, partial(self.is_new, batch, loss_fn), departed)
+        leader = self.samples.choose_leader(batch, lambda: self.news(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # the next batch may tell
@@ -126,8 +122,7 @@ class TrialRuns:
         """
         sample, self._sample_left = self._sample_left, None
         if sample is None:
-            is_new = partial(self.is_new, facts.batch, facts.loss_fn)
-            leader = self.samples.choose_leader(facts.batch, is_new, None)
+            leader = self.samples.choose_leader(facts.batch, lambda: self.news(facts.batch, facts.loss_fn)[0], None)
             sample = self.samples.take(facts.batch, facts.form, leader, whole=False)[0]
         return sample
 
