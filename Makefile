@@ -46,7 +46,7 @@ help:
 	@echo "make type      mypy"
 	@echo "make sanitize  the C++ code under address, undefined-behaviour and thread sanitizers"
 	@echo "make docs      the generated pages of docs/reference, and the site in build/site"
-	@echo "make wheel     a wheel for any Linux on this architecture, and an sdist, in dist/"
+	@echo "make wheel     a wheel for any Linux, and an sdist, in dist/, tried in an environment of its own  (TARGET=aarch64)"
 	@echo "make check     lint, type, test, sanitize"
 	@echo "make clean     remove what was built, .venv included"
 
@@ -153,6 +153,7 @@ wheel: $(READY)
 	  $(BIN)/python -m build --outdir dist/made . > $(VENV)/wheel.log 2>&1 || { tail -30 $(VENV)/wheel.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/made/*.whl 2>> $(VENV)/wheel.log
 	@mv dist/made/*.tar.gz dist && rm -r dist/made && ls -l dist
+	@test $(TARGET) != $(shell uname -m) || $(BIN)/python tests/wheel.py dist/*.whl
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.adam $(ARGS)

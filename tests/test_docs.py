@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -92,3 +93,19 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     assert script != "set -e\n", "nothing on this page runs"
     found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | places, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_the_top(tmp_path: Path) -> None:
+    """Its code, cell after cell; a line that begins with ! is a command."""
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = re.sub(r"(?m)^!(.*)$", r'subprocess.run("""\1""", shell=True, check=True)', code)
+    (tmp_path / "cells.py").write_text(f"import subprocess\n{code}\n")
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "cells.py"]
+    found = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
+    losses = re.findall(r"plain (\S+), streamed (\S+)", found.stdout)
+    assert losses
+    assert all(plain == streamed for plain, streamed in losses), losses
