@@ -36,6 +36,11 @@ def sentences(path: Path) -> list[int]:
     return [count for piece in pieces if (count := len(re.findall(r"[\w'./-]*\w", piece)))]
 
 
+def shape(line: str) -> str:
+    """Return a line of output without its numbers."""
+    return re.sub(r"\d[\d,.]*", "#", line).strip()
+
+
 def test_generated_pages_are_those_of_the_code() -> None:
     found = subprocess.run([sys.executable, "docs/make.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -93,6 +98,9 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     assert script != "set -e\n", "nothing on this page runs"
     found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | places, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
+    said = [shape(line.replace(str(tmp_path), "/tmp")) for line in found.stdout.splitlines()]
+    for line in "".join(blocks(path, "output")).splitlines():
+        assert shape(line) in said, f"{line!r} is not in the output of the page's commands"
 
 
 @pytest.mark.slow
