@@ -134,6 +134,7 @@ def test_a_run_that_ends_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch,
         sweep.train_in_child(Point(1, 2, "cpu", 3, 1), [], 1)
 
 
+@pytest.mark.slow
 def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """One of them does not fit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -39,6 +39,7 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
     assert all(set(each) >= {"change", "step_seconds", "fits"} for each in found["alternatives"])
 
 
+@pytest.mark.slow
 def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, found = told(capsys, *SMALL)
     told_of = {each["change"]: each["tokens_per_second"] / found["tokens_per_second"] for each in found["alternatives"]}
@@ -67,6 +68,7 @@ def test_where_it_does_not_fit_alternatives_are_those_that_do(capsys: pytest.Cap
     assert all(each["fits"] for each in found["alternatives"])
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_setting_meets_is_told_what_it_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("--model.preset", "tiny", "--hardware", "rtx-4090", "--train.precision", "fp32")
     small = ("--offload.device_memory", "1MiB", "--offload.host_memory", "1MiB")
@@ -81,6 +83,7 @@ def test_a_budget_that_no_setting_meets_is_told_what_it_has_to_be(capsys: pytest
     assert "memory" not in (other["fix"] or ""), "the machine has no more, and no budget is set"
 
 
+@pytest.mark.slow
 def test_a_flag_and_its_value_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model.preset", "8b", "--hardware", "rtx-4090", "--offload.host_memory", "100GiB")
     assert main([*words]) == 3

@@ -29,6 +29,7 @@ def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
+@pytest.mark.slow
 def test_it_is_measured_once_and_the_fastest_placement_is_taken(train: Train, folder: Path, tiny: list[str]) -> None:
     found = train(*tiny, *SLOW_LINK, "--run.dir", "found")
     assert found.returncode == 0, found.stderr

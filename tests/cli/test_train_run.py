@@ -101,6 +101,7 @@ def test_a_whole_run(train: Train, folder: Path, tiny: list[str]) -> None:
     assert len(AutoTokenizer.from_pretrained(run / "hf")) <= 384
 
 
+@pytest.mark.slow
 def test_a_run_with_lion(train: Train, folder: Path, tiny: list[str]) -> None:
     lion = [*tiny, "--optimizer.name", "lion", "--run.dir", "lion"]
     result = train(*lion, "--checkpoint.every", "2")
@@ -130,6 +131,7 @@ def test_a_run_with_lion(train: Train, folder: Path, tiny: list[str]) -> None:
     assert "exp avg" not in (folder / "lion/plan.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_slow_links_shows_where_its_time_goes(train: Train, folder: Path, tiny: list[str]) -> None:
     run = folder / "slow"
     throttle = "{h2d: 4MB, d2h: {bandwidth: 8MB, latency_seconds: 1e-3}}"

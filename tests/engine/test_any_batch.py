@@ -330,6 +330,7 @@ def no_tables_left(monkeypatch: pytest.MonkeyPatch) -> None:
 DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_batch)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_tables_left")
 @matrix(strength=1, name=list(DIFFUSERS), num_rows=[(3, 3), (16, 3), (8, 3)])
 def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:

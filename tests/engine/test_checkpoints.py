@@ -108,6 +108,7 @@ def deep(num_layers: int) -> Maker:
     return lambda: llama(num_hidden_layers=num_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"precision": "bf16"}], ids=str)
 def test_the_device_holds_as_much_for_12_layers_as_for_4(settings: dict[str, Any]) -> None:
     peaks: dict[str, list[int]] = {"cpu": [], "device": []}

@@ -221,6 +221,7 @@ def test_what_it_costs_is_in_the_plan():
     assert dict(parts_of(late).host.allocations) == dict(parts_of(plain).host.allocations) | {"shown": 4 * numel}
 
 
+@pytest.mark.slow
 def test_ranks_are_late_alike_at_every_stage():
     placed = {"placement": HOST, "optimizer": SMOOTH, "max_grad_norm": 0.5, "delay": 1, "delay_after": 1}
     runs = [{"case": "tied", "rows": (2, 2), "num_steps": 4, "zero_stage": stage, **placed} for stage in range(4)]

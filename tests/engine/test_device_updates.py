@@ -188,6 +188,7 @@ def held_by_region(engine: Engine) -> list[bool]:
     return [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @matrix(
     strength=0,

@@ -152,6 +152,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     pair.in_memory.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", DONE)
 def test_what_was_read_early_is_given_back(done: str, pair: Pair) -> None:
     for _ in range(2):

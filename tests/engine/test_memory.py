@@ -31,6 +31,7 @@ def measure(mode: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 class TestResidentMemory:
+    @pytest.mark.slow
     def test_training_holds_the_states_and_one_unit(self, tmp_path: Path) -> None:
         """14 bytes a parameter in bf16 with clipping; the slot and the gradient buffer of one unit; that unit's
         weights while they are made."""

@@ -358,6 +358,7 @@ def test_stripes_share_the_bytes(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
     found = {}
     for layers in (8, 24):

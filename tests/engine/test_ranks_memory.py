@@ -197,6 +197,7 @@ def test_what_comes_up_ahead_is_counted_for_the_step_that_needs_it(prefetch: int
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_on_disk_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     """Tiles are what is held, of one size here; and each rank has its share of the disk."""
     peaks, on_disk = {}, {}

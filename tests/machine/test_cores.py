@@ -105,6 +105,7 @@ def test_nobody_is_without_a_core_and_shares_are_disjoint_or_equal(
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not pin threads")
 def test_a_process_is_kept_to_its_share() -> None:
     program = """

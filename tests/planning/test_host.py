@@ -155,6 +155,7 @@ def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path
     assert re.search(r"\(4294967296 bytes\) are there, .* too few: ", said)
 
 
+@pytest.mark.slow
 @cpu_only("the plan is for the host")
 def test_a_run_beyond_a_real_group_s_limit_lives_to_say_so(train: Enter) -> None:
     with real_group(2 << 30) as group:

@@ -398,6 +398,7 @@ def test_more_slots_are_hardly_ever_slower(work):
     assert all(more <= 1.1 * fewer for fewer, more in itertools.pairwise(times))
 
 
+@pytest.mark.slow
 @matrix(strength=1, ratio=[0.5, 2.0], mode=list(MODES))
 def test_more_slots_are_never_slower_for_a_llama(ratio, mode):
     unit = Unit(1, ratio / 32, ratio / 16, ratio / 16)

@@ -34,6 +34,7 @@ def values(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "master"),
     quick([("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")], [("bf16", "bf16")]),

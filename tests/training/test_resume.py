@@ -107,6 +107,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert found[name].equal(tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "number"), [(2, 2), (0, 3)], ids=["between", "at the end"])
 def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
     run: Any, monkeypatch: pytest.MonkeyPatch, every: int, number: int

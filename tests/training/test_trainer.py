@@ -96,6 +96,7 @@ def test_a_model_is_not_trained_on_data_that_nobody_named(run: Any, tmp_path: Pa
     assert not (tmp_path / "never" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself(run: Any) -> None:
     (_, first, _), (_, second, _), (_, other, _) = run("a"), run("b"), run("c", run__seed=1)
     losses = [[line["loss"] for line in lines] for lines in (first, second, other)]
