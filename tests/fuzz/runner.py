@@ -160,7 +160,7 @@ class Player:
             result.tokens,
             result.skipped,
             *(() if result.measured is None else (result.measured,)),
-            *self.outside.learn(op),
+            *map(models.bits, self.outside.learn(op)),
         )
 
     def _num_targets(self, op: Op) -> int:
@@ -188,7 +188,12 @@ class Player:
             self._freeze(self.engine, op.get("midway"))
             self.engine.backward(loss)
         result = self.engine.update()
-        return models.bits(result.loss.item()), models.bits(result.grad_norm), result.skipped, *self.outside.learn(op)
+        return (
+            models.bits(result.loss.item()),
+            models.bits(result.grad_norm),
+            result.skipped,
+            *map(models.bits, self.outside.learn(op)),
+        )
 
     def loss(self, op: Op) -> Tensor:
         """Call the model as an own loop does."""
