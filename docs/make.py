@@ -12,6 +12,8 @@ and nowhere else.
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import inspect
 import io
 import itertools
@@ -117,9 +119,13 @@ def commands_page() -> str:
 
 def _help(command: str, sections: Any) -> str:
     """Return a command's help as a block of text, without the boxes of settings, which have a page of their own."""
-    words = [sys.executable, "-m", *f"offload.{command}".split(), "--help"]
-    told = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    text = subprocess.run(words, env=told, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    name, *words = command.split()
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # of a process that does nothing else
+    told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes are drawn where they can be encoded
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        importlib.import_module(f"offload.{name}").main([*words, "--help"])
+    told.seek(0)
+    text = told.read()
     boxes = re.split(r"(?m)^(?=╭─ )", text)
     own = [box for box in boxes if not any(box.startswith(f"╭─ {name} options ") for name in sections)]
     left_out = "" if len(own) == len(boxes) else "\nand all [settings](settings.md).\n"

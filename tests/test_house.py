@@ -44,12 +44,13 @@ def assigned_elsewhere(sources: Mapping[str, str]) -> list[str]:
     trees = {name: ast.parse(text) for name, text in sources.items()}
     own = {name: own_attributes(tree) for name, tree in trees.items()}
     known = set[str]().union(*own.values()) - _OTHERS - set[str]().union(*map(setters, trees.values()))
+    others = {name: known - names for name, names in own.items()}
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-        if not _is_self(node.value) and node.attr in known - own[name]
+        if not _is_self(node.value) and node.attr in others[name]
     ]
 
 

@@ -218,7 +218,7 @@ class Trainer:
         if votes["stop"]:
             self._stop.agree(comm)
         elif votes["late"]:
-            self._say(f"train.max_seconds ({train.max_seconds:g}) are over after {step} steps.")
+            self._say(f"the {train.max_seconds:g} s of train.max_seconds are over, so the run ends after {step} steps.")
         elif votes["without"] and not step:
             raise common(ConfigError("data.source has no rows for a first step; give more data."))
         elif votes["without"]:

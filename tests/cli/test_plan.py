@@ -107,6 +107,7 @@ def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach
     assert (code, found["fix"]) == (3, "--optimizer.master bf16")
 
 
+@pytest.mark.slow
 def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
     one, four = (told(capsys, *SMALL, *where, "--gpus", n)[1]["tiers"]["pinned"]["bytes"] for n in ("1", "4"))
@@ -116,9 +117,10 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        (
+        pytest.param(
             ("--data.sequence_length", "4096", "--train.batch_size", "16"),
             "--train.micro_batch_size 1 --offload.nvme_dir FOLDER",
+            marks=pytest.mark.slow,
         ),
         (
             ("--offload.parameters", "cpu", "--offload.optimizer", "cpu"),

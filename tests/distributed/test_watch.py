@@ -75,6 +75,7 @@ def test_a_rank_that_ends_tells_the_others(tmp_path: Path, way: str, code: int, 
         assert leaving.end() == code, leaving.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_longer_than_the_silence_is_not_lost(tmp_path: Path):
     with ranks(tmp_path, 2, "losing", "computes", str(tmp_path), COMPUTE_S="3.5", SILENCE_S="2") as started:
         for rank in started:

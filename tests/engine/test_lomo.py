@@ -206,6 +206,7 @@ def test_both_passes_count_and_gradients_come_down_in_one() -> None:
     assert down[0] == down[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [

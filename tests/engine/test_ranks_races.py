@@ -18,6 +18,7 @@ ALL_ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activation
 ROWS = (2, 1, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "on_disk", "stage", "mode"),
     [
@@ -84,8 +85,8 @@ def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> l
 @pytest.mark.parametrize(
     "name",
     [
-        # the fence of an update, which the quick run has on one rank
-        pytest.param(name, marks=pytest.mark.slow if "update" in name else [])
+        # the quick run has the others on one rank
+        pytest.param(name, marks=[] if name.startswith("compute reads a slot") else pytest.mark.slow)
         for name in CHANGES
     ],
 )

@@ -108,7 +108,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "width"), widths_of(PLACES, slow=("prefetch", "half")))
+@pytest.mark.parametrize(("place", "width"), widths_of(PLACES, slow=("prefetch", "half", "tight", "throttled")))
 def test_where_states_rest_changes_no_bit(
     place: str, width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,8 +78,11 @@ def middle(folder: Path) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        "prophetnet",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("codegen", "llama", "gemma2", "gpt2", "mixtral", "zamba")),
+        "llama",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba")
+        ),
     ],
 )
 def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:

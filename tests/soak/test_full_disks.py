@@ -72,6 +72,7 @@ def errors(run: Run) -> list[str]:
     return [line for line in run.said().splitlines() if line.startswith("offload: ")]
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_says_so(run: Run, disk: Path) -> None:
     """Full for a while, then again when the command is told to stop."""
     processes = run.start()

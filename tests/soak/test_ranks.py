@@ -26,6 +26,7 @@ def whole(forks: Forks) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "tier"),
     [
@@ -53,6 +54,7 @@ def test_any_number_of_ranks_goes_on_with_a_run(whole: Run, num_ranks: int, tier
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_once_whoever_gets_it(folder: Path) -> None:
     """First the launcher, then rank 1."""
     words = [*SMALL, "--train.steps", "1000000"]

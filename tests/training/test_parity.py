@@ -75,8 +75,14 @@ def run(words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> 
         pytest.param(("--optimizer.states", "int8", "--train.precision", "bf16", *HOST), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "muon", "--optimizer.lr", "0.01"), marks=pytest.mark.slow),
         pytest.param(("--optimizer.name", "adafactor", "--train.precision", "bf16"), marks=pytest.mark.slow),
-        ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
-        ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),
+        pytest.param(
+            ("--optimizer.name", "lomo", "--optimizer.lr", "0.01", "--train.max_grad_norm", "0.5", *HOST),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--train.delay", "1", "--train.delay_after", "1", "--train.precision", "bf16", "--steps", "5", *HOST),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--train.max_grad_norm", "none", "--train.recompute", "never", *HOST), marks=pytest.mark.slow),
     ],
     ids=str,

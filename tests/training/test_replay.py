@@ -74,6 +74,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         replay.main([str(base.export), str(base.dir)])
 
 
+@pytest.mark.slow
 def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> None:
     """A step that was skipped is no hole; lost lines, half ones in the middle, and those of another rule are."""
     base, _, _ = run("base", train__steps=1)
