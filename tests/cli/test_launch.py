@@ -196,7 +196,7 @@ def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list
     [
         (signal.SIGINT, "launcher"),
         pytest.param(signal.SIGTERM, "launcher", marks=pytest.mark.slow),
-        (signal.SIGTERM, "rank 1"),
+        pytest.param(signal.SIGTERM, "rank 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_all_ranks_after_the_step(
@@ -216,6 +216,7 @@ def test_a_signal_ends_all_ranks_after_the_step(
     assert not (folder / name / "hf").exists()
 
 
+@pytest.mark.slow
 @no_gpu
 def test_ranks_whose_launcher_is_killed_save_and_end(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
@@ -228,6 +229,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     assert Checkpoints(folder / "orphans/checkpoints").newest_that_verifies()[0] is not None
 
 
+@pytest.mark.slow
 @no_gpu
 def test_a_second_signal_leaves_at_once(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]

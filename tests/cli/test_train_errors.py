@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,10 @@ from offload.errors import ConfigError
 from tests.matrix import quick
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
@@ -185,19 +190,21 @@ def test_the_command_reports_wrong_settings_and_leaves_with_2(train: Train, fold
     ("arguments", "code", "words"),
     [
         (["--model.path", "nowhere"], 2, ["model.path is nowhere", "does not exist"]),
-        (["--model.path", "text.txt"], 2, ["model.path", "text.txt", "JSON"]),
-        (["--data.sequence_length", "128"], 2, ["data.sequence_length is 128", "64"]),
+        slow(["--model.path", "text.txt"], 2, ["model.path", "text.txt", "JSON"]),
+        slow(["--data.sequence_length", "128"], 2, ["data.sequence_length is 128", "64"]),
         (["--data.source", "empty.txt"], 2, ["empty.txt"]),
-        (["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
+        slow(["--data.source", "nowhere/*.txt"], 2, ["nowhere/*.txt"]),
         (["--offload.device_memory", "20KiB"], 3, ["offload.device_memory", "20480 bytes", "embed_tokens", "49152"]),
         (
             ["--offload.throttle", "{h2: 1MiB}"],
             2,
             ["offload.throttle.h2", "mean h2d", "h2d, d2h, collective, nvme_read, nvme_write, update"],
         ),
-        (["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
-        (["--offload.prefetch", "9", "--offload.device_memory", "100KiB"], 3, ["--offload.prefetch", "102400 bytes"]),
-        (["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),
+        slow(["--offload.throttle", "{d2h: 6 gigs}"], 2, ["offload.throttle.d2h", "'6 gigs'"]),
+        slow(
+            ["--offload.prefetch", "9", "--offload.device_memory", "100KiB"], 3, ["--offload.prefetch", "102400 bytes"]
+        ),
+        slow(["--offload.host_memory", "100KiB"], 3, ["offload.host_memory", "102400 bytes"]),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(

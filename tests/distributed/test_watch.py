@@ -83,6 +83,7 @@ def test_a_rank_that_computes_for_longer_than_the_silence_is_not_lost(tmp_path: 
             assert rank.output == "steady\ndone\n"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_alive_and_never_comes_ends_with_all_others_and_shows_where_it_is(tmp_path: Path):
     with ranks(tmp_path, 2, "losing", "stuck", str(tmp_path), COMPUTE_S="1000", STALL_S="1") as (waiting, stuck):
         assert "Rank 1 is lost: others have waited for it for 1 s, though it is alive" in lost(waiting)

@@ -447,6 +447,7 @@ def test_two_ranks_equal_plain_pytorch_on_the_whole(name: str, micro_batch_size:
         assert_same(values, reference.masters, ROUNDING)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_what_cannot_be_cut() -> None:
     """The labels say how much each rank's part weighs."""
     found = run(2, trained, name="Qwen2-VL", rows=(3, 2), micro_batch_size=None)
@@ -468,6 +469,7 @@ def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
         assert "engine.backward" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> None:
     """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both keep whole."""

@@ -154,6 +154,7 @@ RANKS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @TWO_KERNELS
 @pytest.mark.parametrize(
     ("size", "num_steps", "stages"),

@@ -117,6 +117,7 @@ def edited(zero_stage: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_ranks_have_what_rank_0_writes(zero_stage: int) -> None:
     reference = Reference(build(llama), micro_batch_size=2)

@@ -148,6 +148,7 @@ def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
     engine.close(restore=True)
 
 
+@pytest.mark.slow
 @matrix(strength=1, on_disk={"memory": False, "disk": True}, stage=[0, 2, 3])
 def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
     """Break: let the other ranks read what the device uses where rank 0 reads masters."""

@@ -328,6 +328,7 @@ class FrozenNorms(Stack):
         return self.head(self.last(h))
 
 
+@pytest.mark.slow
 def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 # -- over ranks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [pytest.param(name, marks=[] if name == "muon" else pytest.mark.slow) for name in RULES]
 )

@@ -110,7 +110,7 @@ PRECISIONS = ("fp32", "bf16")
 QUICK = [  # every number of folders, nearly every prefetch, either precision; all in memory once
     (*case, PRECISIONS[case[1] // 2 % 2])
     for case in CASES
-    if (case[3] == (0.0, 0.3)[case[1] % 2] and case[1] < 4) or case[1:4:2] == (2, 1.0)
+    if (case[3] == (0.0, 0.3)[case[1] % 2] and case[1] < 2) or case[1:4:2] == (2, 1.0)
 ]
 LONG = [
     pytest.param(*case, PRECISIONS[number % 2], marks=pytest.mark.slow)

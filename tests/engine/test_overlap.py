@@ -102,6 +102,7 @@ def test_room_on_the_device_changes_no_bit(placement: dict[str, Any], mode: str)
     assert_as_serial(deep, mode, placement=Placement(**placement), debug=5)
 
 
+@pytest.mark.slow
 def test_own_loops_with_delays() -> None:
     def loop(**settings: Any) -> tuple[list[float], dict[str, Tensor]]:
         engine = Engine(build(deep), **settings)

@@ -234,6 +234,7 @@ def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ENDS)
 def test_what_is_not_clipped_is_the_same_in_every_mode(stage: int) -> None:
     """Break: speculate with the norm of this rank's shards alone, which needs corrections that others do not."""
@@ -283,6 +284,7 @@ UNLABELLED = {"whole": ("plain", None), "in chunks": ("plain", 3000), "loss_fn":
 UNLABELLED_QUICK = ("in chunks", 1), ("loss_fn", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "rank"),
     [
@@ -312,6 +314,7 @@ def test_a_batch_without_any_target_anywhere_is_refused_on_all_ranks() -> None:
     assert "target" in errors[0][1]
 
 
+@pytest.mark.slow
 @matrix(strength=0, rows=[(4, 1), (1, 3)], stage=[0, 3])
 def test_a_head_in_chunks_whose_number_differs_by_rank(rows: tuple[int, ...], stage: int) -> None:
     """The rank of one row has room for its whole logits, or for twice the columns.

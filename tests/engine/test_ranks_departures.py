@@ -10,6 +10,8 @@ from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.reference import count_labels, count_shifted
 
+pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
+
 
 def plain(name: str) -> Found:
     """What torch gives: each rank's mean, weighted by its targets, one micro-batch after another."""

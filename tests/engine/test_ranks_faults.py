@@ -85,8 +85,8 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
     [
         ("exception", 3, 1, r"Rank 1 .*ValueError: these data are bad"),
         pytest.param("bare exception", 3, 1, r"Rank 1 .*ValueError: these data are bad", marks=pytest.mark.slow),
-        ("exit", 3, 3, r"Rank 1 "),
-        ("update", 1, 1, r"Rank 1 .*ValueError: these data are bad"),
+        pytest.param("exit", 3, 3, r"Rank 1 ", marks=pytest.mark.slow),
+        pytest.param("update", 1, 1, r"Rank 1 .*ValueError: these data are bad", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_in_a_step_ends_all_others(

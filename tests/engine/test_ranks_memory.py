@@ -34,6 +34,8 @@ PAIRS = (
     (("fp32", "cpu"), ("bf16", "device"), ("bf16", "nvme")),
     (("bf16", "cpu"), ("fp32", "device"), ("fp32", "nvme")),
 )
+
+pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
 OPTIMIZER = ("low", "exp avg", "exp avg sq")
 
 

@@ -13,6 +13,8 @@ from tests.engine.ranks import run
 from tests.engine.saving_jobs import moved_apart, own_loop_after_a_step, parted, refused, refused_later, save
 from tests.matrix import matrix
 
+pytestmark = pytest.mark.slow  # of ranks, the quick run has test_ranks.py and test_ranks_faults.py of the engine
+
 ON_DISK = {"placement": dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")}
 
 

@@ -375,6 +375,7 @@ def test_small_states_depend_on_the_seed_where_they_are_drawn(rule: str, small_b
     assert torch.equal(*found) == ("int8" in rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [pytest.param(r, marks=[] if r == "AdamW int8" else pytest.mark.slow) for r in SMALL])
 def test_small_states_are_the_same_over_ranks(rule: str, tmp_path: Path) -> None:
     """One and three of them, whose gradients are the same to the bit: the cuts between ranks change nothing."""

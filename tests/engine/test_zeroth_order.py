@@ -719,6 +719,7 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
 # -- ranks -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["fp32", pytest.param("alone", marks=pytest.mark.slow)])
 def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -> None:
     """Each computes its rows; losses are exchanged alone, and the stages of ZeRO have the same bits."""

@@ -120,6 +120,7 @@ def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
             assert each.bound_seconds <= each.step_seconds * 1.0001
 
 
+@pytest.mark.slow
 @how(max_examples=6, deadline=None)
 @given(st.integers(60, 500), st.integers(40, 400), st.sampled_from([5e6, 2e7, 1e10]))
 def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float) -> None:

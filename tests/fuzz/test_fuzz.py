@@ -15,7 +15,7 @@ from tests.fuzz.habits import HABITS
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.workers import Crew, signature
 
-FEW = {"engine": 4, "loops": 2, "saves": 2, "interrupts": 2, "commands": 6}
+FEW = {"engine": 3, "loops": 2, "saves": 1, "interrupts": 1, "commands": 4}
 """How many of each kind the default tests run; those of several ranks, which start processes, are slow."""
 MANY = {"engine": 24, "loops": 8, "saves": 8, "interrupts": 10, "ranks2": 6, "ranks3": 2, "commands": 24}
 

@@ -54,6 +54,7 @@ def both(folder: Path, **how: Any) -> list[list[dict[str, Any]]]:
 OVER_RANKS = ("sft nll", "sft chunked_nll", "sft packing", "dpo", "kto", "reward", "grpo", "lora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(OVER_RANKS, ["dpo"]))
 def test_trl_over_ranks(tmp_path: Path, name: str) -> None:
     """GRPO's ranks generate texts of different lengths."""
@@ -80,6 +81,7 @@ def test_a_plain_trainer_over_ranks_is_refused(tmp_path: Path) -> None:
         assert "OffloadTrainer" in said
 
 
+@pytest.mark.slow
 def test_what_rank_0_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
     """Else the others would go on, or wait for it."""
     one, other = ranks.run(2, jobs.saved_where_it_cannot, folder=str(tmp_path))

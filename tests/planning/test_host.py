@@ -147,6 +147,7 @@ def train(tmp_path: Path) -> Enter:
     return run
 
 
+@pytest.mark.slow
 @cpu_only("the plan is for the host")
 def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path) -> None:
     tree = second_version(tmp_path / "tree", {"/": ("max", 9 << 30, 0), "/job": (6 << 30, 3 << 30, 1 << 30)})

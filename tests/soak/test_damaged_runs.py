@@ -160,6 +160,7 @@ def damage(loader: Loader) -> None:
         (folder / name).unlink()
 
 
+@pytest.mark.slow
 def test_a_version_to_come(inside: Any) -> None:
     inside(make_newer)
 

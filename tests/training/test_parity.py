@@ -184,6 +184,7 @@ def test_it_says_where_it_first_differs(run: Run, monkeypatch: pytest.MonkeyPatc
     assert found["weights"]["differing_parameters"] > 1, "after the last step more have followed"
 
 
+@pytest.mark.slow
 def test_what_differs_only_undisturbed_is_told_as_such(
     words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

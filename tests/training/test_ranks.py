@@ -138,6 +138,7 @@ def test_data_that_rank_0_cannot_prepare_end_all_ranks(run: Run, folder: Path) -
     assert not (folder / "nothing").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: Path) -> None:
     first, second = run("ends", "ended")
     assert (first.code, first.err) == (second.code, second.err) == (0, "")
@@ -164,6 +165,7 @@ def test_a_rank_that_fails_says_why_and_the_others_end(run: Run) -> None:
     assert first.err == ""
 
 
+@pytest.mark.slow
 def test_what_all_ranks_fail_with_is_printed_once(run: Run) -> None:
     first, second = run("all fail", "all-failed")
     assert (first.code, second.code) == (1, 1)
@@ -172,6 +174,7 @@ def test_what_all_ranks_fail_with_is_printed_once(run: Run) -> None:
     assert second.err == ""
 
 
+@pytest.mark.slow
 def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
     first, second = run("warns", "warned", "--checkpoint.export", "false")
     assert (first.code, second.code) == (0, 0), first.err + second.err

@@ -154,6 +154,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
     assert_same_weights(result.dir, whole.dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(["codegen", "mixtral", "gemma2"], ["mixtral"]))
 def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
     """Its weights are in the checkpoints: nothing is read of the folder but the tokenizer. The export has the names and
@@ -242,6 +243,7 @@ def test_a_run_goes_back_to_one_of_its_checkpoints_and_then_on_from_there(run: A
     assert [line["lr"] for line in found] == [*(line["lr"] for line in wanted[:2]), 1e-2, 1e-2, 1e-2]
 
 
+@pytest.mark.slow
 def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6, "checkpoint.every": 4})
     resume = {"checkpoint.resume": str(tmp_path / "whole/checkpoints/step-4")}
@@ -294,6 +296,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_full_disk_during_a_save(
     run: Any, disk: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, tmp_path: Path, at_once: None
