@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported:
 MOST_JITTER_US = 300
 
 settings.register_profile("offload", deadline=None)  # the machine may be busy; a slow example is not a wrong one
-settings.register_profile("quick", settings.get_profile("offload"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)
 settings.load_profile("offload")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: Ctrl-C is tested too

@@ -41,6 +41,7 @@ def shape(line: str) -> str:
     return re.sub(r"\d[\d,.]*", "#", line).strip()
 
 
+@pytest.mark.slow
 def test_generated_pages_are_those_of_the_code() -> None:
     found = subprocess.run([sys.executable, "docs/make.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr

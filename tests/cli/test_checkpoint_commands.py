@@ -57,6 +57,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["export", "verify", "generate"], ["export", "generate"]))
 def test_help_and_a_process_of_its_own(name: str, made: Path, tmp_path: Path) -> None:
     def start(*words: str) -> subprocess.CompletedProcess[str]:

@@ -165,6 +165,7 @@ def test_a_device_budget_without_room_for_inputs_trains_bit_equal(recompute: str
     assert engine.counters.peak_device_bytes <= device_memory
 
 
+@pytest.mark.slow
 @LEDGER
 def test_auto_keeps_graphs_and_moves_the_rest() -> None:
     """A unit that keeps its graph sends nothing out."""

@@ -25,7 +25,7 @@ from tests.engine.compare import same_bits, weights
 from tests.engine.device import NO_LSTM, twin
 from tests.engine.families import build, gemma2, gpt2, llama, llama4, mixtral, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
-from tests.matrix import matrix
+from tests.matrix import matrix, quick
 
 Maker = Callable[[], nn.Module]
 
@@ -92,7 +92,7 @@ def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: 
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("model", [*MODELS, pytest.param(Recurrent, marks=NO_LSTM)])
+@pytest.mark.parametrize("model", [*quick(MODELS, MODELS[::3]), pytest.param(Recurrent, marks=NO_LSTM)])
 def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
     """Weights of an engine that made no step come back bit for bit, and a second engine takes them over."""
     plain, given = build(model), build(model)

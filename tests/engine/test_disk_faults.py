@@ -416,6 +416,7 @@ def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
 def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
     run = f"signal-{number}"

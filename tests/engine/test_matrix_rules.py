@@ -191,6 +191,7 @@ def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
 # -- another rule's checkpoint -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p == "nvme" else pytest.mark.slow) for p in PLACES])
 def test_another_rules_states_are_refused_or_begin_anew(place: str, tmp_path: Path) -> None:
     """With reset: as if an engine were made of those weights, whatever this one had trained before."""

@@ -489,6 +489,7 @@ def test_a_penalty_in_the_loss_function_is_exact() -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @matrix(strength=1, tier=["device", "nvme"], max_grad_norm=[1.0, None])
 def test_reads_come_at_any_time(tier: str, max_grad_norm: float | None, tmp_path: Path) -> None:
     """Before anything was trained, within an own loop's step, after it; and the training is as without them."""

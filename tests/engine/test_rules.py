@@ -131,7 +131,10 @@ def mean_square(outputs: torch.Tensor, _batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "rule",
-    [AdamW(), AdamW(states="bf16"), Lion(), SGD(), Adafactor(), AdaLomo(), LOMO(), Muon(), MeZO()],
+    [
+        *(AdamW(states="bf16"), Adafactor(), Muon(), MeZO()),
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in (AdamW(), Lion(), SGD(), AdaLomo(), LOMO())),
+    ],
     ids=lambda rule: rule.title,
 )
 def test_widths_that_are_multiples_of_nothing(rule: UpdateRule, tmp_path: Path, monkeypatch: Any) -> None:

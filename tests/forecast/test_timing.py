@@ -77,10 +77,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 QUICK = (
     *("inline", "none", "bf16", "micro-batches", "kept graphs", "delay", "one ahead", "a budget", "weights stay"),
-    *("activations nvme", "nvme, no clipping", "gradients nvme", "update device, nvme", "int8", "lomo"),
-    *("mezo, directions", "mezo, bf16, a budget", "mezo, bf16 alone, nvme", "mezo, update cpu", "mezo, micro-batches"),
+    *("nvme, no clipping", "gradients nvme", "mezo, bf16 alone, nvme"),
 )
-"""Of the quick run: each setting and each place once."""
+"""Of the quick run."""
 
 
 def of(name: str, folder: Path) -> Settings:

@@ -26,6 +26,7 @@ def assert_same(offloaded: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
         assert_same_weights(mine["weights"], theirs["weights"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "own counts"])
 def test_a_run_is_that_of_ddp(tmp_path: Path, average: bool) -> None:
     """Losses, evaluations and weights, in every bit; and resumed in new trainers."""

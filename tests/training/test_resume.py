@@ -195,6 +195,7 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) 
     assert_same_weights(result.dir, whole.dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", quick(["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"], ("rank-0.bin", "tokenizer.json"))
 )
@@ -216,6 +217,7 @@ def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, na
     assert files(folder.parent) == {**before, f"checkpoints/step-2/{name}": (folder / "step-2" / name).read_bytes()}
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, end_in: Any) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6})
     end_in(4)
