@@ -91,6 +91,15 @@ class Accelerator:
         return told
 
     @property
+    def hardware(self) -> tuple[str, str | None]:
+        """Which piece of hardware the device is, alike in all processes of a machine: its UUID, which a slice of a GPU
+        has too, else its place on the bus, else torch's name. And the place on the bus, where torch tells.
+        """
+        pci = self.describe().get("pci")
+        uuid = getattr(self.module.get_device_properties(self.device), "uuid", None)
+        return str(uuid or pci or self.device), pci
+
+    @property
     def is_integrated(self) -> bool:
         """True where it computes in the host's memory, so that what is offloaded goes nowhere."""
         return bool(getattr(self.module.get_device_properties(self.device), "is_integrated", False))

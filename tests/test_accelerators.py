@@ -14,7 +14,6 @@ import torch
 import offload
 from offload.accelerators import Accelerator, CudaAccelerator, accelerators, open_accelerator, own_accelerator
 from offload.distributed.comm import Comm
-from offload.distributed.joining import open_comm
 from offload.engine.assemble import engine_device
 from offload.errors import ConfigError
 from offload.planning.machines import ThisMachine
@@ -130,13 +129,6 @@ def test_an_engine_computes_where_its_ranks_exchange(machine: Any, name: str | N
     assert engine_device(Settings(device=name), comm) == torch.device("cuda", 2)
     with pytest.raises(ConfigError, match=r"offload.device is cpu, and the comm .* is for cuda:2: give no device, or"):
         engine_device(Settings(device="cpu"), comm)
-
-
-def test_more_ranks_than_accelerators_are_refused(machine: Any) -> None:
-    machine("cuda", 2)
-    told = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
-    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 2, and this machine has 2 GPUs.*--nproc-per-node"):
-        open_comm(environ=told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 
 def test_ranks_exchange_by_what_torch_has_for_their_kind() -> None:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from offload.accelerators import open_accelerator
 from offload.distributed.agreement import difference, digest
 from offload.distributed.watchdog import Position, Times, Watchdog, connect, left, moved
 from offload.errors import ConfigError, RankLostError, common
@@ -54,6 +55,8 @@ class Comm:
     local_size: int = 1
     device = torch.device("cpu")
     """Where tensors of several ranks are exchanged, and computed."""
+    local_gpus: Sequence[str | None] = (None,)
+    """The place on the PCI bus of each GPU that ranks of this machine compute on, where it is known."""
     _user: weakref.ref[object] | None = None
 
     def claim(self, user: object) -> None:
@@ -172,6 +175,8 @@ class Ranks(Comm):
         self._check, self._explain = self._watch.check, self._watch.explain
         if local:
             self.local_rank, self.local_size = local
+            if len(self.local_gpus) != self.local_size:  # containers have a host name each
+                self.local_gpus = (None,) * self.local_size
         self.on_lost(self._abandon)
         # Not left to the interpreter's end, when threads of gloo that ask for Python's lock abort the process.
         atexit.register(self._at_exit)
@@ -184,15 +189,28 @@ class Ranks(Comm):
         """Called by every thread of the watch before it looks."""
 
     def _locate(self) -> list[str]:
-        """Find which ranks share this machine; return the address of each rank."""
+        """Find which ranks share this machine, each with hardware of its own; return the address of each rank. A rank
+        may see all GPUs of its machine, or its own alone. Raises ConfigError, on all ranks, where two have one GPU.
+        """
         name = socket.gethostname()
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = f"{name} {boot.read_text() if boot.exists() else ''}"
-        told = self.gather_objects((machine, _address()), "exchange of host names")
-        machines = [machine for machine, _ in told]
+        own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
+        told = self.gather_objects((machine, _address(), own), "exchange of host names")
+        machines = [machine for machine, *_ in told]
+        users: dict[Any, int] = {}
+        for rank, (host, _, (gpu, _pci)) in enumerate(told):
+            if gpu is not None and (other := users.setdefault((host, gpu), rank)) != rank:
+                raise common(
+                    ConfigError(
+                        f"ranks {other} and {rank} both compute on the GPU {gpu} of {host.split()[0]}: each rank needs "
+                        "its own. Start as many as there are GPUs, by --gpus or --nproc-per-node."
+                    )
+                )
         self.local_rank = machines[: self.rank].count(machine)
         self.local_size = machines.count(machine)
-        return ["127.0.0.1"] * self.size if self.local_size == self.size else [address for _, address in told]
+        self.local_gpus = [pci for host, _, (_, pci) in told if host == machine]
+        return ["127.0.0.1"] * self.size if self.local_size == self.size else [address for _, address, _ in told]
 
     # -- exchanges -------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def open_comm(
     LOCAL_RANK: without it, and where no thread has chosen a device, they take the devices in turn.
 
     Raises:
-        ConfigError: some of the variables are missing or wrong.
+        ConfigError: some of the variables are missing or wrong, or two ranks have one GPU.
         RankLostError: not all ranks came within times.start_s.
     """
     environ = os.environ if environ is None else environ
@@ -47,15 +47,9 @@ def open_comm(
         raise ConfigError(f"WORLD_SIZE is {size}, and this torch was built without torch.distributed.")
     local = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     num_devices = len(accelerators())
-    number = local[0] if local else 0
     if exists and not local and num_devices:
         environ = {**environ, "LOCAL_RANK": str(dist.get_rank() % num_devices)}
     own = own_accelerator(device, environ)
-    if own is not None and number >= num_devices:
-        raise ConfigError(
-            f"LOCAL_RANK is {number}, and this machine has {num_devices} GPUs: each rank needs its own. Start at "
-            f"most {num_devices} with --nproc-per-node."
-        )
     where, backend = device_of(own), None if own is None else own.backend
     kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
     begun = time.monotonic()

@@ -71,7 +71,7 @@ class Engine(StateAccess):
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
-        use_share_of_cores(self.comm.local_rank, self.comm.local_size)
+        use_share_of_cores(self.comm.local_rank, self.comm.local_gpus)
         self.comm.claim(self)
         try:
             self._state = assemble(model, settings, self.counters, fill, self.comm)

@@ -30,13 +30,14 @@ class Share:
         return max(1, len(self.cores) // self.num_ranks)
 
 
-def use_share_of_cores(local_rank: int, local_size: int) -> None:
+def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     """Keep this process to its share of this machine's cores: the kernels' threads, torch's threads, and where there
-    are several NUMA nodes also the cores that its threads run on. With one rank nothing changes.
+    are several NUMA nodes also the cores that its threads run on. With one rank nothing changes. `gpus`: the place on
+    the PCI bus of the GPU of each rank of this machine, or None.
 
     torch's threads only become fewer: OMP_NUM_THREADS and torch.set_num_threads are the user's.
     """
-    if local_size == 1:
+    if len(gpus) == 1:
         return
     import torch
 
@@ -44,7 +45,7 @@ def use_share_of_cores(local_rank: int, local_size: int) -> None:
 
     usable = usable_cores()
     nodes = read_nodes()
-    near = [gpu_node(rank) for rank in range(local_size)]
+    near = [read_pci_node(gpu) if gpu else None for gpu in gpus]
     own = shares(usable, nodes, near)[local_rank]
     if len(own.cores) < len(usable):
         _pin(own.cores)
@@ -93,14 +94,6 @@ def parse_cpulist(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return frozenset(cores)
-
-
-def gpu_node(index: int, folder: Path = _PCI) -> int | None:
-    """Return the NUMA node of an accelerator, or None where there is no such one or the kernel does not know."""
-    from offload.accelerators import accelerators
-
-    found = [each.describe().get("pci") for each in accelerators()[index : index + 1]]
-    return read_pci_node(found[0], folder) if found and found[0] else None
 
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import types
 from collections.abc import Callable, Iterable
@@ -100,10 +101,10 @@ def _devices(driver: Driver, memory_bytes: int) -> Iterable[Callable[..., Any]]:
         return 9, 0
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-        # As CUDA's does, without a context there.
-        return types.SimpleNamespace(
-            name=get_device_name(device), major=9, minor=0, total_memory=memory_bytes, multi_processor_count=1
-        )
+        # As CUDA's does, without a context there. SIM_FIRST: the number of the first that the process may see.
+        number = int(os.environ.get("SIM_FIRST", "0")) + _as_device(device).index
+        known = {"major": 9, "minor": 0, "total_memory": memory_bytes, "multi_processor_count": 1}
+        return types.SimpleNamespace(name=get_device_name(device), uuid=f"SIM-{number}", **known)
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return True

@@ -117,16 +117,16 @@ torch.set_num_threads(2)
 waiting = threading.Event()
 before = threading.Thread(target=waiting.wait)
 before.start()
-cores.use_share_of_cores(0, 1)
+cores.use_share_of_cores(0, [None])
 assert torch.get_num_threads() == 2 and kernels.num_threads() >= 1, "one rank changes nothing"
 all_cores = cores.usable_cores()
-cores.use_share_of_cores(1, len(all_cores))
+cores.use_share_of_cores(1, [None] * len(all_cores))
 assert torch.get_num_threads() == 1 and kernels.num_threads() == 1
 assert cores.usable_cores() == all_cores, "one node: nobody is pinned"
 if len(all_cores) > 1:
     cores.read_nodes = lambda: {0: frozenset({core}), 1: all_cores - {core}}
     torch.set_num_threads(1)
-    cores.use_share_of_cores(0, 2)
+    cores.use_share_of_cores(0, [None] * 2)
     assert cores.usable_cores() == {core}
     assert os.sched_getaffinity(before.native_id) == {core}, "threads that were there already"
     assert torch.get_num_threads() == 1, "never more than it was told"
