@@ -6,6 +6,7 @@ The names below are imported on first use, so that `import offload` and `--help`
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from offload.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+# OpenMP reads its policy when torch is imported, and the others are read when a GPU is used first. Values of the user's
+# own stay. By default threads of OpenMP spin at barriers: with another busy process on the machine, a step of a small
+# model was measured ten times slower for it. Memory that torch's allocator keeps for later serves any size in segments
+# that expand. Nine to eleven streams would share eight queues of a GPU.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):  # as older versions of torch say
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _HOMES = {
     "Config": "offload.config.config",

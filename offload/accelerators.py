@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +46,8 @@ def own_accelerator(
     """
     asked, found = parse_device(name, flag), accelerators()
     if not found if asked is None else asked.type == "cpu":
+        if asked is None and (why := unusable_gpu(environ)):
+            warnings.warn(why, stacklevel=2)
         return None
     if asked is not None and asked.type not in {each.device.type for each in found}:
         there = f"{found[0].device.type} alone" if found else "nothing but the CPU"
@@ -56,6 +61,29 @@ def own_accelerator(
             f"to {found[-1].device}."
         )
     return found[index]
+
+
+def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """Return why a GPU whose driver is on this machine is none that torch finds; None where there is no such GPU, or
+    where the variables hide it."""
+    kinds = {"cuda": ("NVIDIA", "dev/nvidiactl"), "hip": ("AMD", "dev/kfd")}
+    for runtime, (maker, path) in kinds.items():
+        if not (root / path).exists() or not environ.get(f"{runtime.upper()}_VISIBLE_DEVICES", "unset"):
+            continue
+        version = root / "proc/driver/nvidia/version"
+        driver = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if maker == "NVIDIA" and version.exists() else None
+        built = getattr(torch.version, runtime)
+        return (
+            f"This machine has the driver of an {maker} GPU{f' ({driver[0]})' if driver else ''}, and torch "
+            f"{torch.__version__} finds no GPU, so the CPU computes. That torch was built "
+            + (
+                f"for {runtime.upper()} {built}: the driver may be too old for it, or may not be given to this process."
+                if built
+                else f"without {runtime.upper()}: install one that has it."
+            )
+            + " The device cpu asks for the CPU, and says nothing."
+        )
+    return None
 
 
 def device_of(accelerator: Accelerator | None) -> torch.device:

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 import offload
-from offload.accelerators import Accelerator, CudaAccelerator, accelerators, open_accelerator, own_accelerator
+from offload.accelerators import (
+    Accelerator,
+    CudaAccelerator,
+    accelerators,
+    open_accelerator,
+    own_accelerator,
+    unusable_gpu,
+)
 from offload.distributed.comm import Comm
 from offload.engine.assemble import engine_device
 from offload.errors import ConfigError
@@ -226,3 +233,18 @@ def test_what_torch_does_not_tell_of_a_kind_is_left_out() -> None:
         least | {"capability": "9.0"},
         least,
     ]
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unusable_gpu({}, tmp_path) is None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert unusable_gpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None, "hidden on purpose"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA: install one" in str(unusable_gpu({}, tmp_path))
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08\n")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = str(unusable_gpu({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path))
+    assert "NVIDIA GPU (535.161.08)" in told
+    assert "for CUDA 13.0: the driver may be too old" in told

@@ -51,12 +51,6 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # it asks a training run to save, and would end any other
-    # Read by OpenMP when torch is imported. Its threads spin at barriers by default: with another busy process on the
-    # machine, a step of a small model was measured ten times slower for it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Read by torch's allocator of a GPU: what it keeps for later serves any size, and does not pile up in pieces.
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):  # as older versions of torch say
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     debug = wants_debug(words)
     try:
         try:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offload.engine.recording.watching import WatchingMode
 from offload.forecast.workload import Cost
 
 _MOST_KNOWN = 1 << 22
@@ -50,7 +50,7 @@ class UnknownValueError(Exception):
     """A model asks for a value that does not follow from shapes."""
 
 
-class OpCounter(TorchDispatchMode):
+class OpCounter(WatchingMode):
     """Counts operations of `meta` tensors, and the memory that they would have.
 
     live_bytes: of all tensors that operations have made and somebody still holds. peak_bytes: the most of these since

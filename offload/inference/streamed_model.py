@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.accelerators import Accelerator
+from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
@@ -226,7 +226,7 @@ class StreamedModel:
         self._lanes.end_step()
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(WatchingMode):
     """Notices an operation on the NaN that stands for weights at rest, in the first call of a module."""
 
     def __init__(self, at_rest: dict[int, Unit]) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver, received
 from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
@@ -62,7 +62,7 @@ class Recording:
         self._variants: set[int] = set()
         self._streaming = {index: unit.name for unit in units if not unit.resident for index in unit.resting}
 
-    def reads(self) -> TorchDispatchMode:
+    def reads(self) -> WatchingMode:
         """Return a mode under which reads of resting parameters are noticed."""
         return _Reads(self._streaming, self.outside_readers)
 
@@ -230,7 +230,7 @@ class Recording:
                 )
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(WatchingMode):
     """Notices operations on what stands for a parameter at rest."""
 
     def __init__(self, streaming: dict[int, str], found: set[str]) -> None:

@@ -1,0 +1,31 @@
+"""Modes of torch that see all operations of a pass."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class WatchingMode(TorchDispatchMode):
+    """A mode under which functions that torch.compile has made run eagerly. Without that, dynamo gives up a function
+    that is first called under a mode, for as long as the process lives.
+    """
+
+    _stance: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._stance is not None:
+            self._stance.__exit__(*error)
+            self._stance = None
