@@ -58,7 +58,9 @@ def _compare_bits_on_cuda() -> None:
 
     if not torch.cuda.is_available():
         raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # operations of some families have no such algorithm
+    for choose in ("flash", "mem_efficient", "cudnn"):  # where it only warns, their backwards sum in any order
+        getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 

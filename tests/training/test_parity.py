@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from offload import parity
 from offload.data.tokenizer import train_bpe
@@ -106,6 +107,21 @@ def test_tied_weights_and_dropout_are_equal(run: Run, precision: str) -> None:
     assert (code, found["bit_equal"]) == (0, True)
     _, calm = run("--train.precision", precision, *HOST, family="gpt2", resid_pdrop=0.0)
     assert calm["steps"][0]["loss"] != found["steps"][0]["loss"], "dropout was on"
+
+
+def test_an_operation_without_a_repeatable_algorithm_is_named(
+    words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LlamaMLP.forward
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x) + x.new_zeros(1).put_(torch.zeros(1, dtype=torch.long), x.new_zeros(1))
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert parity.main(words(*HOST)) == 0
+    assert "note: put_ does not have a deterministic implementation. So it runs" in capsys.readouterr().out
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
