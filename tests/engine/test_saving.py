@@ -372,6 +372,27 @@ def test_what_is_frozen_makes_another_kind_of_pass(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
+class ComesAgain(Stack):
+    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in (*self.blocks, *self.blocks[:again]):
+            h = block(h)
+        return self.head(h)
+
+
+def test_in_which_order_gradients_land_does_not_depend_on_steps_before(tmp_path: Path) -> None:
+    """One of a unit that is used twice lands last. By the order speculative clipping rounds."""
+    placement = Placement(parameters="cpu", optimizer="cpu")
+    settings: dict[str, Any] = {"clip": "speculative", "max_grad_norm": 0.05, "placement": placement}
+    whole, resumed = (Engine(build(ComesAgain), **settings) for _ in range(2))
+    assert whole.step({**words(0), "again": True}, cross_entropy).corrected
+    whole.save_checkpoint(tmp_path / "saved")
+    resumed.load_checkpoint(tmp_path / "saved")
+    for engine in (whole, resumed):
+        assert engine.step(words(1), cross_entropy).corrected
+    assert_same(resumed, whole)
+
+
 def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

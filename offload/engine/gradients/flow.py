@@ -66,7 +66,8 @@ class GradientFlow:
         self._witness: Witness | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
-        self._lasting_so_far: set[int] = set()  # of these, what is not for good
+        self._lasting_so_far: set[int] = set()  # of these, what lasts for this step alone
+        self._idle: dict[int, torch.Tensor] = {}  # the memory of what lasted for an earlier step
         self._places = {
             index: (state.region, position, state.span(position))
             for state in store.states
@@ -100,6 +101,7 @@ class GradientFlow:
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
+        self._end_lasting()
         self.measures.begin_step()
         self.landing.begin_step()
         self._open.clear()
@@ -108,12 +110,18 @@ class GradientFlow:
         self._witness = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
-        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more. What lasts
-        for the sake of a pass of the other kind does no longer: in which order is added must not depend on the past.
-        """
+        """From now on sum over several backward passes, in the fp32 planes that the store holds; or no more."""
+        self._end_lasting()
         self.landing.accumulate(accumulates, staging)
-        for index in self._lasting_so_far:
-            self._device.ledger.release("lasting gradients", self._lasting.pop(index).nbytes)
+        for flat in self._idle.values():
+            self._device.ledger.release("lasting gradients", flat.nbytes)
+        self._idle.clear()
+
+    def _end_lasting(self) -> None:
+        """Forget what lasted for the sake of a step: in which order gradients land and are added must not depend on
+        steps before, which a resumed run has not made.
+        """
+        self._idle |= {index: self._lasting.pop(index) for index in self._lasting_so_far}
         self._lasting_so_far.clear()
 
     @property
@@ -137,15 +145,15 @@ class GradientFlow:
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
-        """Give a region with several contributions its own fp32 buffer on the device; or, not `for_good`, until passes
-        are of another kind.
-        """
+        """Give a region with several contributions its own fp32 buffer on the device: for good, or in this step."""
         if not self._exist or (self._witness is not None and not for_good):
             return
         if for_good:
             self._lasting_so_far.discard(region.index)
         if region.trainable and region.index not in self._lasting:
-            flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
+            flat = self._idle.pop(region.index, None)
+            if flat is None:
+                flat = self._device.allocate("lasting gradients", 4 * region.numel, _FIX).view(torch.float32)
             so_far = self.landing.sum_so_far(region)
             if so_far is not None:  # what this step has summed so far begins the sum
                 flat[self._store.sharding.shard(region)].copy_(so_far)
@@ -270,6 +278,7 @@ class GradientFlow:
         self._buffer = Ring(empty, "")
         self.landing.free()
         self._lasting.clear()
+        self._idle.clear()
         self._open.clear()
 
     def finish(self) -> None:
