@@ -116,7 +116,12 @@ class OwnLoop:
         state.snapshot.check(torch.is_grad_enabled())
         with recovery.working():
             state.updates.flush()
-            state.slots.settle()
+            try:
+                state.slots.settle()
+            except BaseException:  # this call fails, and no other: the gradients so far are whole
+                if state.comm.size == 1:  # over ranks all would have to
+                    state.slots.retry()
+                raise
             if not torch.is_grad_enabled():
                 trial_runs.on_inference(args, kwargs)
                 return

@@ -177,6 +177,10 @@ class Slots(Cargoes):
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
                 fence.fill(*self._bring_up(region, self._flats[index], fence.before_fill(), is_ahead=True))
 
+    def retry(self) -> None:
+        """Bring the resident regions up again whose fetch has failed: nobody has read them since."""
+        self.refresh([self._store.region(index) for index, fence in self._staying.items() if fence.has_failed])
+
     def versions(self) -> dict[int, int]:
         """Return how often each resident region has been written to, by the number of the region."""
         self.settle()

@@ -348,6 +348,30 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
     engine.close()
 
 
+def test_a_fetch_that_failed_fails_one_call_of_an_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what stays on the device, and before the call: the loop goes on with the next one."""
+    undisturbed = Engine(build(FrozenNorms))
+    engine = Engine(build(FrozenNorms), throttle={"h2d": {"latency_seconds": 0.01}})
+    parts = parts_of(engine)
+    submit = parts.lanes.h2d.submit
+
+    def fail() -> None:
+        raise Told
+
+    for one in (undisturbed, engine):
+        one.backward(cross_entropy(one.model(words(0)["x"]), words(0)))
+    monkeypatch.setattr(parts.lanes.h2d, "submit", lambda _work, **how: submit(fail, **how))
+    parts.slots.refresh(always=True)
+    monkeypatch.undo()
+    with pytest.raises(Told):
+        engine.model(words(1)["x"])
+    for one in (undisturbed, engine):
+        one.backward(cross_entropy(one.model(words(1)["x"]), words(1)))
+        one.update()
+    assert_same(weights(engine), weights(undisturbed))
+    engine.close()
+
+
 @pytest.mark.parametrize("clip", ["deferred", "speculative"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Told])
 def test_a_step_that_is_counted_and_not_updated_is_no_step(
