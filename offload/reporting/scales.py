@@ -42,8 +42,8 @@ class Steps(Scale):
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """Return a domain with some width: leather's ticks want to be told apart in nine digits."""
-    least = 1e-6 * max(abs(low), abs(high)) or 1.0
+    """Return a domain with some width: labels of four digits are to tell the ticks apart."""
+    least = 2e-3 * max(abs(low), abs(high)) or 1.0
     if high - low >= least:
         return low, high
     return low - least, high + least
