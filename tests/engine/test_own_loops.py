@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -724,3 +725,38 @@ def test_a_cache_that_a_call_fills_is_read_by_the_next() -> None:
         reference.collect()
         assert engine.update().grad_norm == pytest.approx(reference.update(), rel=1e-6)
         assert_weights(engine, reference, within=1e-5)
+
+
+class Prompted(Stack):
+    """With something that is added to the embeddings, before a frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[0]):
+            module.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, prompt: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h if prompt is None or block is not self.blocks[0] else h + prompt)
+        return self.head(h)
+
+
+def test_what_was_learned_without_a_gradient_does_not_hold_for_uses_with_one() -> None:
+    """A step in which nothing before the first trained block takes a gradient, between two calls in which it does."""
+    model = build(Prompted)
+    plain, engine = copy.deepcopy(model), Engine(model)
+    prompt = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def gradient(model: nn.Module, seed: int) -> torch.Tensor:
+        prompt.grad = None
+        cross_entropy(model(words(seed)["x"], prompt), words(seed)).backward()
+        return cast("torch.Tensor", prompt.grad)
+
+    for seed in range(2):
+        plain.load_state_dict({name: value.clone() for name, value in engine.model.state_dict().items()})
+        wanted = gradient(plain, seed)
+        torch.testing.assert_close(gradient(engine.model, seed), wanted)
+        engine.update()
+        engine.step(words(seed + 2), cross_entropy)
+    engine.close()

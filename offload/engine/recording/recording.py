@@ -26,7 +26,7 @@ from offload.engine.units.belongings import same_bits
 from offload.engine.units.condition import BufferPlace, Condition, Moment, buffer_places
 from offload.engine.units.resting import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.traits import UnitTraits, Use
+from offload.engine.units.traits import GraphTraits, Trained, UnitTraits, Use
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 
@@ -101,7 +101,8 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            self._learn(unit, result, mutated, condition.moved())
+            trained = tuple(t.requires_grad for t in arguments.tensors), unit.frozen
+            self._learn(unit, trained, result, mutated, condition.moved())
         elif without is not None:
             if not mutated and not all(map(same_bits, result.tensors, without.tensors)):
                 unit.traits.need_graph()
@@ -165,11 +166,14 @@ class Recording:
             outputs.append(border.clone())  # no leaf: the caller may change it in place
         return outputs
 
-    def _learn(self, unit: Unit, result: Arguments, mutated: set[int], buffers: set[BufferPlace]) -> None:
+    def _learn(
+        self, unit: Unit, trained: Trained, result: Arguments, mutated: set[int], buffers: set[BufferPlace]
+    ) -> None:
         """Note what one use of a unit does; over several uses, what any of them does."""
         traits, saved_bytes = unit.traits, self.uses[unit.name][-1].saved_bytes
-        detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-        traits.learn_use(detached, mutated, buffers, saved_bytes, is_first=self._is_first(traits))
+        detached = frozenset(i for i, t in enumerate(result.tensors) if not t.requires_grad)
+        graph = GraphTraits(detached, keeps_nothing=not mutated and not saved_bytes)
+        traits.learn_use(trained, graph, mutated, buffers, is_first=self._is_first(traits))
 
     def _is_first(self, traits: UnitTraits) -> bool:
         """True for the first use of a variant in this pass."""

@@ -103,6 +103,7 @@ class Call:
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
         self._needs, self._frozen = [t.requires_grad for t in arguments.tensors], unit.frozen
+        self.trained = tuple(self._needs), unit.frozen
         self._surroundings = Surroundings(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -120,7 +121,7 @@ class Call:
         """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
         unit, runner, traits = self.unit, self._runner, self.traits
         rows = runner.rows_of(unit)
-        keeps = runner.saved.keeps_graph(unit, self._shapes)
+        keeps = runner.saved.keeps_graph(unit, self._shapes, self.trained)
         self._is_open = True
         if not keeps:
             self._save_inputs(tensors)
@@ -316,7 +317,7 @@ class UnitFunction(torch.autograd.Function):
         outputs = call.forward(tensors)
         if call.dirty:
             ctx.mark_dirty(*call.dirty)
-        detached = call.traits.detached
+        detached = call.traits.graph(call.trained).detached
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
         return tuple(outputs)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.units.traits import Trained
 from offload.engine.units.unit import Unit
 from offload.engine.units.way import Way
 from offload.tiers.device import Device
@@ -51,10 +52,10 @@ class RecomputePolicy:
         """True where a graph that turns out too large is dropped, and the unit recomputed."""
         return self.mode == "auto"
 
-    def keeps(self, unit: Unit, shapes: Shapes) -> bool:
-        """Decide for one use of a unit with inputs of these shapes."""
+    def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> bool:
+        """Decide for one use of a unit with inputs of these shapes, of which this takes gradients."""
         traits = unit.traits
-        if traits.keeps_nothing:
+        if traits.graph(trained).keeps_nothing:
             return True
         mode, copied = self.mode, traits.copied_bytes * _COPIED_SHARE
         if mode == "always" or traits.mutated or traits.buffers or copied > unit.weight_bytes:

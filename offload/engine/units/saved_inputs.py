@@ -13,6 +13,7 @@ import torch
 from offload.engine.units.activation_offload import ActivationOffload, Layout
 from offload.engine.units.claims import Claim
 from offload.engine.units.recompute_policy import RecomputePolicy, Shapes
+from offload.engine.units.traits import Trained
 from offload.engine.units.unit import Unit
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
@@ -57,9 +58,9 @@ class SavedInputs:
         self._calls: list[weakref.ref[Returns]] = []
         self.looks_back = offload is not None and lanes.overlap
 
-    def keeps_graph(self, unit: Unit, shapes: Shapes) -> bool:
-        """True where a use of a unit keeps its graph instead of recomputing it."""
-        return self._policy.keeps(unit, shapes)
+    def keeps_graph(self, unit: Unit, shapes: Shapes, trained: Trained) -> bool:
+        """True where a use of a unit, of which this takes gradients, keeps its graph instead of recomputing it."""
+        return self._policy.keeps(unit, shapes, trained)
 
     @property
     def may_recompute(self) -> bool:

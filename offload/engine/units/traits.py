@@ -60,6 +60,23 @@ class Use:
     """What the graph saved beside the unit's inputs and weights."""
 
 
+Trained = tuple[tuple[bool, ...], frozenset[int]]
+"""What of a use takes gradients: whether each input does, and which parameters of the unit do not."""
+
+
+@dataclass(frozen=True)
+class GraphTraits:
+    """What is known of the graph of a use. By default what is safe: results take gradients."""
+
+    detached: frozenset[int] = frozenset()
+    """Results that require no gradient."""
+    keeps_nothing: bool = False
+    """True if the graph saves only inputs and weights, so that a recompute would save no memory."""
+
+
+_UNKNOWN = GraphTraits()
+
+
 @dataclass
 class UnitTraits:
     """What is known of uses of a unit. Indices are into the unit's input tensors, or those of its result, each listed
@@ -74,8 +91,6 @@ class UnitTraits:
     """Inputs that other units receive too."""
     changed: set[int] = field(default_factory=set)
     """Results that the caller changes in place."""
-    detached: set[int] = field(default_factory=set)
-    """Results that never require a gradient."""
     buffers: set[BufferPlace] = field(default_factory=set)
     """The buffers of the unit's modules that a forward moves."""
     needs_graph: bool = False
@@ -90,8 +105,8 @@ class UnitTraits:
     """True once passes with different numbers of rows were compared, so that the axes are known."""
     splits: bool = False
     """True if the unit gives the same when the batch is cut in rows."""
-    keeps_nothing: bool = False
-    """True if the graph saves only inputs and weights, so that a recompute would save no memory."""
+    graphs: dict[Trained, GraphTraits] = field(default_factory=dict)
+    """What is known of the graphs of uses, by what of them takes gradients."""
     copied_bytes: int = 0
     """What the graph saves that does not grow with the batch: copies of weights."""
 
@@ -103,16 +118,20 @@ class UnitTraits:
         """Without a graph, torch gave other bits."""
         self.needs_graph = True
 
+    def graph(self, trained: Trained) -> GraphTraits:
+        """Return what is known of the graph of a use of which this takes gradients."""
+        return self.graphs.get(trained, _UNKNOWN)
+
     def learn_use(
-        self, detached: set[int], mutated: set[int], buffers: set[BufferPlace], saved_bytes: int, *, is_first: bool
+        self, trained: Trained, graph: GraphTraits, mutated: set[int], buffers: set[BufferPlace], *, is_first: bool
     ) -> None:
         """Note what one use does; over the uses of a pass, of which this `is_first` or not, what any of them does."""
-        if is_first:
-            self.detached, self.keeps_nothing = detached, True
         self.mutated |= mutated
         self.buffers |= buffers
-        self.detached &= detached
-        self.keeps_nothing &= not mutated and not saved_bytes
+        known = None if is_first else self.graphs.get(trained)
+        if known is not None:
+            graph = GraphTraits(graph.detached & known.detached, graph.keeps_nothing and known.keeps_nothing)
+        self.graphs[trained] = graph
 
     def learn_rows(self, one: Use | None, two: Use, rows: tuple[int, int], *, is_first: bool) -> None:
         """Compare a use in two passes of so many rows: what grew with the rows, and by which axis; what the graph holds
