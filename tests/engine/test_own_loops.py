@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import gc
 import warnings
 import weakref
@@ -745,12 +744,13 @@ class Prompted(Stack):
 def test_what_was_learned_without_a_gradient_does_not_hold_for_uses_with_one() -> None:
     """A step in which nothing before the first trained block takes a gradient, between two calls in which it does."""
     model = build(Prompted)
-    plain, engine = copy.deepcopy(model), Engine(model)
-    prompt = nn.Parameter(torch.full((WIDTH,), 0.1))
+    plain, engine = twin(model), Engine(model)
+    prompt = nn.Parameter(torch.full((WIDTH,), 0.1, device=own_device()))
 
     def gradient(model: nn.Module, seed: int) -> torch.Tensor:
         prompt.grad = None
-        cross_entropy(model(words(seed)["x"], prompt), words(seed)).backward()
+        batch = {key: value.to(own_device()) for key, value in words(seed).items()}
+        cross_entropy(model(batch["x"], prompt), batch).backward()
         return cast("torch.Tensor", prompt.grad)
 
     for seed in range(2):
