@@ -37,7 +37,6 @@ def plain(name: str) -> Found:
     return found
 
 
-@pytest.mark.slow
 def test_one_rank_departs_and_all_record_again() -> None:
     """Break: let the rank that departs decide by itself; record on the rows of a rank that does not depart; never give
     up cutting."""

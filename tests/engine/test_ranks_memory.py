@@ -18,7 +18,7 @@ from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained, trained_in_lockstep
 from tests.engine.sizes import ALIGNMENT, SHARD, up
-from tests.matrix import matrix, quick
+from tests.matrix import matrix
 
 STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
@@ -83,16 +83,9 @@ def held(found: Found) -> dict[str, int]:
     return {name: totals.get(name, 0) for name in ("weights", "gradients", *OPTIMIZER)}
 
 
-QUICK = ((2, "nvme"),)
-
-
 @pytest.mark.parametrize(
     ("size", "precision", "tier"),
-    [
-        pytest.param(size, precision, tier, marks=[] if (size, tier) in QUICK else pytest.mark.slow)
-        for size in (1, 2, 3)
-        for precision, tier in PAIRS[size % 2]
-    ],
+    [(size, precision, tier) for size in (1, 2, 3) for precision, tier in PAIRS[size % 2]],
 )
 def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_path: Path) -> None:
     """Of every kind, on every rank, in every stage."""
@@ -110,7 +103,7 @@ def test_states_cost_what_zero_says(size: int, precision: str, tier: str, tmp_pa
             assert sum(states[name] for name in OPTIMIZER) == optimizer * num_elements // (size if stage else 1)
 
 
-@pytest.mark.parametrize("size", quick([1, 2, 3], [2]))
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_frozen_weights_are_cut_with_the_others(size: int) -> None:
     """They have no other states, and only stage 3 cuts weights."""
     sizes = Elements(build(frozen_llama), size)
@@ -136,11 +129,11 @@ def test_zero_bytes_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        pytest.param(2, {"micro_batch_size": 1}, marks=pytest.mark.slow),
-        pytest.param(2, {"micro_batch_size": 1, "delays": 1}, marks=pytest.mark.slow),
+        (2, {"micro_batch_size": 1}),
+        (2, {"micro_batch_size": 1, "delays": 1}),
         (3, {"max_grad_norm": None}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(4, {}, marks=pytest.mark.slow),
+        (2, {}),
+        (4, {}),
     ],
 )
 def test_a_step_exchanges_what_zero_says(size: int, settings: Mapping[str, Any]) -> None:
@@ -172,7 +165,7 @@ def test_one_rank_exchanges_nothing() -> None:
     assert all(moved["all_gather_elements"] == moved["reduce_scatter_elements"] == 0 for moved in found.moved)
 
 
-@pytest.mark.parametrize("stage", quick(STAGES, [0, 3]))
+@pytest.mark.parametrize("stage", STAGES)
 def test_frozen_regions_are_not_reduced(stage: int) -> None:
     """Nor gathered after an update that they do not have; but in stage 3 they are fetched like all others."""
     sizes = Elements(build(frozen_llama), 2)
@@ -199,7 +192,6 @@ def test_what_comes_up_ahead_is_counted_for_the_step_that_needs_it(prefetch: int
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_memory_on_disk_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     """Tiles are what is held, of one size here; and each rank has its share of the disk."""
     peaks, on_disk = {}, {}

@@ -13,6 +13,7 @@ from tests.engine import test_races
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import Found, Wait, deep_llama, raced
 from tests.engine.test_ranks import MODES, STAGES, assert_equal, train
+from tests.matrix import quick
 
 ALL_ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
 ROWS = (2, 1, 3, 1)
@@ -22,13 +23,7 @@ ROWS = (2, 1, 3, 1)
 @pytest.mark.parametrize(
     ("size", "on_disk", "stage", "mode"),
     [
-        pytest.param(
-            2 + 2 * ((stage + number) % 2),  # four ranks share two cores
-            (stage + number) % 2 == 0,
-            stage,
-            mode,
-            marks=[] if (stage, number) == (3, 1) else pytest.mark.slow,
-        )
+        (2 + 2 * ((stage + number) % 2), (stage + number) % 2 == 0, stage, mode)  # four ranks share two cores
         for stage in STAGES
         for number, mode in enumerate(MODES)
         if (stage + number) % 3 == 1
@@ -84,11 +79,7 @@ def race(settings: dict[str, Any], seeds: tuple[int, ...], wait: Wait = ()) -> l
 
 @pytest.mark.parametrize(
     "name",
-    [
-        # the quick run has the others on one rank
-        pytest.param(name, marks=[] if name.startswith("compute reads a slot") else pytest.mark.slow)
-        for name in CHANGES
-    ],
+    quick(CHANGES, ["compute reads a slot before it was gathered"]),  # the quick run has the others on one rank
 )
 def test_without_this_wait_a_result_is_wrong(name: str) -> None:
     """Five seeds, one of which at least shows it: by a wrong bit on any rank, a NaN, or ranks that lose each other."""

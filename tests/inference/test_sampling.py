@@ -22,6 +22,7 @@ from offload.inference.streamed_model import StreamedModel
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.engine.families import bert, t5, tokens
+from tests.matrix import quick
 from tests.zoo.families import families
 
 PROMPT = torch.tensor([[7, 31, 12, 40, 9]])
@@ -77,13 +78,7 @@ def middle(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba")
-        ),
-    ],
+    quick(["llama", "codegen", "prophetnet", "gemma2", "gpt2", "mixtral", "zamba"], ["llama"]),
 )
 def test_the_same_tokens_whatever_the_budget(name: str, models: Any) -> None:
     """Also where a module reads weights of another (prophetnet), where blocks are shared (zamba), and where tables of

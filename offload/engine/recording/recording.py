@@ -101,8 +101,7 @@ class Recording:
         use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            trained = tuple(t.requires_grad for t in arguments.tensors), unit.frozen
-            self._learn(unit, trained, result, mutated, condition.moved())
+            self._learn(unit, unit.trained_of(arguments.tensors), result, mutated, condition.moved())
         elif without is not None:
             if not mutated and not all(map(same_bits, result.tensors, without.tensors)):
                 unit.traits.need_graph()

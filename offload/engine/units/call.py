@@ -102,8 +102,7 @@ class Call:
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self._needs, self._frozen = [t.requires_grad for t in arguments.tensors], unit.frozen
-        self.trained = tuple(self._needs), unit.frozen
+        self.trained = self._needs, self._frozen = unit.trained_of(arguments.tensors)
         self._surroundings = Surroundings(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []

@@ -19,7 +19,7 @@ from torch import nn
 from offload.engine.units.belongings import NotePlace, note_places
 from offload.engine.units.find import Candidate, Place
 from offload.engine.units.resting import OffloadedTensor, past_subclasses
-from offload.engine.units.traits import UnitTraits
+from offload.engine.units.traits import Trained, UnitTraits
 from offload.errors import ConfigError
 from offload.layout.regions import Region
 from offload.tiers.slots import Slots
@@ -114,6 +114,10 @@ class Unit:
             self._live[offset] = self._make_live(self.regions)
             self._mark(self._live[offset])
         return self._live[offset]
+
+    def trained_of(self, tensors: Sequence[torch.Tensor]) -> Trained:
+        """Return what of a use with these inputs takes gradients."""
+        return tuple(tensor.requires_grad for tensor in tensors), self.frozen
 
     def freeze(self, frozen: frozenset[int]) -> None:
         """Take no gradients for these parameters from now on, and for all others that were to be trained."""
