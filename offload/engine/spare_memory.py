@@ -61,7 +61,8 @@ class SpareMemory:
         others, budget = (max(found) for found in zip(*told, strict=True))  # the same for all: so are their schedules
         budget = -budget
         settled, self._others = others <= self._others, max(self._others, others)
-        slots_bytes, buffer_bytes = shared_out(budget - self._others, self._slots_bytes, self._buffer_bytes)
+        room_bytes = budget - self._others - self._device.late_bytes
+        slots_bytes, buffer_bytes = shared_out(room_bytes, self._slots_bytes, self._buffer_bytes)
         if settled and slots_bytes > self._slots.capacity_bytes:
             self._take(slots_bytes, buffer_bytes)
 
