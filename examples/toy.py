@@ -5,6 +5,7 @@ and the flags with which they take real ones.
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def parse(description: str, **defaults: Any) -> argparse.Namespace:
     """Read the flags that all examples have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or hub name; empty: a toy of random weights")
-    parser.add_argument("--output", default="runs/example", help="folder for what is trained")
+    parser.add_argument("--output", default=f"runs/{Path(sys.argv[0]).stem}", help="folder for what is trained")
     parser.add_argument("--steps", type=int, default=defaults.get("steps", 10))
     parser.add_argument("--batch-size", type=int, default=4, help="rows a step and rank")
     parser.add_argument("--length", type=int, default=128, help="tokens a row, at most")
