@@ -19,6 +19,7 @@ from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.judge import Case, Judge, Verdict
+from offload.engine.recording.trial_runs import MOST_CHOICES
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
@@ -37,20 +38,25 @@ class Judging:
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
         self._state, self._method, self._losses = state, method, losses
         self._judge = Judge(state, precision)
-        self._judged: set[str] = set()
+        self._judged: dict[str, set[str]] = {}
 
     @property
-    def judged(self) -> list[str]:
-        """The kinds of passes that were judged, in this run and those before, as they were made then."""
-        return sorted(self._judged)
+    def judged(self) -> dict[str, list[str]]:
+        """The kinds of passes that were judged, in this run and those before, as they were made then; of each kind,
+        the ints of the batches.
+        """
+        return {kind: sorted(ints) for kind, ints in self._judged.items()}
 
     def knows(self, facts: BatchFacts) -> bool:
-        """True where passes of this kind were judged as they are made now."""
-        return self._key(facts) in self._judged
+        """True where passes of this kind were judged as they are made now, with the ints of this batch; or with so many
+        others that an int of it is a count, and chooses nothing.
+        """
+        known = self._judged.get(self._kind(facts), set())
+        return _ints(facts) in known or len(known) >= MOST_CHOICES
 
-    def begin_again(self, judged: Iterable[str]) -> None:
+    def begin_again(self, judged: Mapping[str, Iterable[str]]) -> None:
         """Go on with a run that has judged these kinds of passes: another batch must not decide otherwise."""
-        self._judged = set(judged)
+        self._judged = {kind: set(ints) for kind, ints in judged.items()}
 
     def judge(self, facts: BatchFacts, sample: Batch) -> None:
         """Judge passes of this kind on a few rows. Collective. Raises ConfigError where no way is that of the model."""
@@ -64,7 +70,7 @@ class Judging:
             interleaves=facts.trains and not self._losses.has_gradient,
         )
         if tells:
-            self._judged.add(self._key(facts))
+            self._judged.setdefault(self._kind(facts), set()).add(_ints(facts))
 
     def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Judge a call of the model in an own loop, on the first of `samples` of its arguments on which it runs. What
@@ -137,7 +143,7 @@ class Judging:
         )
         return True
 
-    def _key(self, facts: BatchFacts) -> str:
+    def _kind(self, facts: BatchFacts) -> str:
         told = facts.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
         cuts, chunks = facts.plan.num_parts > 1, self._losses.num_chunks_of(facts) > 1
@@ -191,6 +197,10 @@ class Judging:
             method.num_passes if trains else 1,
             has_backward,
         )
+
+
+def _ints(facts: BatchFacts) -> str:
+    return repr(sorted({told.ints for told in facts.plan.ranks}))
 
 
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Steps:
         if self._state.updates.clip == "auto":
             self._state.updates.decide(decided["clip"])
         self.trial_runs.begin_again(decided.get("losses", {}))
-        self.judging.begin_again(decided.get("judged", ()))
+        self.judging.begin_again(decided.get("judged", {}))
         before = Way(cut="calls") if decided.get("plain") else Way()  # of checkpoints that know of no other way
         self._state.way.become(Way(**decided.get("way", asdict(before))))
         resident = {unit.name for unit in self._state.units if unit.resident}

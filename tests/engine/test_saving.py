@@ -413,6 +413,35 @@ def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     assert third.step(mixed, cross_entropy).loss == wanted
 
 
+class MixesWhereTold(MixesSome):
+    """Blocks that mix rows are left out where `skip` says so."""
+
+    def forward(self, x: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        return self.head(self.embedding(x)) if skip else super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["never stops", "goes on", "is interrupted"])
+def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path: Path, how: str) -> None:
+    """Also by a run that goes on, and after an interrupt: the way that was judged before had other numbers."""
+    engine = Engine(build(MixesWhereTold), micro_batch_size=1)
+    engine.step({**words(0), "skip": 1}, cross_entropy)
+    if how == "goes on":
+        engine.save_checkpoint(tmp_path / "saved")
+        engine = Engine(build(MixesWhereTold), micro_batch_size=1)
+        engine.load_checkpoint(tmp_path / "saved")
+    elif how == "is interrupted":
+
+        def interrupted(outputs: Any, batch: Any) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(words(0), interrupted)
+    mixed = words(1)
+    mixed["x"][:, 0] = 0
+    with pytest.warns(UserWarning, match="batches stay whole"):
+        engine.step({**mixed, "skip": 0}, cross_entropy)
+
+
 def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> None:
     whole, resumed = (Engine(build(Sometimes), micro_batch_size=1) for _ in range(2))
     whole.step(rare(1, rank=0), cross_entropy)

@@ -22,6 +22,8 @@ class RankBatch:
     """"step" or "evaluate"."""
     shapes: tuple[tuple[str, tuple[int, ...] | str], ...] = ()
     """The shapes of the batch's tensors, and the types of what is no tensor, by name."""
+    ints: tuple[tuple[str, int], ...] = ()
+    """The whole numbers of the batch, by name: they may choose a way through the model."""
     rows: int = 0
     """The rows of the batch."""
     micro_rows: int = 0
@@ -149,6 +151,7 @@ def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_functio
         (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
         for key, value in sorted(batch.items())
     )
+    ints = tuple((key, value) for key, value in sorted(batch.items()) if type(value) is int)
     targets, elements = (rows, rows), 0
     if labels is not None:
         targets = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
@@ -156,7 +159,7 @@ def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_functio
         elements = next(iter(batch.values())).numel()
     micro_rows = min(micro_rows or rows, rows)
     is_labelled = labels is not None
-    return RankBatch(operation, shapes, rows, micro_rows, targets, elements, is_labelled, has_loss_function)
+    return RankBatch(operation, shapes, ints, rows, micro_rows, targets, elements, is_labelled, has_loss_function)
 
 
 def _shown(key: str, shape: tuple[int, ...] | str) -> str:

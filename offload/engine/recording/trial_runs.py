@@ -36,7 +36,8 @@ from offload.hf.models import in_eval_mode
 from offload.telemetry.counters import Counters
 
 _Made = TypeVar("_Made")
-_MOST_CHOICES = 4  # values of an int that are recorded; one that has more counts something, and chooses nothing
+MOST_CHOICES = 4
+"""Values of an int that are recorded; one that has more counts something, and chooses nothing."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class TrialRuns:
 
     def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
         known = self._choices.get(signature)
-        return known is None or any(len(known[key]) < _MOST_CHOICES and value not in known[key] for key, value in ints)
+        return known is None or any(len(known[key]) < MOST_CHOICES and value not in known[key] for key, value in ints)
 
     def _note(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
         known = self._choices.setdefault(signature, {})
