@@ -245,8 +245,9 @@ class EngineState:
                 self.keep(unit)
 
     def keep(self, unit: Unit) -> None:
-        """Give a unit its weights on the device for good; its module runs as it is."""
-        unit.stay()
+        """Give a unit its weights on the device for good; its module runs as it is. Raises DoesNotFitError, and then
+        the unit streams as before.
+        """
         self.slots.keep(unit.regions)
         self.slots.settle()
         self.executor.reset()
@@ -255,6 +256,7 @@ class EngineState:
                 other.forget_live()
         for region in unit.regions:
             self.gradients.make_lasting(region)
+        unit.stay()
         unit.install(unit.live())
 
     def weights_changed(self, regions: Iterable[Region] | None = None) -> None:

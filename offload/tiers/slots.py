@@ -156,13 +156,21 @@ class Slots(Cargoes):
     # -- what stays ------------------------------------------------------------------------------------------
 
     def keep(self, regions: Iterable[Region]) -> None:
-        """Give regions a place of their own on the device and bring them up; cargoes are to be asked for anew."""
-        for region in regions:
-            if self.is_resident(region):
-                continue
-            flat = self._device.allocate("resident weights", region.weight_bytes)
-            flat = flat.view(region.plane("weights").dtype)
-            self._flats[region.index] = flat
+        """Give regions a place of their own on the device and bring them up; cargoes are to be asked for anew. Raises
+        DoesNotFitError where there is no room for all of them, and then none has a place.
+        """
+        coming: list[tuple[Region, torch.Tensor]] = []
+        try:
+            coming.extend(
+                (region, self._device.allocate("resident weights", region.weight_bytes))
+                for region in regions
+                if not self.is_resident(region)
+            )
+        except BaseException:
+            self._device.ledger.release("resident weights", sum(flat.nbytes for _, flat in coming))
+            raise
+        for region, memory in coming:
+            flat = self._flats[region.index] = memory.view(region.plane("weights").dtype)
             self._staying[region.index] = self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from offload import Engine, Placement
@@ -69,6 +70,28 @@ def test_part_of_a_model_stays(share: float, lanes: str) -> None:
         engine.step(tokens(seed))
         assert engine.counters.peak_device_bytes <= budget
     assert total < engine.counters.h2d_bytes < least.counters.h2d_bytes
+    engine.close()
+
+
+@LEDGER
+def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
+    """Others had found room to stay in; without room for all of the unit, nothing of it stays."""
+
+    def penalty(outputs: Any, _batch: Any) -> torch.Tensor:
+        return outputs.loss + models["now"].lm_head.weight.pow(2).sum()
+
+    models, short = {"now": build(deep)}, [tokens(seed, rows=1, length=4) for seed in range(SETTLES + 3)]
+    free = Engine(models["now"])
+    losses = [free.step(batch).loss for batch in short[1:]]
+    budget = free.counters.peak_device_bytes + 4 * 4 * elements(models["now"].lm_head)
+    losses.append(free.evaluate(short[0], loss_fn=penalty))
+    models["now"] = build(deep)
+    engine = Engine(models["now"], placement=Placement(device_memory=budget))
+    found = [engine.step(batch).loss for batch in short[1:]]
+    grown = tier_bytes(engine, "device")
+    found.append(engine.evaluate(short[0], loss_fn=penalty))
+    assert found == losses
+    assert sum(tier_bytes(engine, "device").values()) < sum(grown.values())
     engine.close()
 
 

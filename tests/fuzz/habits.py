@@ -54,7 +54,8 @@ def give(case: Any, dice: random.Random) -> None:
             case.settings = {key: value for key, value in case.settings.items() if key not in _UNKNOWN}
             case.model.pop("half", None)
     for op in case.ops:
-        if is_mosaic and "skip" in chosen and "batch" in op:
+        # The unit left out may be all that a frozen model trains, and torch refuses a loss without a gradient.
+        if is_mosaic and "skip" in chosen and "batch" in op and "frozen" not in case.model:
             op["batch"]["skip"] = dice.choice([-1, 0, 1])
         if op["do"] not in ("step", "own"):
             continue
