@@ -115,7 +115,7 @@ class Judging:
         trim_heap()  # gradients of all units were there, one after the other, and their holes would stay
         if not first.difference:
             return first.tells
-        uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.may_recompute
+        uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.policy.mode != "never"
         for other in before.plainer(**uses):
             way.become(other)
             if not differs().difference:

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -158,13 +157,13 @@ class EngineState:
         self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device)
         self.snapshot = Snapshot(model, infos, self.units, self.hold)
 
-    def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload[Any] | None:
+    def _activation_offload(self, tier: str, counters: Counters) -> ActivationOffload | None:
         """Return where unit inputs wait for their backward; None for the device."""
         if tier == "nvme":
             assert self._nvme is not None
-            return ActivationOffload(OnDisk(self.device, self.lanes, self._nvme), self.device, counters)
+            return OnDisk(self.device, self.lanes, counters, self._nvme)
         if tier == "cpu":
-            return ActivationOffload(OnHost(self.device, self.lanes, self.host), self.device, counters)
+            return OnHost(self.device, self.lanes, counters, self.host)
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:

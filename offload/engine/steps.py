@@ -273,4 +273,4 @@ class Steps:
             if isinstance(error, DoesNotFitError):
                 return state.spare_memory.give_back()
             # Room was left, but not in one piece, or not for the temporaries of a batch like this.
-            return state.spare_memory.retreat() or state.runner.saved.retreat()
+            return state.spare_memory.retreat() or state.runner.saved.policy.retreat()

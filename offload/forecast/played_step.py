@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -259,12 +258,12 @@ class _PlayedEngine:
         self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
         self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
         tier = settings.placement.activations
-        self._inputs: ActivationOffload[Any] | None = None
+        self._inputs: ActivationOffload | None = None
         if tier == "cpu":
-            self._inputs = ActivationOffload(OnHost(device, lanes, host), device, self._counters)
+            self._inputs = OnHost(device, lanes, self._counters, host)
         elif tier == "nvme":
             assert nvme is not None
-            self._inputs = ActivationOffload(OnDisk(device, lanes, nvme), device, self._counters)
+            self._inputs = OnDisk(device, lanes, self._counters, nvme)
         largest = max((call.saved_bytes for call in calls), default=0)
         self._given = device.allocate("unit inputs", largest)
         self._saved: dict[int, torch.Tensor] = {}

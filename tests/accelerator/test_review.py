@@ -21,7 +21,7 @@ from offload.accelerators import Accelerator, own_accelerator
 from offload.config.config import Config
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
-from offload.engine.units.activation_offload import ActivationOffload, OnHost
+from offload.engine.units.activation_offload import OnHost
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.inference.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
@@ -296,7 +296,7 @@ def lanes(sim):
 
 def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
     device = open_device(own_accelerator(), Ledger("device"), copies_aside=True)
-    offload = ActivationOffload(OnHost(device, lanes, Ledger("cpu")), device, Counters())
+    offload = OnHost(device, lanes, Counters(), Ledger("cpu"))
     given = torch.arange(1000.0, device="sim")
     away = offload.put(given)
     slot, weights = torch.empty(100, device="sim"), torch.ones(100, pin_memory=True)

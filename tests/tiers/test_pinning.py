@@ -15,6 +15,7 @@ from offload.engine.units.activation_offload import OnHost
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import ParameterInfo, build_regions
 from offload.optim.adamw import AdamW
+from offload.telemetry.counters import Counters
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import HostMapping, Pinning
@@ -184,7 +185,8 @@ def copy_all(store: Store, device: PlayedDevice) -> None:
 
 
 def test_activation_buffers_are_registered_as_long_as_they_live(driver: PlayedDriver) -> None:
-    place = OnHost(PlayedDevice(Pinning(driver), driver), Lanes(overlap=False, throttle={}), Ledger("cpu"))
+    device = PlayedDevice(Pinning(driver), driver)
+    place = OnHost(device, Lanes(overlap=False, throttle={}), Counters(), Ledger("cpu"))
     buffers = [place.make(size) for size in (100, 3 * PAGE, PAGE)]
     assert sorted(driver.ranges.values()) == [100, PAGE, 3 * PAGE]
     del buffers[1]

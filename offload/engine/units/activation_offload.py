@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
 
 import torch
 
@@ -66,7 +67,11 @@ class _Buffer:
     """What stands for a tensor that was put away."""
 
     memory: torch.Tensor
-    """Where the tensor lies, on the host; an address that nobody touches where the tensor is on disk."""
+    """Where the tensor lies on the host; of one on disk an address that nobody touches, by which parts are told."""
+    file: Stripes | None = None
+    """The file, of a buffer on disk."""
+    offset: int = 0
+    """The byte of the file at which the tensor begins."""
     shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
     """The shape of the tensor."""
     layout: Layout = Layout((), 0)
@@ -75,49 +80,20 @@ class _Buffer:
     """Who fills the memory, and who reads it."""
 
 
-@dataclass(eq=False)
-class _Extent(_Buffer):
-    """A buffer on disk. The address of its memory is there so that parts of the tensor can be told."""
-
-    file: Stripes | None = None
-    """The file."""
-    offset: int = 0
-    """The byte of the file at which the tensor begins."""
+_size = attrgetter("memory.nbytes")
 
 
-def _size(buffer: _Buffer) -> int:
-    return buffer.memory.nbytes
-
-
-_B = TypeVar("_B", bound=_Buffer)
-
-
-class _Tier(Protocol[_B]):
-    """Where buffers are."""
-
-    def make(self, num_bytes: int) -> _B:
-        """Make one more."""
-
-    def drop(self, free: list[_B]) -> None:
-        """Let go of buffers that nobody uses; what cannot go stays in the list."""
-
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
-        """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
-
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _B) -> Sequence[Ticket]:
-        """Move a part of a buffer's view to the device."""
-
-
-class ActivationOffload(Generic[_B]):
+class ActivationOffload(ABC):
     """A pool of buffers, grown to what a step needs and used again by every step after it: the smallest that is large
     enough. Those that are too small go before a larger one is made, so that there are never more than were in use at
     once, none larger than what was put.
     """
 
-    def __init__(self, place: _Tier[_B], device: Device, counters: Counters) -> None:
-        self._place, self._device, self._counters = place, device, counters
-        self._free: list[_B] = []  # by size
-        self._taken: dict[int, _B] = {}
+    def __init__(self, device: Device, lanes: Lanes, counters: Counters) -> None:
+        self._device, self._lanes, self._counters = device, lanes, counters
+        self._free: list[_Buffer] = []  # by size
+        self.taken: dict[int, _Buffer] = {}
+        """The buffers in use, by the address of their storage."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Put a tensor away behind compute; return what stands for it, of the same shape."""
@@ -125,69 +101,79 @@ class ActivationOffload(Generic[_B]):
         if not num_bytes:
             return tensor
         number = bisect_left(self._free, num_bytes, key=_size)
-        if number == len(self._free):
-            self._place.drop(self._free)
-            buffer = self._place.make(num_bytes)
-            self._taken[buffer.memory.data_ptr()] = buffer
-        else:
-            buffer = self._free[number]
-            self._taken[buffer.memory.data_ptr()] = buffer
+        is_new = number == len(self._free)
+        if is_new:
+            self._drop()
+        buffer = self.make(num_bytes) if is_new else self._free[number]
+        self.taken[buffer.memory.data_ptr()] = buffer
+        if not is_new:
             del self._free[number]
         buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        buffer.fence.fill(*self._place.put(tensor, copy, buffer))
+        buffer.fence.fill(*self._down(tensor, copy, buffer))
         self._counters.count("d2h_bytes", num_bytes)
         return copy
 
-    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout]:
+    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout | None]:
         """Return a device copy of what was put away, or of a part of it, the tickets after which it is there, and how
         that lay; any other tensor as it is.
         """
-        buffer = self._taken.get(tensor.untyped_storage().data_ptr())
+        buffer = self.taken.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
-            return tensor, (), Layout.of(tensor)
+            return tensor, (), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
         self._counters.count("h2d_bytes", copy.nbytes)
-        return copy, self._place.get(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
-
-    def has(self, storage: int) -> bool:
-        """True where a storage (by its address) is one of the pool's."""
-        return storage in self._taken
+        return copy, self._up(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
     def free(self, storage: int) -> bool:
         """Give a buffer back to the pool; False where it is none of the pool's."""
-        buffer = self._taken.get(storage)
+        buffer = self.taken.get(storage)
         if buffer is not None:
             if buffer not in self._free:
                 insort_left(self._free, buffer, key=_size)
-            del self._taken[storage]
+            del self.taken[storage]
         return buffer is not None
 
     def reset(self) -> None:
         """Nobody needs any buffer any more."""
-        for storage in list(self._taken):
+        for storage in list(self.taken):
             self.free(storage)
 
+    @abstractmethod
+    def make(self, num_bytes: int) -> _Buffer:
+        """Make one more buffer."""
 
-class OnHost:
+    @abstractmethod
+    def _drop(self) -> None:
+        """Let go of the buffers that nobody uses, where that gives anything back."""
+
+    @abstractmethod
+    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+        """Move a tensor of the device to a buffer that nobody uses, of which `copy` is the view in its shape."""
+
+    @abstractmethod
+    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+        """Move a part of a buffer's view to the device."""
+
+
+class OnHost(ActivationOffload):
     """Buffers in host memory: copies go down on the d2h lane, and come back on a lane of their own."""
 
-    def __init__(self, device: Device, lanes: Lanes, host: Ledger) -> None:
-        self._device, self._lanes, self._host = device, lanes, host
+    def __init__(self, device: Device, lanes: Lanes, counters: Counters, host: Ledger) -> None:
+        super().__init__(device, lanes, counters)
+        self._host = host
 
     def make(self, num_bytes: int) -> _Buffer:
-        """Take host memory."""
         self._host.reserve("activation checkpoints", num_bytes)
         return _Buffer(Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8))
 
-    def drop(self, free: list[_Buffer]) -> None:
-        """Give host memory back, and unpin it. What a copy still needs goes with the copy."""
-        num_bytes = sum(map(_size, free))
-        free.clear()
+    def _drop(self) -> None:
+        # Unpinned as well. What a copy still needs goes with the copy.
+        num_bytes = sum(map(_size, self._free))
+        self._free.clear()
         self._host.release("activation checkpoints", num_bytes)
 
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Copy down."""
+    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.d2h.submit(
             partial(self._device.copy, copy, tensor),
             reads=self._lanes.mark(),
@@ -197,8 +183,7 @@ class OnHost:
         )
         return (ticket,)
 
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
-        """Copy up."""
+    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.returning.submit(
             partial(self._device.copy, copy, part),
             # The copy's memory may be what compute has just let go of.
@@ -210,24 +195,25 @@ class OnHost:
         return (ticket,)
 
 
-class OnDisk:
-    """Buffers in files: tiles go down and up through a ring, in turn by the lanes of the device and of the disk."""
+class OnDisk(ActivationOffload):
+    """Buffers in files: tiles go down and up through a ring, in turn by the lanes of the device and of the disk. A file
+    takes no room back from its midst.
+    """
 
-    def __init__(self, device: Device, lanes: Lanes, nvme: Nvme) -> None:
-        self._device, self._lanes, self._nvme, self._channel = device, lanes, nvme, nvme.activations
+    def __init__(self, device: Device, lanes: Lanes, counters: Counters, nvme: Nvme) -> None:
+        super().__init__(device, lanes, counters)
+        self._nvme, self._channel = nvme, nvme.activations
         # A part may begin and end within a page.
         self._tile_bytes = nvme.activations.num_bytes // RING_TILES - 2 * _PAGE_BYTES
 
-    def make(self, num_bytes: int) -> _Extent:
-        """Take room in a file."""
+    def make(self, num_bytes: int) -> _Buffer:
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
-        return _Extent(Arena(num_bytes).take(num_bytes, torch.uint8), file=file, offset=offset)
+        return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset)
 
-    def drop(self, free: list[_Extent]) -> None:
-        """A file takes no room back from its midst."""
+    def _drop(self) -> None:
+        pass
 
-    def put(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
-        """Copy down and write, tile by tile."""
+    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
         flat, fills, tickets = tensor.reshape(-1).view(torch.uint8), buffer.fence.before_fill(), []
         for begin in range(0, copy.nbytes, self._tile_bytes):
@@ -255,8 +241,7 @@ class OnDisk:
             stretch.close()
         return tickets
 
-    def get(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Extent) -> Sequence[Ticket]:
-        """Read and copy up, tile by tile."""
+    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
         tickets, reads, end = [], buffer.fence.before_read(), 0
         target = copy.view(-1).view(torch.uint8)

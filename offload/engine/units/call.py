@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext
 from offload.engine.units.arguments import Arguments, collectors, copies
 from offload.engine.units.condition import Moment
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_graph import SavedGraph, TooMuchToKeepError
+from offload.engine.units.saved_graph import Graph, TooMuchToKeepError, run_keeping_graph, run_with_graph
 from offload.engine.units.saved_inputs import Returning
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import Unit
@@ -93,7 +93,7 @@ class MicroBatch:
     """The rows; None for all that the unit is given."""
     before: Moment
     """Generators and the unit's modules before the forward."""
-    graph: SavedGraph | None = None
+    graph: Graph | None = None
     """The graph, where it is kept; else None, and the forward runs again."""
 
 
@@ -120,7 +120,7 @@ class Call:
         """Run; keep what the backward needs. Returns the result's tensors, then the inputs changed in place."""
         unit, runner, traits = self.unit, self._runner, self.traits
         rows = runner.rows_of(unit)
-        keeps = runner.saved.keeps_graph(unit, self._shapes, self.trained)
+        keeps = runner.saved.policy.keeps(unit, self._shapes, self.trained)
         self._is_open = True
         if not keeps:
             self._save_inputs(tensors)
@@ -134,11 +134,13 @@ class Call:
             for number, span in enumerate(rows):
                 if ambient is not None:
                     runner.seed(unit, number)
-                micro_batch = MicroBatch(span, runner.moment(unit, not keeps or runner.saved.may_give_up_graphs))
+                micro_batch = MicroBatch(span, runner.moment(unit, not keeps or runner.saved.policy.mode == "auto"))
                 self._micro_batches.append(micro_batch)
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
-                results.append(self._forward_of(micro_batch, inputs, others, keeps))
+                result = self._forward_of(micro_batch, inputs, others, keeps)
+                result.tensors[:] = [runner.own(t) for t in result.tensors]
+                results.append(result)
         finally:
             runner.leave()
             if ambient is not None:
@@ -156,20 +158,18 @@ class Call:
     def _forward_of(
         self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], keeps: bool
     ) -> Arguments:
-        runner, unit = self._runner, self.unit
+        use = self.unit, self._runner, self._arguments, inputs, others, self._needs
         if keeps:
             try:
-                micro_batch.graph = SavedGraph(unit, runner, self._arguments, inputs, self._needs, others, self._claim)
-                return micro_batch.graph.hand_over()
+                micro_batch.graph, result = run_keeping_graph(*use, self._claim)
+                return result
             except TooMuchToKeepError:
                 # Not in the plan of this shape: give the graph up and recompute this use, as if it had been decided
                 # before.
                 micro_batch.before.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
-        result = run_without_graph(unit, runner, self._arguments, inputs, others, self._needs)
-        result.tensors[:] = [runner.own(t) for t in result.tensors]
-        return result
+        return run_without_graph(*use)
 
     def _check_inputs(self) -> None:
         for tensor, version in zip(self._inputs, self._versions, strict=True):
@@ -207,11 +207,11 @@ class Call:
                 f"unit {unit.name}: backward ran twice over one forward (retain_graph=True); run the forward again."
             )
         self._check_inputs()
-        if not runner.claims.is_current(self._claim):
+        if not runner.claims.has(self._claim):
             raise OffloadError(
                 f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
             )
-        if not runner.claims.is_of_these_weights(self._claim):
+        if not self._claim.is_of_these_weights:
             raise OffloadError(
                 f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
                 "checkpoint), so that its gradients would be none of any model's; run the forward again."
@@ -240,9 +240,9 @@ class Call:
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
     ) -> list[torch.Tensor | None]:
         """Run the backward of one micro-batch; return the gradients of its inputs."""
-        graph, condition = micro_batch.graph, micro_batch.before.condition
-        with nullcontext() if graph else condition.values_again(self.traits.buffers):
-            leaves, results = graph.take() if graph else self._recompute(number)
+        graph, micro_batch.graph = micro_batch.graph, None
+        with nullcontext() if graph else micro_batch.before.condition.values_again(self.traits.buffers):
+            leaves, results = graph or self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
             pairs = [(r, g) for r, g in zip(results, pieces, strict=True) if g is not None and r.requires_grad]
             inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
@@ -277,7 +277,9 @@ class Call:
         runner.device.set_random_state(before.random)
         with (
             torch.enable_grad(),
-            runner.saved.measure_kept(unit, self._shapes, leaves, len(self._micro_batches)),
+            runner.saved.policy.measure(
+                unit, self._shapes, leaves if runner.saved.inputs_stay else (), len(self._micro_batches)
+            ),
             before.condition.attributes_again(),
             before.drawn_again(),
         ):
@@ -373,9 +375,4 @@ def run_without_graph(
     """
     if not unit.traits.needs_graph:
         return runner.run(unit, arguments, tensors, others)
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        result = runner.run(unit, arguments, leaves, others)
-    original = {id(leaf): t for leaf, t in zip(leaves, tensors, strict=True)}
-    result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
-    return result
+    return run_with_graph(unit, runner, arguments, tensors, others, needs)[1]

@@ -14,14 +14,12 @@ class Claim:
 
     unit: str
     """The name of the unit."""
-    age: int
-    """How many times everything was given up before the use."""
-    weights_age: int
-    """How many times the weights had become others before the use."""
     user: weakref.ref[Any]
     """The use. Once nobody refers to the use any more, the claim is dropped."""
     entries: list[tuple[int, int]] = field(default_factory=list)
     """The address and the bytes of each storage that the use holds."""
+    is_of_these_weights: bool = True
+    """True as long as the weights are those of the forward that made the claim."""
 
 
 class Claims:
@@ -34,25 +32,21 @@ class Claims:
     def __init__(self) -> None:
         self._open: dict[int, Claim] = {}
         self._dropped: deque[weakref.ref[Any]] = deque()
-        self._age = self._weights_age = 0
 
     def open(self, user: object, unit: str) -> Claim:
         """Return the claim of a use."""
-        claim = Claim(unit, self._age, self._weights_age, weakref.ref(user, self._dropped.append))
+        claim = Claim(unit, weakref.ref(user, self._dropped.append))
         self._open[id(claim.user)] = claim
         return claim
 
-    def is_current(self, claim: Claim) -> bool:
-        """True where nothing was given up since."""
-        return claim.age == self._age
-
-    def is_of_these_weights(self, claim: Claim) -> bool:
-        """True where the weights are those of the forward that made the claim."""
-        return claim.weights_age == self._weights_age
+    def has(self, claim: Claim) -> bool:
+        """True where a claim was neither closed nor given up."""
+        return self._open.get(id(claim.user)) is claim
 
     def weights_change(self) -> None:
         """What waits for its backward by now belongs to other weights."""
-        self._weights_age += 1
+        for claim in self._open.values():
+            claim.is_of_these_weights = False
 
     def close(self, claim: Claim) -> None:
         """A use has given back what it held."""
@@ -68,6 +62,5 @@ class Claims:
 
     def reset(self) -> None:
         """Everything is given up."""
-        self._age += 1
         self._open.clear()
         self._dropped.clear()

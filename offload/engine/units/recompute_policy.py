@@ -44,13 +44,8 @@ class RecomputePolicy:
 
     @property
     def mode(self) -> str:
-        """always, never or auto."""
+        """always, never or auto: where a graph that turns out too large is dropped, and the unit recomputed."""
         return self._mode if self._way.recomputes else "never"
-
-    @property
-    def may_give_up(self) -> bool:
-        """True where a graph that turns out too large is dropped, and the unit recomputed."""
-        return self.mode == "auto"
 
     def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> bool:
         """Decide for one use of a unit with inputs of these shapes, of which this takes gradients."""
@@ -64,12 +59,12 @@ class RecomputePolicy:
 
     def has_room(self, num_bytes: int) -> bool:
         """True where a graph may hold `num_bytes` more."""
-        budget, held = self._ledger.budget_bytes, self._ledger.allocations.get("kept tensors", 0)
-        return budget is None or held + num_bytes <= budget - self._others_peak_bytes
+        budget = self._ledger.budget_bytes
+        return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
 
     def saw(self) -> None:
         """Something more is held than before: note the most that graphs and everything else have held."""
-        held_bytes = self._held_bytes
+        held_bytes = self._ledger.allocations.get("kept tensors", 0)  # no call for each tensor that a graph saves
         self._step_peak_bytes = max(self._step_peak_bytes, held_bytes)
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
 

@@ -165,9 +165,9 @@ class UnitRunner:
 
     def finish(self, claim: Claim) -> None:
         """A use of a unit has had its backward, or will have none."""
-        if self.claims.is_current(claim):
+        if self.claims.has(claim):
             self.saved.let_go(claim)
-            if self.claims.is_of_these_weights(claim):
+            if claim.is_of_these_weights:
                 self._uses[claim.unit] -= 1
             self.claims.close(claim)
 
@@ -295,12 +295,12 @@ class UnitRunner:
         """A step is over; return the most that the device held at once in it."""
         self.step_number += 1
         self.forget_forwards()
-        return self.saved.end_step()
+        return self.saved.policy.end_step()
 
     def close(self) -> None:
         """Nothing is held any more."""
         self.claims.reset()
-        self.saved.close()
+        self.saved.reset()
 
     def reset(self) -> None:
         """Forget every pass so far: they were given up."""

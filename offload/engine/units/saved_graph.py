@@ -14,6 +14,8 @@ from offload.engine.units.claims import Claim
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
 
+Graph = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The leaves of a graph, and the tensors that gradients come in for."""
 _Packed = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 """dtype, bytes into the cargo, shape, stride"""
 
@@ -22,73 +24,71 @@ class TooMuchToKeepError(Exception):
     """The device's budget has no room for a graph that may be given up."""
 
 
-class SavedGraph:
-    """The graph of one micro-batch of a unit, alive from its forward to its backward.
+def run_with_graph(
+    unit: Unit,
+    runner: UnitRunner,
+    arguments: Arguments,
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[Any],
+    needs: Sequence[bool],
+) -> tuple[Graph, Arguments]:
+    """Run a unit with a graph of its own; return that, and the result as a caller may have it, who must not be held by
+    the graph: outputs hold it.
+    """
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    with torch.enable_grad():
+        result = runner.run(unit, arguments, leaves, others)
+    graph = leaves, list(result.tensors)
+    original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
+    result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
+    return graph, result
+
+
+def run_keeping_graph(
+    unit: Unit,
+    runner: UnitRunner,
+    arguments: Arguments,
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[Any],
+    needs: Sequence[bool],
+    claim: Claim,
+) -> tuple[Graph, Arguments]:
+    """Run a unit as `run_with_graph`; the graph of one micro-batch is alive from its forward to its backward. Raises
+    TooMuchToKeepError.
 
     A tensor that autograd saves and that lies in the unit's slot is packed as its place in the cargo, and rebuilt over
     the slot into which the unit was fetched again. Any other is kept, and entered in the device's ledger. It is packed
     detached: handing back the tensor itself would tie a reference cycle through its own graph.
     """
+    saved, slots, num_before = runner.saved, runner.slots, len(claim.entries)
+    may_give_up = saved.policy.mode == "auto"
+    # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
+    free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and saved.inputs_stay else set()
+    cargo = slots.cargo_of(unit.regions)
+    weights = slots.addresses(cargo)
+    seen: set[int] = set()
 
-    def __init__(
-        self,
-        unit: Unit,
-        runner: UnitRunner,
-        arguments: Arguments,
-        inputs: Sequence[torch.Tensor],
-        needs: Sequence[bool],
-        others: Sequence[Any],
-        claim: Claim,
-    ) -> None:
-        # The graph holds `pack` and `unpack`, and this object holds the graph: what they use are locals, or it would be
-        # a cycle.
-        num_before = len(claim.entries)
-        may_give_up = runner.saved.may_give_up_graphs
-        # Where graphs compete for room, what a recompute would hold on the device as well is no cost of theirs.
-        free = {t.untyped_storage().data_ptr() for t in inputs} if may_give_up and runner.saved.inputs_stay else set()
-        slots = runner.slots
-        cargo = slots.cargo_of(unit.regions)
-        weights = slots.addresses(cargo)
-
-        def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
-            if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
-                return tensor.detach().clone()
-            address = tensor.data_ptr()
-            if address in weights:
-                return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
-            tensor = tensor.detach()
+    def pack(tensor: torch.Tensor) -> _Packed | torch.Tensor:
+        if tensor.layout is not torch.strided:  # a sparse one, whose values may lie in the slot
+            return tensor.detach().clone()
+        address = tensor.data_ptr()
+        if address in weights:
+            return tensor.dtype, address - weights.start, tensor.shape, tensor.stride()
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in seen:
+            seen.add(storage)
             if not slots.holds(tensor):
-                is_input = bool(free) and tensor.untyped_storage().data_ptr() in free
-                if may_give_up and not is_input and not runner.saved.has_room(tensor):
+                if may_give_up and storage not in free and not saved.has_room(tensor):
                     raise TooMuchToKeepError
-                runner.saved.hold(tensor, "unit inputs" if is_input else "kept tensors", claim)
-            return tensor
+                saved.hold(tensor, "unit inputs" if storage in free else "kept tensors", claim)
+        return tensor.detach()
 
-        def unpack(packed: _Packed | torch.Tensor) -> torch.Tensor:
-            if isinstance(packed, torch.Tensor):
-                return packed
-            return slots.view(cargo, *packed)
+    def unpack(packed: _Packed | torch.Tensor) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else slots.view(cargo, *packed)
 
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                result = runner.run(unit, arguments, leaves, others)
-        except TooMuchToKeepError:
-            runner.saved.let_go(claim, num_before)
-            raise
-        self._graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (leaves, list(result.tensors))
-        original = {id(leaf): t for leaf, t in zip(leaves, inputs, strict=True)}
-        result.tensors[:] = [original[id(t)] if id(t) in original else runner.own(t.detach()) for t in result.tensors]
-        self._result: Arguments | None = result
-
-    def hand_over(self) -> Arguments:
-        """Return the result, once: the caller's outputs hold this graph, and must not be held by it."""
-        result, self._result = self._result, None
-        assert result is not None
-        return result
-
-    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves and the results of the graph, which is then the caller's."""
-        assert self._graph is not None
-        graph, self._graph = self._graph, None
-        return graph
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run_with_graph(unit, runner, arguments, inputs, others, needs)
+    except TooMuchToKeepError:
+        saved.let_go(claim, num_before)
+        raise

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, Layout
 from offload.engine.units.claims import Claim
-from offload.engine.units.recompute_policy import RecomputePolicy, Shapes
-from offload.engine.units.traits import Trained
-from offload.engine.units.unit import Unit
+from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device
@@ -35,8 +33,8 @@ class Returning:
     """The inputs, on the device."""
     tickets: list[Ticket]
     """The tickets after which the inputs are there."""
-    layouts: list[Layout]
-    """How the inputs lay when they were saved."""
+    layouts: list[Layout | None]
+    """How the inputs lay when they were saved; None for those that stayed on the device."""
 
 
 class Returns(Protocol):
@@ -50,43 +48,20 @@ class SavedInputs:
     """The inputs and graphs that wait for their backward: on the device, entered in its ledger, or put away."""
 
     def __init__(
-        self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload[Any] | None
+        self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
     ) -> None:
-        self._device, self._lanes, self._policy, self._offload = device, lanes, policy, offload
+        self._device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
         self._held: dict[int, tuple[int, str]] = {}
         self._is_trial = False
         self._calls: list[weakref.ref[Returns]] = []
-        self.looks_back = offload is not None and lanes.overlap
-
-    def keeps_graph(self, unit: Unit, shapes: Shapes, trained: Trained) -> bool:
-        """True where a use of a unit, of which this takes gradients, keeps its graph instead of recomputing it."""
-        return self._policy.keeps(unit, shapes, trained)
-
-    @property
-    def may_recompute(self) -> bool:
-        """True where the forward of a unit may run again in the backward."""
-        return self._policy.mode != "never"
-
-    def measure_kept(
-        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
-    ) -> AbstractContextManager[None]:
-        """Around a recompute: learn what keeping its graph would have cost beside its inputs."""
-        return self._policy.measure(unit, shapes, inputs if self.inputs_stay else (), num_parts)
-
-    @property
-    def may_give_up_graphs(self) -> bool:
-        """True where a graph that does not fit is dropped and its unit recomputed."""
-        return self._policy.may_give_up
-
-    @property
-    def inputs_stay(self) -> bool:
+        self.inputs_stay = offload is None
         """True where the inputs of units wait for their backward on the device."""
-        return self._offload is None
+        self.looks_back = offload is not None and lanes.overlap
 
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True where the device's budget has room to hold a tensor."""
         storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._held or self._policy.has_room(storage.nbytes())
+        return storage.data_ptr() in self._held or self.policy.has_room(storage.nbytes())
 
     def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return what to save of a unit's input: the tensor, or its copy on the host where activations live there."""
@@ -96,19 +71,20 @@ class SavedInputs:
         """Start to bring saved inputs, or a micro-batch of them, back to the device."""
         if self._offload is None:
             return Returning(list(tensors), [], [])
-        found = [self._offload.get(tensor) for tensor in tensors]
-        return Returning(
-            [tensor for tensor, _, _ in found],
-            [ticket for _, tickets, _ in found for ticket in tickets],
-            [layout for _, _, layout in found],
-        )
+        returning = Returning([], [], [])
+        for tensor in tensors:
+            found, tickets, layout = self._offload.get(tensor)
+            returning.tensors.append(found)
+            returning.tickets.extend(tickets)
+            returning.layouts.append(layout)
+        return returning
 
     def wait(self, returning: Returning) -> list[torch.Tensor]:
         """Let compute come after what returns."""
         if returning.tickets:
             self._lanes.compute_after(returning.tickets)
         for number, layout in enumerate(returning.layouts):
-            if layout != Layout.of(returning.tensors[number]):
+            if layout is not None and layout != Layout.of(returning.tensors[number]):
                 returning.tensors[number] = layout.copy(returning.tensors[number])
         return returning.tensors
 
@@ -134,11 +110,11 @@ class SavedInputs:
             return
         storage = tensor.untyped_storage()
         key, num_bytes = storage.data_ptr(), storage.nbytes()
-        if self._offload is None or not self._offload.has(key):
+        if self._offload is None or key not in self._offload.taken:
             count, first = self._held.get(key, (0, name))
             if not count:
                 self._device.ledger.reserve(name, num_bytes, _FIXES[name])
-                self._policy.saw()
+                self.policy.saw()
             self._held[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
 
@@ -158,7 +134,7 @@ class SavedInputs:
     @contextmanager
     def tried(self) -> Iterator[None]:
         """Within, passes are tried on a few rows, whose inputs stay on the device and are in no ledger."""
-        with self._policy.unmoved():
+        with self.policy.unmoved():
             self._is_trial = True
             try:
                 yield
@@ -168,19 +144,7 @@ class SavedInputs:
     def begin_step(self) -> None:
         """Start a step."""
         self._calls.clear()
-        self._policy.begin_step()
-
-    def end_step(self) -> int:
-        """A step is over; return the most that the device held at once in it."""
-        return self._policy.end_step()
-
-    def retreat(self) -> bool:
-        """A step did not fit beside the graphs that are kept: recompute more; False where none is."""
-        return self._policy.retreat()
-
-    def close(self) -> None:
-        """Nothing is held any more."""
-        self._held.clear()
+        self.policy.begin_step()
 
     def reset(self) -> None:
         """Every pass so far was given up."""

@@ -117,7 +117,7 @@ class Unit:
 
     def trained_of(self, tensors: Sequence[torch.Tensor]) -> Trained:
         """Return what of a use with these inputs takes gradients."""
-        return tuple(tensor.requires_grad for tensor in tensors), self.frozen
+        return tuple([tensor.requires_grad for tensor in tensors]), self.frozen
 
     def freeze(self, frozen: frozenset[int]) -> None:
         """Take no gradients for these parameters from now on, and for all others that were to be trained."""
