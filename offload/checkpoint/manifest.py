@@ -21,10 +21,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ DTYPE_OF = {
     )
 }
 
+_V = TypeVar("_V")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -69,6 +71,14 @@ class Entry:
         if plane in self.counts:
             return self.counts[plane]
         return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
+
+    def having(self, keeps: Callable[[str], bool]) -> Entry:
+        """Return what there is with those of the planes that are to be kept."""
+
+        def kept(values: Mapping[str, _V]) -> dict[str, _V]:
+            return {plane: value for plane, value in values.items() if keeps(plane)}
+
+        return Entry(self.shape, kept(self.planes), kept(self.blocks), kept(self.counts))
 
 
 Contents = Mapping[str, Entry]
@@ -266,10 +276,7 @@ def gather(
 
 def without_moved(contents: Contents) -> dict[str, Entry]:
     """Return what of a checkpoint belongs to the model's own state."""
-    found = {
-        name: replace(entry, planes={its: dtype for its, dtype in entry.planes.items() if not its.startswith(MOVED)})
-        for name, entry in contents.items()
-    }
+    found = {name: entry.having(lambda plane: not plane.startswith(MOVED)) for name, entry in contents.items()}
     return {name: entry for name, entry in found.items() if entry.planes}
 
 

@@ -156,21 +156,27 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     """
     own, kept = reader.meta["engine"], _kept(engine, reader.contents)
     there = {tile: _read_of(engine, reader, state, tile, anew) for state in kept for tile in state.held}
-    reader.expect(
-        span
-        for state in kept
-        for part in (
-            *(_wanted(engine, reader, state, tile, there[tile]) for tile in state.held),
-            () if anew else _factor_spans(engine, state),
-        )
-        for span in part
-    )
+
+    def spans() -> Iterator[Span]:
+        for state in kept:
+            for tile in state.held:
+                for plane in there[tile]:
+                    for _, span in _stretches(engine, reader.contents, state.region, tile, plane):
+                        yield span
+            for _, name, plane, values in () if anew else _factors(engine, state):
+                yield name, plane, 0, len(values)
+
+    reader.expect(spans())
     updates = {} if anew else own["updates"]
     for state in kept:
         for tile in state.held:
             _fill(engine, reader, state.region, tile, there[tile])
             tile.keep_stale(STALE in there[tile])
-        _fill_factors(engine, reader, state, anew)
+        for _, name, plane, values in _factors(engine, state):
+            piece = torch.zeros(values.shape, dtype=values.dtype)
+            if not anew:
+                reader.read(name, plane, 0, piece)
+            values.copy_(piece)
         state.steps[:] = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -194,12 +200,17 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
     own = _contents(engine, reader.meta["engine"].get(_TRAINED_ONLY, False))
-    wanted, found = (_without_stale(contents) for contents in (own, without_moved(reader.contents)))
+    # Who makes updates in time has no weights from before one, and has no use for them.
+    wanted, found = (
+        {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
+        for contents in (own, without_moved(reader.contents))
+    )
     trained = {info.name for info in engine.infos if info.trainable}
     for name in [*wanted, *found]:
         # Whether what is trained has a low half, its rule says.
         kept = (*MASTER[: 1 if name in trained else 2], _BUFFER)
-        if _of_model(wanted.get(name), kept) != _of_model(found.get(name), kept):
+        its, model = (each and each.having(kept.__contains__) for each in (found.get(name), wanted.get(name)))
+        if its != model:
             raise ConfigError(
                 f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
                 f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
@@ -224,24 +235,9 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     return True
 
 
-def _of_model(entry: Entry | None, kept: Collection[str]) -> tuple[Any, ...] | None:
-    """Return what of an entry does not belong to an update rule: its shape, and those of its planes that are `kept`."""
-    if entry is None:
-        return None
-    return entry.shape, {name: dtype for name, dtype in entry.planes.items() if name in kept}
-
-
 def _rule(engine: EngineState) -> str:
     """Return what the update rule, and those of its groups, are called."""
     return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
-
-
-def _without_stale(contents: Contents) -> dict[str, Entry]:
-    """Leave weights from before an update out: who makes updates in time has none, and has no use for them."""
-    return {
-        name: replace(entry, planes={plane: dtype for plane, dtype in entry.planes.items() if plane != STALE})
-        for name, entry in contents.items()
-    }
 
 
 def _shown(entry: Entry | None) -> str:
@@ -318,20 +314,16 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
     sharding = engine.store.sharding
     for state in kept:
         shard = sharding.shard(state.region)
-        for position, index in enumerate(state.region.parameters):
-            if shard.start <= state.span(position).start < shard.stop:
-                for name, values in state.factors_of(position).items():
-                    writer.write(engine.infos[index].name, name, 0, values.cpu())
+        for begin, name, plane, values in _factors(engine, state):
+            if shard.start <= begin < shard.stop:
+                writer.write(name, plane, 0, values.cpu())
     with closing(_lent(engine, kept)) as lent:
         for region, tile, lease in lent:
             shard = sharding.shard(region)
             engine.lanes.wait(lease.reads)
-            for plane in map(region.plane, lease.planes):
-                for index, begin, end, start in _pieces(engine, region, tile):
-                    begin, end = max(begin, shard.start), min(end, shard.stop)
-                    if begin < end:
-                        piece = lease.planes[plane.name][plane.cut(slice(begin - tile.begin, end - tile.begin))].cpu()
-                        writer.write(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
+            for plane, flat in lease.planes.items():
+                for its, (name, _, begin, _) in _stretches(engine, writer.contents, region, tile, plane, shard):
+                    writer.write(name, plane, begin, flat[its].cpu())
 
 
 def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
@@ -369,33 +361,6 @@ def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile
     return [name for name in tile.states if name != STALE or is_late]
 
 
-def _wanted(
-    engine: EngineState, reader: Reader, state: RegionState, tile: Tile, there: Collection[str]
-) -> Iterator[Span]:
-    """Yield what `_fill` reads, in its order."""
-    for plane in map(state.region.plane, there):
-        for index, begin, end, start in _pieces(engine, state.region, tile):
-            if plane.name not in reader.contents[engine.infos[index].name].planes:
-                continue
-            yield engine.infos[index].name, plane.name, (begin - start) // plane.block, plane.numel(end - begin)
-
-
-def _factor_spans(engine: EngineState, state: RegionState) -> Iterator[Span]:
-    """Yield what `_fill_factors` reads, in its order."""
-    for position, index in enumerate(state.region.parameters):
-        for name, values in state.factors_of(position).items():
-            yield engine.infos[index].name, name, 0, len(values)
-
-
-def _fill_factors(engine: EngineState, reader: Reader, state: RegionState, anew: bool) -> None:
-    for position, index in enumerate(state.region.parameters):
-        for name, values in state.factors_of(position).items():
-            piece = torch.zeros(values.shape, dtype=values.dtype)
-            if not anew:
-                reader.read(engine.infos[index].name, name, 0, piece)
-            values.copy_(piece)
-
-
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
     """Read a tile's states, those that are `there`, and clear the others. What of them is on disk is written while the
     next tile is read.
@@ -405,20 +370,14 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        for plane in map(region.plane, names):
-            flat, filled = lease.planes[plane.name], 0
-            if plane.name not in there:
-                flat.zero_()
-                continue
-            for index, begin, end, start in _pieces(engine, region, tile):
-                its = plane.cut(slice(begin - tile.begin, end - tile.begin))
-                flat[filled : its.start] = 0  # between parameters
+        for plane in names:
+            flat, filled = lease.planes[plane], 0
+            stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in there else ()
+            for its, (name, _, begin, _) in stretches:
+                flat[filled : its.start] = 0  # between parameters, and what the checkpoint does not have
                 target, filled = flat[its], its.stop
-                if plane.name not in reader.contents[engine.infos[index].name].planes:
-                    target.zero_()  # a rule that kept weights in bf16 alone has written no low half
-                    continue
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
-                reader.read(engine.infos[index].name, plane.name, (begin - start) // plane.block, piece)
+                reader.read(name, plane, begin, piece)
                 if piece is not target:
                     target.copy_(piece)
             flat[filled:] = 0
@@ -427,13 +386,26 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there
         give_back(Ticket("compute", is_done=True))
 
 
-def _pieces(engine: EngineState, region: Region, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (parameter, its elements in a tile from which to which, where it begins), counted in the region."""
+def _stretches(
+    engine: EngineState, contents: Contents, region: Region, tile: Tile, plane: str, shard: slice = slice(None)
+) -> Iterator[tuple[slice, Span]]:
+    """Yield where a plane of a tile has what a checkpoint has of a parameter, and which elements of it these are; of a
+    `shard` of the region. (A rule that kept weights in bf16 alone has written no low half.)
+    """
+    kind, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
     for position, index in enumerate(region.parameters):
-        span = engine.store[region].span(position)
-        begin, end = max(span.start, tile.begin), min(span.stop, tile.end)
-        if begin < end:
-            yield index, begin, end, span.start
+        span, name = engine.store[region].span(position), engine.infos[index].name
+        begin, end = max(span.start, tile.begin, shard_begin), min(span.stop, tile.end, shard_end)
+        if begin < end and plane in contents[name].planes:
+            its = kind.cut(slice(begin - tile.begin, end - tile.begin))
+            yield its, (name, plane, (begin - span.start) // kind.block, its.stop - its.start)
+
+
+def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    """Yield what there is once for a parameter: where it begins in the region, its name, the plane, and the values."""
+    for position, index in enumerate(state.region.parameters):
+        for plane, values in state.factors_of(position).items():
+            yield state.span(position).start, engine.infos[index].name, plane, values
 
 
 def _updates(engine: EngineState) -> Iterator[tuple[str, int]]:
