@@ -48,7 +48,7 @@ def main(words: list[str]) -> int:
     given, out = Path(options.checkpoint).expanduser(), Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
-    from offload.checkpoint.given import chosen_checkpoint  # imports torch
+    from offload.checkpoint.folder import chosen_checkpoint  # imports torch
     from offload.checkpoint.stored import DTYPES, export_stored
     from offload.hf.models import quiet_transformers
 

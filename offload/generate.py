@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
     prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
 
     from offload.accelerators import own_accelerator
-    from offload.checkpoint.given import chosen_model
+    from offload.checkpoint.folder import chosen_model
     from offload.checkpoint.stored import DTYPES
     from offload.hf.models import quiet_transformers
     from offload.inference.sampler import Choices, Sampler, free_memory

@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
-    from offload.checkpoint.given import checkpoints_of, is_checkpoint  # imports torch
+    from offload.checkpoint.folder import checkpoints_of, is_checkpoint  # imports torch
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
@@ -69,7 +69,7 @@ class _Report:
 
     def check(self, folder: Path, is_stored: bool) -> None:
         """Check one folder."""
-        from offload.checkpoint.given import verify_shown
+        from offload.checkpoint.folder import verify_shown
         from offload.hf.verify import verify_folder
 
         try:

@@ -242,7 +242,7 @@ def _preload() -> None:
     import transformers.models.mixtral.modeling_mixtral
     import transformers.tokenization_utils_tokenizers  # noqa: F401
 
-    import offload.checkpoint.given
+    import offload.checkpoint.folder
     import offload.distributed.launch
     import offload.doctor
     import offload.engine.engine

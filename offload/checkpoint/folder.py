@@ -1,4 +1,5 @@
-"""The checkpoints of a run: `checkpoints/step-N/`, and `latest`, which names the one that was saved last.
+"""The checkpoints of a run: `checkpoints/step-N/`, and `latest`, which names the one that was saved last; and what a
+path on a command line stands for: a checkpoint, a run with several of them, or something else.
 
 `latest` is written when the checkpoint that it names is on the disk, so it never names a worse one; what it says is for
 people and scripts, and nothing here believes it: checkpoints are found by their folders and verified.
@@ -12,10 +13,12 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.publish import foreign_names
-from offload.checkpoint.reader import verify
-from offload.errors import CheckpointError, DiskError
+from offload.checkpoint.reader import Reader, verify
+from offload.errors import CheckpointError, ConfigError, DiskError, format_bytes
 from offload.files.atomic_folder import as_disk_errors, clear, remove, write_small
+from offload.telemetry.byte_progress import byte_progress
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LATEST = "latest"
@@ -86,11 +89,6 @@ class Checkpoints:
         return clear(self.path)
 
 
-def is_step_folder(folder: Path) -> bool:
-    """Tell whether a folder has the name of a step's checkpoint."""
-    return _STEP.fullmatch(folder.name) is not None
-
-
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -126,3 +124,53 @@ def _first_that_verifies(
         else:
             return folder, skipped
     return None, skipped
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a folder is meant as a checkpoint, whole or not."""
+    named = path.is_dir() and _STEP.fullmatch(path.resolve().name) is not None
+    return named or (path / MANIFEST).is_file() or any(path.glob("rank-*.bin"))
+
+
+def checkpoints_of(path: Path) -> Checkpoints | None:
+    """Return the checkpoints of a run folder, or of its folder `checkpoints`; None where there are none."""
+    for folder in (path / "checkpoints", path):
+        if (checkpoints := Checkpoints(folder)).folders():
+            return checkpoints
+    return None
+
+
+def verify_shown(folder: Path) -> str:
+    """Check all of a checkpoint as `reader.verify` and show how far it is; return what was found. Raises
+    CheckpointError.
+    """
+    with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as tell:
+        reader.verify(tell)
+        return f"{len(reader.contents)} parameters and buffers, {format_bytes(reader.num_bytes)}; all checksums agree"
+
+
+def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+    """Return the checkpoint that is meant: the folder itself, or the newest of a run that is whole, which is read for
+    that; `say` is told which, and why others are not.
+
+    Raises ConfigError where there is none, CheckpointError where none is whole.
+    """
+    if is_checkpoint(path):
+        return path
+    checkpoints = checkpoints_of(path)
+    if checkpoints is None:
+        what = "holds no checkpoint" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {what}; give RUN/checkpoints/step-N, or RUN for the newest one that is whole.")
+    good, damaged = checkpoints.newest_that_verifies(verify_shown)
+    for folder, reason in damaged:
+        say(f"{folder.name} is left out: {reason}")
+    if good is None:
+        raise CheckpointError(f"none of the {len(damaged)} checkpoints in {checkpoints.path} is whole.", path)
+    say(f"the newest checkpoint that is whole: {good}")
+    return good
+
+
+def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
+    """Return the Hugging Face folder or the checkpoint that is meant; as `chosen_checkpoint` for a run."""
+    is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
+    return path if is_folder else chosen_checkpoint(path, say)

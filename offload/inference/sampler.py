@@ -14,8 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from offload.accelerators import Accelerator, device_of
-from offload.checkpoint.folder import offering_another
-from offload.checkpoint.given import is_checkpoint
+from offload.checkpoint.folder import is_checkpoint, offering_another
 from offload.checkpoint.stored import read_stored
 from offload.data.tokenizer import load_tokenizer, tokenizer_folder
 from offload.errors import ConfigError, OffloadError

@@ -168,7 +168,7 @@ class StreamedModel:
         """Return the bytes through which units stream: room for all of them, or what the budget leaves beside what
         stays, and two units at least.
         """
-        sizes = [sum(region.weight_bytes for region in unit.regions) for unit in self._units if not unit.resident]
+        sizes = [unit.weight_bytes for unit in self._units if not unit.resident]
         whole = sum(r.weight_bytes for r in {r for unit in self._units if not unit.resident for r in unit.regions})
         if memory_bytes is None or self.total_bytes <= memory_bytes:
             return whole

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.given import is_checkpoint
+from offload.checkpoint.folder import is_checkpoint
 from offload.checkpoint.stored import DTYPES, rebuild_model
 from offload.config.config import Config
 from offload.engine.engine import Engine

@@ -199,7 +199,9 @@ def compare(
         outcome.reported = [text for text in messages if "is read from outside" in text]
         if not steps_of(engine).splits:
             outcome.unsplit = {
-                unit.name: _why_not_split(unit) for unit in parts_of(engine).units if _refuses_parts(unit)
+                unit.name: _why_not_split(unit)
+                for unit in parts_of(engine).units
+                if unit.traits.is_compared and not unit.resident and not unit.traits.splits
             }
         _check_streamed(outcome, engine)
         _check_restored(engine, model, cached)
@@ -213,10 +215,6 @@ def _targets_of(reference: Reference, batch: Batch) -> Callable[[Batch], int]:
     with torch.no_grad():
         loss = copy.deepcopy(reference.model).eval()(**{**batch, "labels": first}).loss
     return count_labels if loss.isfinite() and loss != 0 else count_shifted
-
-
-def _refuses_parts(unit: Unit) -> bool:
-    return unit.traits.is_used and not unit.resident and not unit.traits.splits
 
 
 def _why_not_split(unit: Unit) -> str:

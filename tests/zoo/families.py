@@ -332,6 +332,14 @@ _OWN = {
 ask the classes for it would import all of them, for four seconds, in every worker."""
 
 
+def buildable() -> list[Any]:
+    """Return the names of all families as parameters; those that there is no model of are skipped."""
+    import pytest
+
+    marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
+
+
 @cache
 def families() -> dict[str, Family]:
     """Return every family by name; a class registered under several names comes once, under its own configuration's."""

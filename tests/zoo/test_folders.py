@@ -14,18 +14,13 @@ from offload.config.sections import ModelSection
 from offload.hf.models import build_model
 from tests.checkpoint.folders import read, same
 from tests.hf.test_write import logits, tensors
-from tests.zoo.families import UNBUILDABLE, families
+from tests.zoo.families import buildable, families
 
 pytestmark = pytest.mark.slow
 
 
-def cases() -> list[object]:
-    marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", buildable())
 def test_what_is_taken_over_is_exported_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """fp32 folders through split masters, too. What is written loads with transformers, with equal logits.
 

@@ -16,14 +16,9 @@ from offload.config.sections import ModelSection
 from offload.hf.models import build_model
 from tests.checkpoint.folders import same
 from tests.hf.test_write import tensors
-from tests.zoo.families import UNBUILDABLE, families
+from tests.zoo.families import buildable, families
 
 pytestmark = pytest.mark.slow
-
-
-def cases() -> list[Any]:
-    marks = {name: [pytest.mark.skip(reason=why)] for name, why in UNBUILDABLE.items()}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in families()]
 
 
 def is_known(family: Any) -> bool:
@@ -36,7 +31,7 @@ def is_known(family: Any) -> bool:
     ("name", "way"),
     [
         pytest.param(*case.values, "a folder in bf16" if number % 8 == 0 else "random in fp32", marks=case.marks)
-        for number, case in enumerate(cases())
+        for number, case in enumerate(buildable())
         if number % 2 == 0
     ],
 )
@@ -68,8 +63,9 @@ def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) ->
         torch.manual_seed(1)
         found = again.step(batch)
         assert (found.loss.item(), found.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
-    assert buffers(again.model).keys() == buffers(engine.model).keys()
-    assert [key for key, value in buffers(engine.model).items() if not same(value, buffers(again.model)[key])] == []
+    buffers, found_buffers = (dict(each.model.named_buffers()) for each in (engine, again))
+    assert found_buffers.keys() == buffers.keys()
+    assert [key for key, value in buffers.items() if not same(value, found_buffers[key])] == []
     engine.close()
     again.close()
     export_stored(tmp_path / "saved", tmp_path / "ours")
@@ -78,10 +74,6 @@ def test_a_checkpoint_needs_nothing_else(name: str, way: str, tmp_path: Path) ->
     assert [key for key, value in theirs.items() if not same(value, ours[key])] == []
     for path in (tmp_path / "theirs").glob("*.json"):
         assert path.read_bytes() == (tmp_path / "ours" / path.name).read_bytes(), path.name
-
-
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers())
 
 
 def nothing(_name: str, _module: nn.Module) -> None:

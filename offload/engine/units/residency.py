@@ -35,6 +35,21 @@ _FAILED = "was given to an engine that could not be made: some of its weights ar
 _RETURNED = (
     "was given back by the engine that had it (close(restore=True)): this is what stood for it. Take it from the model."
 )
+_LOST = "{name} was to {how}; its weights are in an engine, or went with one. " + _ANEW
+_REFUSALS = {
+    "write": _LOST,
+    "in place": _LOST,
+    "gradient": "{name} was read outside of the model's forward, and a gradient came back to it, which would be lost, "
+    "since its weights are in an engine. For a term such as a penalty, read it within the forward, or in the loss_fn "
+    "of engine.step, from its first call on; where no gradient is meant, read parameter.detach(), or under "
+    "torch.no_grad(). (For weight decay there is the optimizer's.)",
+    "hook": "a hook was to be registered on {name} (register_hook or register_post_accumulate_grad_hook), which would "
+    "never run: its gradient lands in the engine, unit by unit. engine.grad_norm() is the norm of all gradients, "
+    "max_grad_norm clips them, and requires_grad_(False) keeps one from being made; a hook of a module does run.",
+    "address": "the address of {name} was asked for (data_ptr(), storage()), which has none: its weights are in an "
+    "engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), or the masters "
+    "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
+}
 _HOLDS: weakref.WeakSet[ModelOwnership] = weakref.WeakSet()
 """Of the models that live, those whose weights are not in them."""
 
@@ -179,41 +194,12 @@ class ModelOwnership:
             raise ConfigError(f"{info.name} {self.state}")
         return reading.read(info)
 
-    def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
-        """Raise ConfigError: what is written would be lost. A model whose own forward does it (`in_place`, by an
-        operation, which is seen) is left alone: from the next pass on it has these weights.
+    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+        """Raise ConfigError: what is written, or comes, would be lost. A model whose own forward writes "in place", by
+        an operation, which is seen, is left alone: from the next pass on it has these weights.
         """
-        if not (in_place and self._is_watched):
-            raise ConfigError(f"{info.name} was to {how}; its weights are in an engine, or went with one. {_ANEW}")
-
-    def refuse_gradient(self, info: ParameterInfo) -> None:
-        """Raise ConfigError: a gradient would be lost."""
-        if not self._is_watched:
-            raise ConfigError(
-                f"{info.name} was read outside of the model's forward, and a gradient came back to it, which would be "
-                "lost, since its weights are in an engine. For a term such as a penalty, read it within the forward, "
-                "or in the loss_fn of engine.step, from its first call on; where no gradient is meant, read "
-                "parameter.detach(), or under torch.no_grad(). (For weight decay there is the optimizer's.)"
-            )
-
-    def refuse_hook(self, info: ParameterInfo) -> NoReturn:
-        """Raise ConfigError: the hook would never be called."""
-        raise ConfigError(
-            f"a hook was to be registered on {info.name} (register_hook or register_post_accumulate_grad_hook), which "
-            "would never run: its gradient lands in the engine, unit by unit. engine.grad_norm() is the norm of all "
-            "gradients, max_grad_norm clips them, and requires_grad_(False) keeps one from being made; a hook of a "
-            "module does run."
-        )
-
-    def refuse_address(self, info: ParameterInfo) -> None:
-        """Raise ConfigError: there is no memory to point to."""
-        if not self._is_watched:
-            raise ConfigError(
-                f"the address of {info.name} was asked for (data_ptr(), storage()), which has none: its weights are in "
-                "an engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), "
-                "or the masters by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face "
-                "folder."
-            )
+        if not self._is_watched or what in ("write", "hook"):
+            raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))
 
     def check_look(self, info: ParameterInfo, how: str) -> None:
         """Raise ConfigError in the middle of an own loop's step: clipping, scaling or dropping what is found at the

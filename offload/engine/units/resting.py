@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,17 +20,10 @@ class Holder(Protocol):
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh copy of a parameter, on the CPU, or raise why there is none."""
 
-    def refuse_write(self, info: ParameterInfo, how: str, in_place: bool = False) -> None:
-        """Raise ConfigError, unless it is the engine that tries something that writes `in_place`."""
-
-    def refuse_gradient(self, info: ParameterInfo) -> None:
-        """Raise ConfigError, unless it is the engine that tries something."""
-
-    def refuse_hook(self, info: ParameterInfo) -> NoReturn:
-        """Raise ConfigError: gradients do not come by the parameter, so that the hook would never be called."""
-
-    def refuse_address(self, info: ParameterInfo) -> None:
-        """Raise ConfigError, unless it is the engine that tries something."""
+    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+        """Raise ConfigError, saying why, unless it is the engine that tries something. `what`: a "write", one "in
+        place" by an operation, a "gradient", a "hook" or the "address"; `how` a write is done.
+        """
 
     def check_look(self, info: ParameterInfo, how: str) -> None:
         """Raise ConfigError where who reads `grad`, which is None, would take it that there are no gradients, or who
@@ -71,17 +64,17 @@ class OffloadedTensor(torch.Tensor):
             if args[1:] == (None,):
                 args[0].holder.check_look(args[0].info, "set to None")
             else:
-                args[0].holder.refuse_write(args[0].info, _WRITES[func])
+                args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
-            args[0].holder.refuse_address(args[0].info)
+            args[0].holder.refuse(args[0].info, "address")
         if func in _HOOKS and args[0].hangs:
-            args[0].holder.refuse_hook(args[0].info)
+            args[0].holder.refuse(args[0].info, "hook")
         if func == _LOOK and args[0].hangs:
             args[0].holder.check_look(args[0].info, "read")
         if func is torch._has_compatible_shallow_copy_type:  # Module.to and its kin have converted a parameter
             own, made = args
             if isinstance(own, OffloadedTensor) and not own.is_same(made):
-                own.holder.refuse_write(own.info, f"become {list(made.shape)} of {made.dtype} on {made.device}")
+                own.holder.refuse(own.info, "write", f"become {list(made.shape)} of {made.dtype} on {made.device}")
         if func in _READS:
             args, kwargs = tree_map(_copy, (args, kwargs))
         return past_subclasses(func, *args, **kwargs)
@@ -101,7 +94,7 @@ class OffloadedTensor(torch.Tensor):
             changed = [given.get(each.name) for each in arguments if each.is_write]
             for leaf in tree_leaves(changed):
                 if isinstance(leaf, OffloadedTensor):
-                    leaf.holder.refuse_write(leaf.info, f"be written to, by {func}", in_place=True)
+                    leaf.holder.refuse(leaf.info, "in place", f"be written to, by {func}")
         found: dict[int, torch.Tensor] = {}
 
         def bring(leaf: Any) -> Any:
@@ -122,7 +115,7 @@ class OffloadedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         # Module.to and its kin come here too; where there is nothing to convert they give a tensor itself.
         if not self.is_same(value):
-            self.holder.refuse_write(self.info, f"become {list(value.shape)} of {value.dtype} (by .data)")
+            self.holder.refuse(self.info, "write", f"become {list(value.shape)} of {value.dtype} (by .data)")
 
     def is_same(self, other: torch.Tensor) -> bool:
         """True where another tensor stands for the same values."""
@@ -139,7 +132,7 @@ class OffloadedTensor(torch.Tensor):
         return self.values().requires_grad_(self.requires_grad)
 
     def _use_count(self) -> None:  # torch.utils.swap_tensors asks both of its tensors
-        self.holder.refuse_write(self.info, "change places with another tensor")
+        self.holder.refuse(self.info, "write", "change places with another tensor")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.copied())
@@ -160,7 +153,7 @@ def stand_in(info: ParameterInfo, dtype: torch.dtype, device: torch.device, hold
     made.hangs = made._is_param = True
     if info.trainable:
         made.requires_grad_()
-        past_subclasses(made.register_hook, lambda _: holder.refuse_gradient(info))
+        past_subclasses(made.register_hook, lambda _: holder.refuse(info, "gradient"))
     return cast(nn.Parameter, made)
 
 
