@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.checkpoint.manifest import MANIFEST
@@ -39,12 +39,22 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
     def newest_that_verifies(
-        self, verify: Callable[[Path], object] = verify
+        self, verify: Callable[[Path], object] = verify, but: str = ""
     ) -> tuple[Path | None, list[tuple[Path, str]]]:
         """Return the checkpoint of the highest step that is whole, read from end to end, and those above it that are
-        not, each with the reason. `verify` may be one that shows how far it is.
+        not, each with the reason; of all `but` one. `verify` may be one that shows how far it is.
         """
-        return _first_that_verifies(self.folders(), verify)
+        skipped = []
+        for folder in self.folders():
+            if folder.name == but:
+                continue
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                skipped.append((folder, str(error)))
+            else:
+                return folder, skipped
+        return None, skipped
 
     def target(self, step: int) -> Path:
         """Return the folder for a step's checkpoint, to be saved there; what there is of that step stays until the new
@@ -106,24 +116,9 @@ def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointErro
     """Return the error about a checkpoint that cannot be used for that reason (and the file at fault, if it is known),
     which says which of those beside it is good; finding that out reads them.
     """
-    others = [path for path in Checkpoints(folder.parent).folders() if path.name != folder.name]
-    good, _ = _first_that_verifies(others, verify)
+    good, _ = Checkpoints(folder.parent).newest_that_verifies(but=folder.name)
     found = f"The last good one is {good}." if good else "There is no other one beside it that is good."
     return CheckpointError(f"{reason} {found}", path or folder)
-
-
-def _first_that_verifies(
-    folders: Sequence[Path], verify: Callable[[Path], object]
-) -> tuple[Path | None, list[tuple[Path, str]]]:
-    skipped = []
-    for folder in folders:
-        try:
-            verify(folder)
-        except CheckpointError as error:
-            skipped.append((folder, str(error)))
-        else:
-            return folder, skipped
-    return None, skipped
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -120,8 +120,8 @@ class SavedInputs:
 
     def let_go(self, claim: Claim, since: int = 0) -> None:
         """What a claim has, or has taken after its first `since` entries, is no longer waited for."""
-        while len(claim.entries) > since:
-            key, num_bytes = claim.entries.pop()
+        released: dict[str, int] = {}
+        for key, num_bytes in claim.entries[since:]:
             if self._offload is not None and self._offload.free(key):
                 continue
             count, name = self._held[key]
@@ -129,7 +129,10 @@ class SavedInputs:
                 self._held[key] = (count - 1, name)
             else:
                 del self._held[key]
-                self._device.ledger.release(name, num_bytes)
+                released[name] = released.get(name, 0) + num_bytes
+        del claim.entries[since:]
+        for name, num_bytes in released.items():
+            self._device.ledger.release(name, num_bytes)
 
     @contextmanager
     def tried(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -231,10 +233,7 @@ class UnitTraits:
             if not present:
                 joined.append(None)
             elif axis is None:
-                total = present[0]
-                for piece in present[1:]:
-                    total = total + piece
-                joined.append(total)
+                joined.append(functools.reduce(operator.add, present))
             else:
                 assert len(present) == len(pieces)
                 joined.append(torch.cat(present, axis.axis))
